@@ -13,10 +13,11 @@ import torch
 
 
 class Color(enum.Enum):
-    """Which list an operator is on; after `paint`, what was decided for a node.
+    """Which list an operator is on and, after `paint`, what was decided for a node.
 
-    `KEEP` is on no list: the node has no float32 tensor to convert, or the model's own code
-    fixed its precision. It runs exactly as captured.
+    A node painted ALLOW computes in low precision, DENY in float32. INFER and CLEAR nodes are
+    free: `place_casts` chooses. KEEP runs exactly as captured, on operands of the captured
+    dtypes: there is nothing to convert, or the model's own code fixed the precision.
     """
 
     ALLOW = "allow"
@@ -28,63 +29,87 @@ class Color(enum.Enum):
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """One tensor a node returns. `numel` is the size hint where the shape is symbolic."""
+    """One tensor that a node returns. `numel` is a size hint where the shape is symbolic."""
 
     dtype: torch.dtype
     shape: tuple[int | str, ...]
     device: str
     numel: int
 
-    @property
-    def is_float32(self) -> bool:
-        return self.dtype is torch.float32
-
 
 @dataclass(frozen=True)
 class NodeFacts:
     """What is known of one node of a captured graph before anything is decided.
 
-    `reads` names the nodes whose float32 tensors it computes on (not those of which it only
-    reads the shape); `storage` names the node that made the memory its result lives in, itself
-    unless the result is a view of or was written into another value.
+    color, group, bounded, low_storage: the node's list entry (color None: on no list).
+    reads: the nodes whose float32 tensors it computes on.
+    tensors: what it returns; one entry per tensor of a tuple.
+    memory: the node that first held the storage its result lives in: itself, unless the result
+        is a view of another value or was written in place.
+    written: some node of the graph writes into that storage.
+    fixed: why the node must run as captured, or "".
     """
 
     name: str
-    kind: str
-    op: str | None
-    color: Color | None
-    group: str | None
-    reads: tuple[str, ...]
-    tensors: tuple[TensorFacts, ...]
-    storage: str
-    is_view: bool = False
+    op: str
+    color: Color | None = None
+    group: str = ""
     bounded: bool = False
+    low_storage: bool = False
+    reads: tuple[str, ...] = ()
+    tensors: tuple[TensorFacts, ...] = ()
+    memory: str = ""
+    written: bool = False
+    external: bool = False
     is_weight: bool = False
+    user_cast: bool = False
+    scalars: tuple[float, ...] = ()
+    fixed: str = ""
     module_path: str = ""
     source: str = ""
 
     @property
-    def float32_numel(self) -> int:
-        return sum(t.numel for t in self.tensors if t.is_float32)
+    def is_view(self) -> bool:
+        return self.memory != self.name
+
+    @property
+    def numel(self) -> int:
+        """Elements of the float32 tensors it returns."""
+        return sum(t.numel for t in self.tensors if t.dtype is torch.float32)
+
+    @property
+    def is_scalar(self) -> bool:
+        return len(self.tensors) == 1 and self.tensors[0].shape == ()
 
 
 @dataclass(frozen=True)
 class Paint:
-    """The colour of a node, the rule that gave it, and the list entry or node responsible."""
+    """The colour of a node, the rule that gave it, and the list entry or node responsible.
+
+    wide: its values still hold full float32, so a float32 reader must not get them rounded.
+    huge: its values may be finite and beyond the low precision's range (a mask's -3.4e38).
+    """
 
     color: Color
     rule: str
     because: str = ""
+    wide: bool = False
+    huge: bool = False
 
 
 @dataclass(frozen=True)
 class Cast:
-    """One conversion of one value, shared by all of `readers`. `bytes` counts read and written."""
+    """One conversion of one value, shared by all of `readers`.
+
+    `bytes` counts what it reads and writes. A saturating cast maps finite numbers beyond the
+    low precision's range to its largest number instead of to infinity.
+    """
 
     value: str
     dtype: torch.dtype
     readers: tuple[str, ...]
     bytes: int
+    saturate: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,13 +122,14 @@ class Plan:
     """
 
     dtype: torch.dtype
-    facts: Mapping[str, NodeFacts]
-    paints: Mapping[str, Paint]
-    low: frozenset[str]
-    casts: tuple[Cast, ...]
+    facts: Mapping[str, NodeFacts] = field(default_factory=dict)
+    paints: Mapping[str, Paint] = field(default_factory=dict)
+    low: frozenset[str] = frozenset()
+    casts: tuple[Cast, ...] = ()
     bodies: Mapping[str, Plan] = field(default_factory=dict)
     fallback: str | None = None
 
     @property
     def cast_bytes(self) -> int:
+        """Bytes read and written by all casts, those of the bodies included."""
         return sum(c.bytes for c in self.casts) + sum(b.cast_bytes for b in self.bodies.values())

@@ -1,0 +1,36 @@
+"""Mixed precision for PyTorch as a graph-rewriting compiler pass."""
+
+from amp_graph.convert import convert, is_converted, plans, restore
+from amp_graph.errors import (
+    AmpGraphError,
+    CaptureError,
+    ListError,
+    PolicyError,
+    VerifyError,
+)
+from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan, TensorFacts
+from amp_graph.policy import Override, Policy
+from amp_graph.runtime import ConversionWarning
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AmpGraphError",
+    "CaptureError",
+    "Cast",
+    "Color",
+    "ConversionWarning",
+    "ListError",
+    "NodeFacts",
+    "Override",
+    "Paint",
+    "Plan",
+    "Policy",
+    "PolicyError",
+    "TensorFacts",
+    "VerifyError",
+    "convert",
+    "is_converted",
+    "plans",
+    "restore",
+]

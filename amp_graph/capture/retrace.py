@@ -1,0 +1,163 @@
+"""Retrace a Dynamo graph to ATen, one spelling per operator, autograd still above it.
+
+    torch-level                          ATen
+    h = torch.relu(x)                    relu   = aten.relu.default(x)
+    y = h.matmul(w)                      matmul = aten.matmul.default(relu, w)
+    z = wrap_body_0(checkpoint, y)       wrap_body_0(checkpoint, matmul)
+
+A node that changes a mode (grad, autocast) or holds a graph of its own (checkpoint, cond, a
+custom autograd function) passes through as it is, and its body is retraced in its own right.
+The stretches between such nodes are traced by `make_fx(pre_dispatch=True)` on the fake tensors
+that Dynamo left in `meta["example_value"]`, under the modes in force at that place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import fx
+from torch._ops import HigherOrderOperator
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from amp_graph.capture.aten import fake_mode_of, get_attribute, set_attribute
+from amp_graph.errors import CaptureError
+
+MODE_SETTERS = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
+
+
+def retrace(module: fx.GraphModule) -> fx.GraphModule:
+    """Return the ATen form of a Dynamo graph; `module` is left as it was.
+
+    Every node of the result has `meta["val"]` (fake tensors), `nn_module_stack` and
+    `stack_trace`. Raises CaptureError where the graph cannot be traced on fake tensors.
+    """
+    return _Retracer(module).run()
+
+
+def trace(function: Callable[..., Any], args: Sequence[Any]) -> fx.GraphModule:
+    """Capture a plain function of tensors as an ATen graph, without Dynamo."""
+    graph_module: fx.GraphModule = make_fx(function, pre_dispatch=True, tracing_mode="fake")(*args)
+    return graph_module
+
+
+def passes_through(node: fx.Node) -> bool:
+    """Whether the node is copied as it is rather than traced."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return True
+    if isinstance(node.target, HigherOrderOperator) or node.target in MODE_SETTERS:
+        return True
+    return node.target is operator.getitem and passes_through(node.args[0])  # type: ignore[arg-type]
+
+
+class _Retracer:
+    """One retrace. `new` maps a node of the old graph to its node (or constant) in the new one,
+    `fake` to its value on fake tensors; both are complete for all nodes already visited."""
+
+    def __init__(self, module: fx.GraphModule):
+        self.module = module
+        self.root = torch.nn.Module()
+        self.graph = fx.Graph()
+        self.new: dict[fx.Node, Any] = {}
+        self.fake: dict[fx.Node, Any] = {}
+        self.fake_mode = fake_mode_of(module)
+
+    def run(self) -> fx.GraphModule:
+        stretch: list[fx.Node] = []
+        with torch.enable_grad(), self.fake_mode or contextlib.nullcontext():
+            for node in self.module.graph.nodes:
+                if not passes_through(node):
+                    stretch.append(node)
+                    continue
+                self.trace_stretch(stretch)
+                stretch = []
+                self.copy(node)
+        return fx.GraphModule(self.root, self.graph, class_name="AtenGraph")
+
+    def copy(self, node: fx.Node) -> None:
+        new = self.graph.node_copy(node, lambda arg: self.new[arg])
+        self.new[node] = new
+        if node.op == "output":
+            return
+        self.fake[node] = value = self.value_of(node)
+        new.meta["val"] = value
+        new.meta["is_parameter"] = isinstance(value, torch.nn.Parameter)
+
+    def value_of(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            return self.attribute(node)
+        if node.target is _enter_autocast:
+            return _enter_autocast(*node.args)  # type: ignore[arg-type]
+        if node.target is _exit_autocast:
+            return _exit_autocast(self.fake[node.args[0]])  # type: ignore[index]
+        if node.target is torch._C._set_grad_enabled:
+            return None
+        if node.target is operator.getitem:
+            return self.fake[node.args[0]][node.args[1]]  # type: ignore[index]
+        if "example_value" not in node.meta:
+            raise CaptureError(f"cannot retrace '{node.name}': its value was not captured")
+        return node.meta["example_value"]
+
+    def attribute(self, node: fx.Node) -> Any:
+        value = get_attribute(self.module, str(node.target))
+        if isinstance(value, fx.GraphModule):
+            self.root.add_module(str(node.target), _retrace_body(value))
+            return None
+        set_attribute(self.root, str(node.target), value)
+        if isinstance(value, torch.Tensor) and self.fake_mode is not None:
+            return self.fake_mode.from_tensor(value)
+        return value
+
+    def trace_stretch(self, stretch: list[fx.Node]) -> None:
+        if not stretch:
+            return
+        inside = set(stretch)
+        inputs = list(
+            dict.fromkeys(a for n in stretch for a in n.all_input_nodes if a not in inside)
+        )
+        outputs = [n for n in stretch if any(user not in inside for user in n.users)]
+        results: list[Any] = []
+
+        def run(*values: Any) -> list[Any]:
+            interpreter = fx.Interpreter(self.module)
+            interpreter.env = dict(zip(inputs, values, strict=True))
+            with fx_traceback.preserve_node_meta():
+                for node in stretch:
+                    interpreter.env[node] = interpreter.run_node(node)
+            results[:] = [interpreter.env[node] for node in outputs]
+            return list(results)
+
+        traced = make_fx(run, pre_dispatch=True, _allow_non_fake_inputs=True)(
+            *(self.fake[node] for node in inputs)
+        )
+        self.inline(traced, inputs, outputs)
+        self.fake.update(zip(outputs, results, strict=True))
+
+    def inline(self, traced: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node]) -> None:
+        local: dict[fx.Node, Any] = {}
+        arguments = iter(inputs)
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                local[node] = self.new[next(arguments)]
+            elif node.op == "output":
+                for old, result in zip(outputs, node.args[0], strict=True):
+                    self.new[old] = fx.node.map_arg(result, lambda n: local[n])
+            else:
+                local[node] = self.graph.node_copy(node, lambda n: local[n])
+                if node.op == "get_attr":
+                    name = f"{node.target}_{len(self.graph.nodes)}"
+                    local[node].target = name
+                    set_attribute(self.root, name, get_attribute(traced, node.target))
+
+
+def _retrace_body(body: fx.GraphModule) -> fx.GraphModule:
+    """A body that cannot be retraced runs as it is."""
+    try:
+        return retrace(body)
+    except Exception:
+        return body

@@ -1,0 +1,21 @@
+"""The exceptions a user may see. Every one derives from `AmpGraphError`."""
+
+
+class AmpGraphError(Exception):
+    """Base of all errors this package raises on purpose."""
+
+
+class ListError(AmpGraphError):
+    """An operator list is malformed, or names something it should not."""
+
+
+class PolicyError(AmpGraphError):
+    """A policy asks for something contradictory or impossible."""
+
+
+class CaptureError(AmpGraphError):
+    """A model could not be captured as a graph."""
+
+
+class VerifyError(AmpGraphError):
+    """A rewritten graph failed one of the checks it must pass."""

@@ -1,0 +1,239 @@
+"""A plan as readable text: one line per node and per cast, with the reason for each decision.
+
+    allow  bfloat16  fc = aten.linear(x, fc.weight)  (64, 10)  fc  net.py:9   listed: matmul
+           cast      fc -> float32 for softmax       2.5 KiB
+    deny   float32   softmax = aten.softmax.int(fc)  (64, 10)      net.py:10  listed: softmax
+
+It is meant for reading; programs should read the plan itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan
+
+HEADINGS = ("colour", "precision", "node", "shape", "module", "line", "why")
+NODE_WIDTH = 72  # a longer list of operands is cut to this many columns
+READERS_SHOWN = 2
+BODY_INDENT = "    "
+INPUT_OPS = ("placeholder", "get_attr")
+
+
+def render(plan: Plan) -> str:
+    """Return the plan as aligned plain text, ending in one newline.
+
+    The columns are: the colour a node was painted; the precision it computes in; the node as a
+    call on the float32 values it reads (and on plain numbers); the shape of its result; the
+    module and the source line it came from; the rule that decided, and what was responsible.
+    Parameters and buffers go by their path in the model, and `.default` is left off operators.
+    A cast has a line of its own above its first reader. The graphs inside higher-order
+    operators follow the node that holds them, indented.
+    """
+    return "\n".join([*_summary(plan), "", *_table(plan)]).rstrip() + "\n"
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One line of the table; `body` names the inner graph to show below it."""
+
+    cells: tuple[str, ...]
+    body: str | None = None
+
+
+def _summary(plan: Plan) -> Iterator[str]:
+    yield f"graph in {_dtype_name(plan.dtype)}: {_count(len(plan.facts), 'node')}"
+    for label, text in _facts_in_brief(plan):
+        yield f"  {label:<12}  {text}"
+
+
+def _facts_in_brief(plan: Plan) -> Iterator[tuple[str, str]]:
+    if plan.fallback is not None:
+        yield "fallback", f"runs as captured: {plan.fallback}"
+    painted = Counter(paint.color for paint in plan.paints.values())
+    low = Counter(plan.paints[name].color for name in plan.low if name in plan.paints)
+    for color in (Color.ALLOW, Color.INFER, Color.CLEAR, Color.DENY):
+        if painted[color]:
+            yield color.value, f"{low[color]} of {painted[color]} in {_dtype_name(plan.dtype)}"
+    yield "casts", f"{len(plan.casts)}, moving {_bytes(_own_bytes(plan))}"
+    if plan.bodies:
+        yield "inner graphs", f"{', '.join(plan.bodies)}; casts moving {_bytes(_inner_bytes(plan))}"
+    unlisted = _unlisted(plan)
+    if unlisted:
+        yield "on no list", f"{', '.join(unlisted)} (float32 as captured)"
+
+
+def _unlisted(plan: Plan) -> list[str]:
+    """Operators that no list knows although float32 tensors take part in them."""
+    candidates = (f for f in plan.facts.values() if f.color is None and not f.fixed)
+    return sorted({_op_name(f.op) for f in candidates if f.op not in (*INPUT_OPS, "output")})
+
+
+def _table(plan: Plan) -> Iterator[str]:
+    rows = list(_rows(plan))
+    widths = [
+        max(len(row.cells[i]) for row in [_Row(HEADINGS), *rows]) for i in range(len(HEADINGS))
+    ]
+    if rows:
+        yield _line(HEADINGS, widths)
+        yield _line(tuple("-" * width for width in widths), widths)
+    shown = set()
+    for row in rows:
+        yield _line(row.cells, widths)
+        if row.body is not None:
+            shown.add(row.body)
+            yield from _body(row.body, plan.bodies[row.body])
+    for name in plan.bodies:
+        if name not in shown:
+            yield from _body(name, plan.bodies[name])
+
+
+def _body(name: str, plan: Plan) -> Iterator[str]:
+    for line in ["", f"{name}:", *render(plan).splitlines(), ""]:
+        yield f"{BODY_INDENT}{line}".rstrip()
+
+
+def _line(cells: tuple[str, ...], widths: Iterable[int]) -> str:
+    return "  ".join(f"{c:<{w}}" for c, w in zip(cells, widths, strict=True)).rstrip()
+
+
+def _rows(plan: Plan) -> Iterator[_Row]:
+    labels = {name: _label(facts) for name, facts in plan.facts.items()}
+    casts = _casts_by_first_reader(plan)
+    bodies = {name.replace(".", "_"): name for name in plan.bodies}
+    for name, facts in plan.facts.items():
+        for cast in casts.pop(name, ()):
+            yield _cast_row(cast, labels)
+        yield _Row(_node_cells(plan, facts, labels), body=bodies.get(name))
+    for left_over in casts.values():
+        for cast in left_over:
+            yield _cast_row(cast, labels)
+
+
+def _casts_by_first_reader(plan: Plan) -> dict[str, list[Cast]]:
+    order = {name: i for i, name in enumerate(plan.facts)}
+    grouped = defaultdict(list)
+    for cast in plan.casts:
+        readers = sorted(cast.readers, key=lambda name: order.get(name, len(order)))
+        grouped[readers[0] if readers else ""].append(replace(cast, readers=tuple(readers)))
+    return grouped
+
+
+def _cast_row(cast: Cast, labels: dict[str, str]) -> _Row:
+    readers = [labels.get(name, name) for name in cast.readers]
+    listed = ", ".join(readers[:READERS_SHOWN])
+    if len(readers) > READERS_SHOWN:
+        listed += f" and {len(readers) - READERS_SHOWN} more"
+    value = labels.get(cast.value, cast.value)
+    text = f"{value} -> {_dtype_name(cast.dtype)} for {listed}"
+    note = "saturating" if cast.saturate else ""
+    return _Row(("", "cast", text, _bytes(cast.bytes), "", "", note))
+
+
+def _node_cells(plan: Plan, facts: NodeFacts, labels: dict[str, str]) -> tuple[str, ...]:
+    paint = plan.paints.get(facts.name)
+    return (
+        paint.color.value if paint else "",
+        _precision(plan, facts),
+        _call(facts, labels),
+        _shapes(facts),
+        facts.module_path,
+        facts.source.partition(" ")[0],
+        _reason(paint),
+    )
+
+
+def _precision(plan: Plan, facts: NodeFacts) -> str:
+    if facts.name in plan.low:
+        return _dtype_name(plan.dtype)
+    if facts.op == "output":
+        return ""
+    if facts.reads:
+        return "float32"
+    return _dtype_name(facts.tensors[0].dtype) if facts.tensors else ""
+
+
+def _call(facts: NodeFacts, labels: dict[str, str]) -> str:
+    label = labels[facts.name]
+    if facts.op == "placeholder":
+        return f"{label} = {_input_kind(facts)}"
+    if facts.op == "get_attr":
+        return f"{label} = {'constant' if facts.tensors else 'inner graph'}"
+    operands = [labels.get(name, name) for name in facts.reads]
+    if facts.op == "output":
+        return _fit("return ", operands, "")
+    numbers = [f"{number:g}" for number in facts.scalars]
+    return _fit(f"{label} = {_op_name(facts.op)}(", operands + numbers, ")")
+
+
+def _fit(start: str, operands: list[str], end: str) -> str:
+    """Write as many operands as fit, at least one, then how many more there are."""
+    for shown in range(len(operands), 0, -1):
+        hidden = len(operands) - shown
+        tail = [f"... {hidden} more"] if hidden else []
+        text = start + ", ".join(operands[:shown] + tail) + end
+        if len(text) <= NODE_WIDTH or shown == 1:
+            return text
+    return start.rstrip() + end
+
+
+def _label(facts: NodeFacts) -> str:
+    """Dynamo calls a parameter `l_self_modules_fc_parameters_weight_`; show `fc.weight`."""
+    stored = re.search(r"_(?:parameters|buffers)_(\w+?)_*$", facts.name)
+    if facts.op != "placeholder" or stored is None:
+        return facts.name
+    return f"{facts.module_path}.{stored[1]}".lstrip(".")
+
+
+def _input_kind(facts: NodeFacts) -> str:
+    if facts.is_weight:
+        return "parameter"
+    return "buffer" if "_buffers_" in facts.name else "input"
+
+
+def _shapes(facts: NodeFacts) -> str:
+    shapes = [f"({', '.join(map(str, tensor.shape))})" for tensor in facts.tensors]
+    more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
+    return shapes[0] + more if shapes else ""
+
+
+def _reason(paint: Paint | None) -> str:
+    if paint is None:
+        return ""
+    return f"{paint.rule}: {paint.because}" if paint.because else paint.rule
+
+
+def _op_name(op: str) -> str:
+    return op.removesuffix(".default")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _own_bytes(plan: Plan) -> int:
+    return sum(cast.bytes for cast in plan.casts)
+
+
+def _inner_bytes(plan: Plan) -> int:
+    return plan.cast_bytes - _own_bytes(plan)
+
+
+def _bytes(number: int) -> str:
+    size, units = float(number), ["KiB", "MiB", "GiB"]
+    if size < 1024:
+        return f"{number} B"
+    size /= 1024
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.1f} {units[0]}"

@@ -1,0 +1,295 @@
+"""The operator lists: load the shipped TOML files, check them, merge the user's own.
+
+A list file holds groups, each with a reason:
+
+    [reductions]                          # in deny.toml; a user's file says [deny.reductions]
+    why = "A sum of many terms loses the small ones."
+    ops = ["aten.sum", "aten.var.correction"]
+
+An entry names an operator with all its overloads, or one overload, which then wins. An
+in-place operator takes the entry of its functional form unless it has one of its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.resources
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from amp_graph.errors import ListError
+from amp_graph.ir import Color
+
+UserList: TypeAlias = str | Path | Mapping[str, Any]
+"""A TOML file, or a mapping such as `{"deny": ["aten.gelu"]}`."""
+UserLists: TypeAlias = UserList | Sequence[UserList]
+Names: TypeAlias = frozenset[str]
+Kernels: TypeAlias = dict[tuple[str, torch.dtype], Names]
+
+SCHEMA = 1
+COLORS = {c.value: c for c in Color if c is not Color.KEEP}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Why an operator has its colour, and what else the group says of it.
+
+    bounded: the result is bounded whatever the input, so deny does not spread to its readers.
+    low_storage: the kernel computes in float32 on low-precision tensors, so these may be low.
+    accumulates: the kernel takes low-precision input and computes in float32 inside; recorded
+        for levels above the default one, which leaves such an operator in float32.
+    low_args: if not empty, only these arguments may be low; the others stay float32.
+    metadata_args: arguments of which only shape, type and device are read.
+    """
+
+    color: Color
+    group: str
+    why: str
+    file: str
+    bounded: bool = False
+    low_storage: bool = False
+    accumulates: bool = False
+    low_args: tuple[str, ...] = ()
+    metadata_args: tuple[str, ...] = ()
+
+    def computes_on(self, argument: str) -> bool:
+        """Whether the operator's arithmetic takes this argument in the precision it runs in."""
+        if self.low_args:
+            return argument in self.low_args
+        return argument not in self.metadata_args
+
+
+@dataclass(frozen=True)
+class OpLists:
+    """Every listing by operator name ("aten.add", "aten.pow.Scalar"), and the missing kernels."""
+
+    entries: Mapping[str, Listing]
+    no_kernel: Mapping[tuple[str, torch.dtype], frozenset[str]]
+    _found: dict[Any, Listing | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def lookup(self, op: Any) -> Listing | None:
+        """The listing of an `OpOverload` or `HigherOrderOperator`; None when on no list."""
+        if op not in self._found:
+            found = (self.entries[n] for n in _spellings(str(op)) if n in self.entries)
+            self._found[op] = next(found, None)
+        return self._found[op]
+
+    def has_kernel(self, op: Any, device_type: str, dtype: torch.dtype) -> bool:
+        """False when `op` is known to fail in `dtype` on such a device, forward or backward."""
+        return self.has_kernel_named(str(op), device_type, dtype)
+
+    def has_kernel_named(self, name: str, device_type: str, dtype: torch.dtype) -> bool:
+        """The same for "aten.gelu.default", as `str(op)` and `NodeFacts.op` spell it."""
+        missing = self.no_kernel.get((device_type, dtype))
+        return not missing or missing.isdisjoint(_spellings(name))
+
+    def merged(self, user: UserLists) -> OpLists:
+        """These lists with the user's on top: a user's entry hides every shipped one it covers.
+
+        What a shipped listing knows of an operator's arguments still holds after a user moved
+        the operator to another list.
+
+        Raises ListError when the user's lists are malformed, contradict one another, or name
+        an operator the installed torch does not have.
+        """
+        mine = _read_user(user)
+        kept = {n: listing for n, listing in self.entries.items() if not _covered(n, mine)}
+        return OpLists({**kept, **_with_argument_facts(mine, self.entries)}, self.no_kernel)
+
+
+@functools.cache
+def load_lists(folder: Path | None = None, strict: bool = False) -> OpLists:
+    """The shipped lists, or those of another folder with the same five files.
+
+    Operators of other torch releases are dropped silently; `strict` raises ListError.
+    """
+    place = folder or _shipped_folder()
+    known = _known_names()
+    entries: dict[str, Listing] = {}
+    for color in COLORS:
+        table = _parse(place / f"{color}.toml")
+        _add_groups(entries, table, COLORS[color], f"{color}.toml", known, strict)
+    kernels = _read_kernels(_parse(place / "kernels.toml"), known, strict)
+    return OpLists(entries, kernels)
+
+
+def _shipped_folder() -> Traversable:
+    """The sibling folder in a checkout, editable install or not; package data in a wheel."""
+    sibling = Path(__file__).resolve().parent.parent / "allow_deny_lists"
+    return sibling if sibling.is_dir() else importlib.resources.files("amp_graph.allow_deny_lists")
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    """The entries that may speak for the overload `name`, the most specific first."""
+    if "." not in name:  # higher-order operators print without their namespace
+        return (f"higher_order.{name}",)
+    packet, _, overload = name.rpartition(".")
+    if not packet.endswith("_") or packet.endswith("__"):
+        return name, packet
+    return name, packet, f"{packet[:-1]}.{overload}", packet[:-1]
+
+
+def _known_names() -> Names:
+    """Every operator and overload of the running process, as entries spell them."""
+    known = {f"higher_order.{name}" for name in torch._ops._higher_order_ops}
+    for name in torch._C._dispatch_get_all_op_names():
+        packet, _, overload = name.replace("::", ".", 1).replace(".", ":", 1).partition(".")
+        packet = packet.replace(":", ".")
+        known |= {packet, f"{packet}.{overload or 'default'}"}
+    return frozenset(known)
+
+
+def _parse(path: Traversable) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ListError(f"{path}: not valid TOML: {error}") from None
+    except OSError as error:
+        raise ListError(f"{path}: cannot be read: {error}. Give the path of a TOML file.") from None
+    if table.pop("schema", SCHEMA) != SCHEMA:
+        raise ListError(f"{path}: this version reads `schema = {SCHEMA}` only.")
+    return table
+
+
+def _add_groups(
+    entries: dict[str, Listing], groups: Any, color: Color, file: str, known: Names, strict: bool
+) -> None:
+    """Check the groups of one colour and add their operators to `entries`."""
+    if not isinstance(groups, Mapping):
+        raise ListError(f"{file}: {color.value!r} must hold groups, not {groups!r}.")
+    for group, table in groups.items():
+        where = f"{file}, group {group!r}"
+        listing = _check_group(table, color, group, file, where)
+        for name in _resolve(table["ops"], where, known, strict, table.get("optional", False)):
+            if name in entries:
+                raise ListError(_twice(name, entries[name], where, color))
+            entries[name] = listing
+
+
+FLAGS, LISTS = ("bounded", "accumulates", "optional"), ("ops", "low_args", "metadata_args")
+KEYS = {"why": str, "storage": str, **dict.fromkeys(FLAGS, bool), **dict.fromkeys(LISTS, list)}
+DENY_ONLY = frozenset({"bounded", "accumulates", "storage"})
+NOT_IN_LISTING = frozenset({"ops", "optional", "storage"})
+
+
+def _check_group(table: Any, color: Color, group: str, file: str, where: str) -> Listing:
+    if not isinstance(table, Mapping):
+        raise ListError(f"{where}: a group is a table with `why` and `ops`, not {table!r}.")
+    for key, value in table.items():
+        _check_key(key, value, color, where)
+    if not table.get("why"):
+        raise ListError(f"{where}: 'why' is missing. Give the reason in one sentence.")
+    if not table.get("ops"):
+        raise ListError(f"{where}: 'ops' is missing. List operators, as in [\"aten.gelu\"].")
+    if table.get("storage", "low") != "low":
+        raise ListError(f'{where}: storage can only be "low", not {table["storage"]!r}.')
+    given = {key: value for key, value in table.items() if key not in NOT_IN_LISTING}
+    given |= {key: tuple(value) for key, value in given.items() if isinstance(value, list)}
+    return Listing(color, group, file=file, low_storage="storage" in table, **given)
+
+
+def _check_key(key: str, value: Any, color: Color, where: str) -> None:
+    if key not in KEYS:
+        raise ListError(f"{where}: unknown key {key!r}.{_did_you_mean(key, KEYS)}")
+    if not isinstance(value, KEYS[key]):
+        raise ListError(f"{where}: {key!r} must be a {KEYS[key].__name__}, not {value!r}.")
+    if isinstance(value, list) and not all(isinstance(item, str) for item in value):
+        raise ListError(f"{where}: {key!r} must hold strings only, not {value!r}.")
+    if key in DENY_ONLY and color is not Color.DENY:
+        raise ListError(f"{where}: {key!r} means something on the deny list only; remove it.")
+
+
+def _resolve(
+    names: Sequence[str], where: str, known: Names, strict: bool, optional: bool
+) -> Iterator[str]:
+    """The full names of those operators that exist, or may once their library is imported."""
+    namespaces = {name.partition(".")[0] for name in known}
+    for name in names:
+        if name in known:
+            yield name
+        elif f"aten.{name}" in known:
+            yield f"aten.{name}"
+        elif optional and name.partition(".")[0] not in namespaces:
+            yield name
+        elif strict:
+            hint = _did_you_mean(name if "." in name else f"aten.{name}", known)
+            raise ListError(
+                f"{where}: torch {torch.__version__} has no operator {name!r}.{hint} An operator "
+                "of another library needs that library imported, or `optional = true`."
+            )
+
+
+def _did_you_mean(name: str, choices: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, choices, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _twice(name: str, first: Listing, where: str, color: Color) -> str:
+    place = f"{first.file}, group {first.group!r}"
+    if first.color is color:
+        return f"{where}: {name!r} is in {place} already; remove one of the two."
+    lists = f"the {first.color.value} list ({place}) and the {color.value} list"
+    return f"{where}: {name!r} is on {lists}; keep it on one."
+
+
+def _read_kernels(table: Mapping[str, Any], known: Names, strict: bool) -> Kernels:
+    """{("cpu", torch.float16): names} from tables named [cpu.float16]."""
+    missing: Kernels = {}
+    for device, by_dtype in table.items():
+        for dtype, group in by_dtype.items():
+            where = f"kernels.toml, table [{device}.{dtype}]"
+            if dtype not in DTYPES:
+                raise ListError(f"{where}: the precision must be one of {sorted(DTYPES)}.")
+            _check_group(group, Color.KEEP, dtype, "kernels.toml", where)
+            names = _resolve(group["ops"], where, known, strict, group.get("optional", False))
+            missing[device, DTYPES[dtype]] = frozenset(names)
+    return missing
+
+
+def _read_user(user: UserLists) -> dict[str, Listing]:
+    sources = (user,) if isinstance(user, (str, Path, Mapping)) else user
+    known = _known_names()
+    entries: dict[str, Listing] = {}
+    for source in sources:
+        file = "lists given in code" if isinstance(source, Mapping) else str(source)
+        table = source if isinstance(source, Mapping) else _parse(Path(source))
+        for color, groups in table.items():
+            if color not in COLORS:
+                hint = _did_you_mean(color, COLORS)
+                raise ListError(f"{file}: {color!r} is none of {', '.join(COLORS)}.{hint}")
+            if isinstance(groups, (list, tuple, set, frozenset)):
+                why = "Listed by the user."
+                groups = {"user": {"why": why, "ops": list(groups)}} if groups else {}
+            _add_groups(entries, groups, COLORS[color], file, known, strict=True)
+    return entries
+
+
+def _covered(name: str, mine: Mapping[str, Listing]) -> bool:
+    """Whether a user's entry speaks for the shipped entry `name`, an overload or in-place form."""
+    overload = name if name.count(".") > 1 else f"{name}."
+    return any(n.rstrip(".") in mine for n in _spellings(overload))
+
+
+def _with_argument_facts(
+    mine: Mapping[str, Listing], shipped: Mapping[str, Listing]
+) -> dict[str, Listing]:
+    """The user's listings, with what the shipped ones know of arguments where they say nothing."""
+    merged = {}
+    for name, listing in mine.items():
+        old = shipped.get(name) or shipped.get(name.rpartition(".")[0]) or listing
+        merged[name] = replace(
+            listing,
+            low_args=listing.low_args or old.low_args,
+            metadata_args=listing.metadata_args or old.metadata_args,
+        )
+    return merged

@@ -1,0 +1,1 @@
+"""The stages: annotate, paint, place casts, emit, verify. One file and one function each."""

@@ -1,0 +1,183 @@
+"""Annotate: read off a captured graph what the deciding stages need, as plain data.
+
+    mm   = aten.mm.default(x, w)    ->  mm:   allow, reads (x, w), float32 (4, 4)
+    view = aten.view.default(mm)    ->  view: clear, reads (mm,), memory mm
+    relu = aten.relu_.default(view) ->  relu: clear, reads (view,), memory mm, written
+
+The graph is only read. Facts come from the fake tensors in `meta["val"]` and from operator
+schemas; nothing is predicted.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.capture.aten import arguments, op_name, storages, tensors_of, written_operands
+from amp_graph.ir import Color, NodeFacts, TensorFacts
+from amp_graph.oplists import Listing, OpLists
+
+UNKNOWN_SIZE = 8192  # elements assumed along sizes that depend on data
+CONVERSION_OPS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as"})
+
+
+def annotate(module: fx.GraphModule, lists: OpLists) -> dict[str, NodeFacts]:
+    """Return the facts of every node, in graph order. `module` must be an ATen graph."""
+    memory = _Memory(module)
+    facts: dict[str, NodeFacts] = {}
+    weights: set[fx.Node] = set()
+    autocast_depth = 0
+    for node in module.graph.nodes:
+        autocast_depth += (node.target is _enter_autocast) - (node.target is _exit_autocast)
+        if _is_weight(node, weights):
+            weights.add(node)
+        region = "the model's own autocast region" if autocast_depth else ""
+        facts[node.name] = _facts(node, lists, memory, node in weights, region)
+    return facts
+
+
+def _facts(
+    node: fx.Node, lists: OpLists, memory: _Memory, is_weight: bool, region: str
+) -> NodeFacts:
+    listing = lists.lookup(node.target) if isinstance(node.target, OpOverload) else None
+    if listing is None and node.target is operator.getitem:
+        color: Color | None = Color.CLEAR
+    else:
+        color = listing.color if listing else None
+    origin = memory.origin(node)
+    return NodeFacts(
+        name=node.name,
+        op=op_name(node),
+        color=color,
+        group=listing.group if listing else "",
+        bounded=bool(listing and listing.bounded),
+        low_storage=bool(listing and listing.low_storage),
+        reads=tuple(dict.fromkeys(n.name for n in _reads(node, listing))),
+        tensors=tuple(_tensor_facts(t) for t in tensors_of(node)),
+        memory=origin.name,
+        written=memory.is_written(node),
+        external=origin.op in ("placeholder", "get_attr"),
+        is_weight=is_weight,
+        user_cast=_is_user_cast(node),
+        scalars=tuple(_scalars(node)),
+        fixed=region or _fixed(node, memory),
+        module_path=_module_path(node),
+        source=_source(node),
+    )
+
+
+def _tensor_facts(tensor: torch.Tensor) -> TensorFacts:
+    shape = tuple(int(s) if isinstance(s, int) else str(s) for s in tensor.shape)
+    numel = 1
+    for size in tensor.shape:
+        numel *= _size_hint(size)
+    return TensorFacts(tensor.dtype, shape, tensor.device.type, numel)
+
+
+def _size_hint(size: int | torch.SymInt) -> int:
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else UNKNOWN_SIZE
+
+
+def _reads(node: fx.Node, listing: Listing | None) -> Iterator[fx.Node]:
+    operands: list[Any] = list(node.all_input_nodes)
+    if listing is not None and (listing.low_args or listing.metadata_args):
+        operands = [v for k, v in arguments(node).items() if listing.computes_on(k)]
+    for operand in tree_leaves(operands):
+        if isinstance(operand, fx.Node) and _has_float32(operand):
+            yield operand
+
+
+def _has_float32(node: fx.Node) -> bool:
+    return any(t.dtype is torch.float32 for t in tensors_of(node))
+
+
+def _is_user_cast(node: fx.Node) -> bool:
+    """A conversion the user wrote from float32 to float32: "stay precise from here on"."""
+    if not isinstance(node.target, OpOverload) or node.target._schema.name not in CONVERSION_OPS:
+        return False
+    source = node.args[0]
+    asks = arguments(node).get("dtype") is torch.float32
+    return asks and isinstance(source, fx.Node) and _has_float32(source)
+
+
+def _scalars(node: fx.Node) -> Iterator[float]:
+    """Python numbers that take part in the arithmetic (not sizes, dimensions or flags)."""
+    if not isinstance(node.target, OpOverload):
+        return
+    values = arguments(node)
+    for argument in node.target._schema.arguments:
+        value = values.get(argument.name)
+        kind = str(argument.type)
+        if isinstance(value, (int, float)) and kind in ("number", "Tensor", "Optional[number]"):
+            yield float(value)
+
+
+def _fixed(node: fx.Node, memory: _Memory) -> str:
+    if node.op in ("placeholder", "get_attr", "output"):
+        return node.op
+    if isinstance(node.target, HigherOrderOperator):
+        return "higher-order operator: its body is converted by itself"
+    produced = [t.dtype for t in tensors_of(node)]
+    consumed = [t.dtype for n in node.all_input_nodes for t in tensors_of(n)]
+    if torch.float32 not in produced + consumed:
+        return "no float32 tensor"
+    for dtype in produced + consumed:
+        if (dtype.is_floating_point and dtype is not torch.float32) or dtype.is_complex:
+            return f"{str(dtype).removeprefix('torch.')} operand or result"
+    return ""
+
+
+def _is_weight(node: fx.Node, weights: set[fx.Node]) -> bool:
+    """A parameter, or a rearrangement of parameters alone."""
+    if node.op == "placeholder":
+        return bool(node.meta.get("is_parameter"))
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    return all(n in weights for n in node.all_input_nodes)
+
+
+class _Memory:
+    """Which nodes share memory, and which of that memory is written to inside the graph."""
+
+    def __init__(self, module: fx.GraphModule):
+        self._first: dict[Any, fx.Node] = {}
+        self._written: set[Any] = set()
+        for node in module.graph.nodes:
+            for key in storages(node):
+                self._first.setdefault(key, node)
+            for operand in written_operands(module, node):
+                self._written.update(storages(operand))
+
+    def origin(self, node: fx.Node) -> fx.Node:
+        keys = storages(node)
+        return self._first[keys[0]] if len(keys) == 1 else node
+
+    def is_written(self, node: fx.Node) -> bool:
+        return any(key in self._written for key in storages(node))
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    path = re.sub(r"\._modules\['([^']*)'\]|\[['\"]?([^'\"\]]*)['\"]?\]", r".\1\2", path)
+    return path.partition(".")[2].removeprefix("module").removeprefix("self").strip(".")
+
+
+def _source(node: fx.Node) -> str:
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
+    if not frames:
+        return ""
+    file, line, function = frames[-1]
+    return f"{file.rpartition('/')[2]}:{line} in {function}"

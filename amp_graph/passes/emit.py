@@ -1,0 +1,287 @@
+"""Emit: write the rewritten graph, node by node, on fake tensors.
+
+    mm      = mm(x, w)              x_low   = _to_copy(x, dtype=bfloat16)
+    softmax = softmax(mm, -1)       w_low   = _to_copy(w, dtype=bfloat16)
+                                    mm      = mm(x_low, w_low)
+                                    mm_f32  = _to_copy(mm, dtype=float32)
+                                    softmax = softmax(mm_f32, -1)
+
+Result dtypes are read off the replay, never predicted, so a kernel with rules of its own cannot
+surprise a reader. The captured graph is not touched. A node that cannot run in low precision
+after all runs as captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.capture.aten import (
+    CAST,
+    CLAMP,
+    arguments,
+    fake_mode_of,
+    get_attribute,
+    set_attribute,
+    tensors_of,
+    written_operands,
+)
+from amp_graph.ir import Cast, Color, NodeFacts, Paint
+from amp_graph.oplists import OpLists
+
+@dataclass(frozen=True)
+class Emitted:
+    """A rewritten graph, the nodes that really run in low precision, and the casts written."""
+
+    module: fx.GraphModule
+    low: frozenset[str]
+    casts: tuple[Cast, ...]
+
+
+def emit(
+    module: fx.GraphModule,
+    facts: Mapping[str, NodeFacts],
+    paints: Mapping[str, Paint],
+    low: frozenset[str],
+    dtype: torch.dtype,
+    lists: OpLists,
+    bodies: Mapping[str, fx.GraphModule],
+) -> Emitted:
+    """Return the rewritten graph. `bodies` replaces the graphs of higher-order operators."""
+    emitter = _Emitter(module, facts, paints, low, dtype, lists)
+    with _replaying(module):
+        for node in module.graph.nodes:
+            emitter.emit(node)
+    root = torch.nn.Module()
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            target = str(node.target)
+            set_attribute(root, target, bodies.get(target, get_attribute(module, target)))
+    emitted = fx.GraphModule(root, emitter.graph, class_name="AmpGraph")
+    return Emitted(emitted, low - emitter.refused, tuple(emitter.casts.values()))
+
+
+class _Refused(Exception):
+    """The operator does not run, or does not stay, in low precision."""
+
+
+class _Emitter:
+    """`new[node]` is the emitted form of a captured node; `cached[node, dtype]` its cast, valid
+    until the memory it was read from is written."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        facts: Mapping[str, NodeFacts],
+        paints: Mapping[str, Paint],
+        low: frozenset[str],
+        dtype: torch.dtype,
+        lists: OpLists,
+    ):
+        self.module, self.facts, self.paints = module, facts, paints
+        self.low, self.dtype, self.lists = low, dtype, lists
+        self.graph = fx.Graph()
+        self.new: dict[fx.Node, fx.Node] = {}
+        self.cached: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+        self.casts: dict[fx.Node, Cast] = {}
+        self.refused: set[str] = set()
+        self.float32_memory = {
+            f.memory for f in facts.values() if f.is_view and f.written and f.name not in low
+        }
+
+    def emit(self, node: fx.Node) -> None:
+        try:
+            self.write(node, self.dtype if node.name in self.low else torch.float32)
+        except _Refused:
+            self.refused.add(node.name)
+            self.write(node, torch.float32)
+        self.forget_casts_of(written_operands(self.module, node))
+        if self.is_written_in_float32(node):
+            self.new[node] = self.cast(node, torch.float32, node.name)
+
+    def write(self, node: fx.Node, precision: torch.dtype) -> None:
+        """Write one node that gets its float32 operands in `precision`."""
+        if not isinstance(node.target, OpOverload):
+            args, kwargs = self.operands(node, torch.float32, as_they_are=_tuples(node))
+            self.append(node, args, kwargs, self.value_of(node))
+            return
+        metadata = self.metadata_operands(node)
+        unpromoted = self.unpromoted_operands(node) if precision is self.dtype else set()
+        if unpromoted:
+            try:
+                self.replay(node, precision, metadata | unpromoted)
+                return
+            except _Refused:  # it takes no mix of dtypes after all
+                pass
+        if precision is torch.float32 and not any(_differs(self.new[m], m) for m in metadata):
+            args, kwargs = self.operands(node, precision, metadata)
+            self.append(node, args, kwargs, node.meta["val"])
+        else:
+            self.replay(node, precision, metadata)
+
+    def value_of(self, node: fx.Node) -> Any:
+        if node.target is not operator.getitem:
+            return node.meta.get("val")
+        source, index = node.args
+        assert isinstance(source, fx.Node)
+        return self.new[source].meta["val"][index]
+
+    def operands(
+        self, node: fx.Node, precision: torch.dtype, as_they_are: set[fx.Node]
+    ) -> tuple[Any, Any]:
+        """The node's arguments: what it computes on in `precision`, the rest as captured."""
+        computed_on = self.operands_computed_on(node)
+
+        def operand(arg: fx.Node) -> fx.Node:
+            value = arg.meta.get("val")
+            if arg in as_they_are or not isinstance(value, torch.Tensor):
+                return self.new[arg]
+            lowered = value.dtype is torch.float32 and arg in computed_on
+            return self.cast(arg, precision if lowered else value.dtype, node.name)
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), operand)
+        return args, kwargs
+
+    def replay(self, node: fx.Node, precision: torch.dtype, as_they_are: set[fx.Node]) -> None:
+        """Run the operator on fake operands, to read what it returns, and write it down."""
+        args, kwargs = self.operands(node, precision, as_they_are)
+        args, kwargs = self.ask_for(precision, node, args, kwargs)
+        fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        try:
+            value = node.target(*fake_args, **fake_kwargs)  # type: ignore[operator]
+        except Exception as error:
+            raise _Refused from error
+        results = [v for v in tree_leaves(value) if isinstance(v, torch.Tensor)]
+        stays_float32 = [t.dtype for t in results] == [torch.float32]
+        if stays_float32 and precision is self.dtype and self.color(node) is not Color.ALLOW:
+            raise _Refused
+        self.append(node, args, kwargs, value)
+
+    def ask_for(self, precision: torch.dtype, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Set `dtype=` where the captured call asked for float32, or where the result would
+        follow an operand that is read for its metadata alone."""
+        assert isinstance(node.target, OpOverload)
+        names = [a.name for a in node.target._schema.arguments]
+        if "dtype" not in names or torch.float32 not in [t.dtype for t in tensors_of(node)]:
+            return args, kwargs
+        if arguments(node).get("dtype") is not torch.float32 and not self.metadata_operands(node):
+            return args, kwargs
+        position = names.index("dtype")
+        if position < len(args):
+            return (*args[:position], precision, *args[position + 1 :]), kwargs
+        return args, {**kwargs, "dtype": precision}
+
+    def append(self, node: fx.Node, args: Any, kwargs: Any, value: Any) -> None:
+        new = self.graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+        new.meta = {**node.meta, "val": value}
+        self.new[node] = new
+
+    def cast(self, arg: fx.Node, dtype: torch.dtype, reader: str) -> fx.Node:
+        """The value in `dtype`: itself, a cast made before, or a new one."""
+        if self.new[arg].meta["val"].dtype is dtype:
+            return self.new[arg]
+        found = self.cached.get((arg, dtype))
+        if found is None:
+            found = self.cached[arg, dtype] = self.write_cast(arg, dtype)
+        cast = self.casts[found]
+        if reader not in cast.readers:
+            self.casts[found] = replace(cast, readers=(*cast.readers, reader))
+        return found
+
+    def write_cast(self, arg: fx.Node, dtype: torch.dtype) -> fx.Node:
+        new = self.new[arg]
+        value = new.meta["val"]
+        saturate = self.paints[arg.name].huge and dtype is self.dtype
+        if saturate:
+            info = torch.finfo(dtype)
+            new = self.call(CLAMP, (new, info.min, info.max), {}, f"{arg.name}_clamped", arg)
+        suffix = str(dtype).removeprefix("torch.")
+        cast = self.call(CAST, (new,), {"dtype": dtype}, f"{arg.name}_{suffix}", arg)
+        numel = sum(t.numel for t in self.facts[arg.name].tensors)
+        size = numel * (value.dtype.itemsize + dtype.itemsize)
+        self.casts[cast] = Cast(arg.name, dtype, (), size, saturate)
+        return cast
+
+    def call(self, target: OpOverload, args: Any, kwargs: Any, name: str, of: fx.Node) -> fx.Node:
+        node = self.graph.create_node("call_function", target, args, kwargs, name)
+        node.meta = {**of.meta, "val": target(*fx.node.map_arg(args, _value), **kwargs)}
+        return node
+
+    def forget_casts_of(self, written: Iterator[fx.Node]) -> None:
+        memories = {self.facts[operand.name].memory for operand in written}
+        if memories:
+            self.cached = {
+                key: cast
+                for key, cast in self.cached.items()
+                if self.facts[key[0].name].memory not in memories
+            }
+
+    def is_written_in_float32(self, node: fx.Node) -> bool:
+        """Whether float32 operators will write into the low-precision result of this one."""
+        if node.name not in self.float32_memory or self.facts[node.name].is_view:
+            return False
+        return _differs(self.new[node], node)
+
+    def color(self, node: fx.Node) -> Color:
+        return self.paints[node.name].color
+
+    def operands_computed_on(self, node: fx.Node) -> set[fx.Node]:
+        listing = self.lists.lookup(node.target) if isinstance(node.target, OpOverload) else None
+        if listing is None:
+            return set(node.all_input_nodes)
+        named = [v for k, v in arguments(node).items() if listing.computes_on(k)]
+        return {leaf for leaf in tree_leaves(named) if isinstance(leaf, fx.Node)}
+
+    def metadata_operands(self, node: fx.Node) -> set[fx.Node]:
+        """Operands of which the operator reads shape and dtype alone."""
+        listing = self.lists.lookup(node.target)
+        if listing is None or not listing.metadata_args:
+            return set()
+        named = [v for k, v in arguments(node).items() if k in listing.metadata_args]
+        return {leaf for leaf in tree_leaves(named) if isinstance(leaf, fx.Node)}
+
+    def unpromoted_operands(self, node: fx.Node) -> set[fx.Node]:
+        """0-dimensional operands beside larger ones: type promotion ignores them, and so a scale
+        keeps its exact value."""
+        if self.facts[node.name].color is not Color.INFER:
+            return set()
+        reads = self.facts[node.name].reads
+        small = {r for r in reads if self.facts[r].is_scalar}
+        if len(small) == len(reads):
+            return set()
+        return {a for a in node.all_input_nodes if a.name in small and not _differs(self.new[a], a)}
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta["val"]
+
+
+def _tuples(node: fx.Node) -> set[fx.Node]:
+    return set(node.all_input_nodes) if node.target is operator.getitem else set()
+
+
+def _differs(new: fx.Node, old: fx.Node) -> bool:
+    ours, theirs = new.meta.get("val"), old.meta.get("val")
+    if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
+        return False
+    return ours.dtype is not theirs.dtype
+
+
+@contextlib.contextmanager
+def _replaying(module: fx.GraphModule) -> Iterator[None]:
+    """Fake tensors, no autograd, and no autocast from outside."""
+    device_types = {t.device.type for n in module.graph.nodes for t in tensors_of(n)}
+    with contextlib.ExitStack() as stack:
+        for device_type in device_types - {"meta"}:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(fake_mode_of(module) or contextlib.nullcontext())
+        yield

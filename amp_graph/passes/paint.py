@@ -1,0 +1,298 @@
+"""Paint: give every node a colour and the reason for it.
+
+    x -> mm -> exp -> add -> mm2        mm, mm2  ALLOW  "listed"
+                                        exp      DENY   "listed"
+                                        add      DENY   "downstream of", because exp
+
+The rules stand in the order in which they apply; each sees the colours given before it and
+returns new ones for nodes that have none. What no rule paints is free: it keeps its list's
+colour, INFER or CLEAR, and `place_casts` chooses its precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import networkx as nx
+import torch
+
+from amp_graph.ir import Color, NodeFacts, Paint
+from amp_graph.oplists import OpLists
+from amp_graph.policy import Policy
+
+Facts = Mapping[str, NodeFacts]
+FREE = (Color.INFER, Color.CLEAR)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What every rule may look at. `flow` has an edge for each float32 value and its reader;
+    `colors` is the list colour of each node, the user's overrides applied."""
+
+    facts: Facts
+    flow: nx.DiGraph
+    colors: Mapping[str, Color | None]
+    lists: OpLists
+    policy: Policy
+    dtype: torch.dtype
+
+
+Paints = dict[str, Paint]
+Rule = Callable[[Scene, Mapping[str, Paint]], Paints]
+
+
+def paint(
+    facts: Facts, flow: nx.DiGraph, lists: OpLists, policy: Policy, dtype: torch.dtype
+) -> Paints:
+    """Return a Paint for every node, in graph order."""
+    scene = Scene(facts, flow, _colors(facts, policy), lists, policy, dtype)
+    painted: Paints = {}
+    for rule in RULES:
+        painted.update(rule(scene, painted))
+    wide, huge = _wide(scene, painted)[0], _huge(scene, painted)
+    return {
+        name: replace(painted.get(name) or _free(scene, name), wide=name in wide, huge=name in huge)
+        for name in facts
+    }
+
+
+def _colors(facts: Facts, policy: Policy) -> dict[str, Color | None]:
+    """List colours with the user's overrides; an operator that computes in float32 on
+    low-precision tensors is as free as an infer one, its arithmetic being the same either way."""
+    colors: dict[str, Color | None] = {}
+    for name, f in facts.items():
+        override = policy.override_for(f)
+        colors[name] = override[0] if override else Color.INFER if f.low_storage else f.color
+    return colors
+
+
+def _free(scene: Scene, name: str) -> Paint:
+    color, f = scene.colors[name], scene.facts[name]
+    assert color in FREE, f"no rule painted {name} ({f.op})"
+    return Paint(color, "float32 math inside" if f.low_storage else "free", f.group)
+
+
+def fixed_as_captured(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
+    """Nothing to convert, or precision that the model's own code chose."""
+    return {n: Paint(Color.KEEP, "as captured", f.fixed) for n, f in scene.facts.items() if f.fixed}
+
+
+def user_overrides(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
+    paints = {}
+    for name in _open(scene, painted):
+        override = scene.policy.override_for(scene.facts[name])
+        if override and override[0] not in FREE:
+            paints[name] = Paint(override[0], "override", override[1])
+    return paints
+
+
+def written_inputs(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
+    """Memory that came from outside and is written to stays what the caller handed over."""
+    return {
+        name: Paint(Color.DENY, "writes into", scene.facts[name].memory)
+        for name in _open(scene, painted)
+        if scene.facts[name].written and scene.facts[name].external
+    }
+
+
+def shared_outputs(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
+    """Outputs that share memory with an input or with one another go on sharing it."""
+    outputs = [n for n, f in scene.facts.items() if f.op == "output"]
+    returned = [name for o in outputs for name in scene.flow.predecessors(o)]
+    seen: dict[str, int] = {}
+    for name in returned:
+        seen[scene.facts[name].memory] = seen.get(scene.facts[name].memory, 0) + 1
+    shared = {m for m, count in seen.items() if count > 1}
+    return {
+        name: Paint(Color.DENY, "output shares memory with", f.memory)
+        for name in _open(scene, painted)
+        if (f := scene.facts[name]).memory in shared or (f.external and f.memory in seen)
+    }
+
+
+def user_casts(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
+    """An explicit `.float()` asks for float32 from there on."""
+    return {
+        name: Paint(Color.DENY, "user cast", "the model converts to float32")
+        for name in _open(scene, painted)
+        if scene.facts[name].user_cast
+    }
+
+
+def unrepresentable_numbers(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
+    """A constant that overflows or vanishes in low precision (a mask value, an epsilon)."""
+    info = torch.finfo(scene.dtype)
+    paints = {}
+    for name in _open(scene, painted, *FREE):
+        for number in scene.facts[name].scalars:
+            size = abs(number)
+            if math.isfinite(size) and size and not info.smallest_normal <= size <= info.max:
+                paints[name] = Paint(Color.DENY, "constant out of range", f"{number:g}")
+    return paints
+
+
+def missing_kernels(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
+    paints = {}
+    for name in _open(scene, painted, Color.ALLOW, *FREE):
+        f = scene.facts[name]
+        device = f.tensors[0].device if f.tensors else "cpu"
+        if not scene.lists.has_kernel(f.op, device, scene.dtype):
+            paints[name] = Paint(Color.DENY, "no kernel", f"{f.op} on {device}")
+    return paints
+
+
+def listed(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
+    """Allow, deny, and operators on no list."""
+    paints = {}
+    for name in _open(scene, painted, Color.ALLOW, Color.DENY, None):
+        f, color = scene.facts[name], scene.colors[name]
+        paints[name] = Paint(color, "listed", f.group) if color else _unlisted(f)
+    return paints
+
+
+def _unlisted(f: NodeFacts) -> Paint:
+    return Paint(Color.DENY, "on no list", f.op)
+
+
+def deny_spreads(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
+    """Deny walks downstream through infer, and through clear that leads to infer; an allow
+    operator, one on no list, or one whose result is bounded stops it."""
+    unsafe: dict[str, str] = {}  # node -> the denied ancestor
+    clear_between: list[str] = []
+    paints: Paints = {}
+    for name, f in scene.facts.items():  # graph order is topological
+        if name in painted:
+            if _spreads(f, painted[name]):
+                unsafe[name] = name
+            continue
+        ancestor = next((unsafe[p] for p in scene.flow.predecessors(name) if p in unsafe), None)
+        if ancestor is None:
+            continue
+        if not f.bounded:
+            unsafe[name] = ancestor
+        if scene.colors[name] is Color.INFER:
+            paints[name] = Paint(Color.DENY, "downstream of", ancestor)
+        else:
+            clear_between.append(name)
+    for name in reversed(clear_between):
+        if any(reader in paints for reader in scene.flow.successors(name)):
+            paints[name] = Paint(Color.DENY, "downstream of", unsafe[name])
+    return paints
+
+
+def _spreads(f: NodeFacts, painted: Paint) -> bool:
+    chosen = painted.rule in ("listed", "override", "user cast", "constant out of range")
+    return painted.color is Color.DENY and chosen and not f.bounded
+
+
+def wide_operands(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
+    """An infer operator may be low only if something low reaches it and nothing wide does.
+
+    PyTorch promotes a mix of float32 and low precision to float32, as at a residual stream that
+    began with an embedding, and so does this rule.
+    """
+    return _wide(scene, painted)[1]
+
+
+def _wide(scene: Scene, painted: Mapping[str, Paint]) -> tuple[set[str], Paints]:
+    """The nodes whose values still hold full float32, and the infer nodes this makes DENY.
+
+    Inputs, float32 results and what is computed from them are wide. Weights are not: rounding
+    them once is what mixed precision is. Nor do 0-dimensional tensors take part in promotion.
+    """
+    wide: set[str] = set()
+    low_reaches: set[str] = set()
+    paints: Paints = {}
+    for name, f in scene.facts.items():
+        operands = [p for p in scene.flow.predecessors(name) if _promotes(scene.facts[p])]
+        wide_operand = next((p for p in operands if p in wide), None)
+        reached = any(p in low_reaches for p in operands)
+        color = painted[name].color if name in painted else scene.colors[name]
+        if color is Color.INFER and (wide_operand or not reached):
+            rule = "promoted by" if wide_operand and reached else "nothing low upstream"
+            paints[name] = Paint(Color.DENY, rule, wide_operand or "" if reached else "")
+            color = Color.DENY
+        if color is Color.ALLOW or (color in FREE and reached):
+            low_reaches.add(name)
+        if not f.is_weight and color is not Color.ALLOW and (wide_operand or not reached):
+            wide.add(name)
+    return wide, paints
+
+
+def _promotes(f: NodeFacts) -> bool:
+    return not f.is_scalar and not f.is_weight
+
+
+def _huge(scene: Scene, painted: Mapping[str, Paint]) -> set[str]:
+    """What carries a finite constant beyond the low precision's range, until something bounds
+    it."""
+    limit = torch.finfo(scene.dtype).max
+    huge: set[str] = set()
+    for name, f in scene.facts.items():
+        if f.bounded or scene.colors[name] is Color.ALLOW:
+            continue
+        own = any(math.isfinite(x) and abs(x) > limit for x in f.scalars)
+        if own or any(p in huge for p in scene.flow.predecessors(name)):
+            huge.add(name)
+    return huge
+
+
+def follow_parent(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
+    """One result out of several has the colour of the operator that returned them all."""
+    paints: Paints = {}
+    for name in _open(scene, painted):
+        if scene.facts[name].op != "getitem":
+            continue
+        for parent in scene.flow.predecessors(name):
+            given = painted.get(parent) or paints.get(parent)
+            if given is not None:
+                paints[name] = Paint(given.color, "result of", parent)
+    return paints
+
+
+def shared_memory(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
+    """Views and in-place results of one piece of written memory have one precision: float32 if
+    any of them must, else that of the operator that made it, if that is decided."""
+    members: dict[str, list[str]] = {}
+    for name, f in scene.facts.items():
+        if f.written and not f.external:
+            members.setdefault(f.memory, []).append(name)
+    paints: Paints = {}
+    for owner, names in members.items():
+        fixed = {n: painted[n].color for n in names if n in painted}
+        float32 = next((n for n in names if fixed.get(n) in (Color.DENY, Color.KEEP)), None)
+        low = next((n for n in names if fixed.get(n) is Color.ALLOW), None)
+        decided = Color.DENY if float32 else Color.ALLOW
+        for name in names if float32 or low else ():
+            if name != owner or owner not in painted:
+                if painted.get(name, _NOTHING).color not in (decided, Color.KEEP):
+                    paints[name] = Paint(decided, "shares memory with", str(float32 or low))
+    return paints
+
+
+_NOTHING = Paint(Color.CLEAR, "")
+
+
+def _open(scene: Scene, painted: Mapping[str, Paint], *colors: Color | None) -> Iterator[str]:
+    """The nodes not painted yet, of these list colours if any are given."""
+    for name in scene.facts:
+        if name not in painted and (not colors or scene.colors[name] in colors):
+            yield name
+
+
+RULES: tuple[Rule, ...] = (
+    fixed_as_captured,
+    user_overrides,
+    written_inputs,
+    shared_outputs,
+    user_casts,
+    unrepresentable_numbers,
+    missing_kernels,
+    listed,
+    deny_spreads,
+    wide_operands,
+    follow_parent,
+    shared_memory,
+)

@@ -1,0 +1,156 @@
+"""Verify: check that an emitted graph keeps every promise, or raise.
+
+The checks stand in one table. Each takes what was captured and what was emitted and yields the
+complaints it has; the first complaint is raised with the check's name, the node and the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from amp_graph.capture.aten import CAST, CLAMP, storages, tensors_of, written_operands
+from amp_graph.errors import VerifyError
+from amp_graph.ir import Color, NodeFacts, Plan
+
+Check = Callable[[fx.GraphModule, fx.GraphModule, Plan], Iterator[str]]
+
+
+def verify(captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan) -> None:
+    """Raise VerifyError if the emitted graph breaks a promise; see `CHECKS`."""
+    emitted.graph.lint()
+    for check in CHECKS:
+        for complaint in check(captured, emitted, plan):
+            raise VerifyError(f"{check.__name__.replace('_', ' ')}: {complaint}")
+
+
+def _nodes(module: fx.GraphModule) -> dict[str, fx.Node]:
+    return {node.name: node for node in module.graph.nodes}
+
+
+def every_node_is_emitted(
+    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
+) -> Iterator[str]:
+    ours = [n for n in emitted.graph.nodes if n.target not in (CAST, CLAMP) or n.name in plan.facts]
+    theirs = list(captured.graph.nodes)
+    if len(ours) != len(theirs):
+        yield f"{len(theirs)} nodes were captured and {len(ours)} emitted"
+    for new, old in zip(ours, theirs, strict=False):
+        if new.target != old.target or new.op != old.op:
+            yield f"'{old.name}' became '{new.name}' ({new.target})"
+
+
+def outputs_keep_their_dtype(
+    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
+) -> Iterator[str]:
+    for new, old in zip(_outputs(emitted), _outputs(captured), strict=True):
+        ours, theirs = [t.dtype for t in tensors_of(new)], [t.dtype for t in tensors_of(old)]
+        if ours != theirs:
+            yield f"'{old.name}' was {theirs} and is {ours}"
+
+
+def outputs_share_memory_as_before(
+    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
+) -> Iterator[str]:
+    if _sharing(captured) != _sharing(emitted):
+        yield "outputs that shared memory with one another or an input no longer do"
+
+
+def _sharing(module: fx.GraphModule) -> list[list[int]]:
+    """For each output, which of all inputs and outputs its memory is shared with."""
+    inputs = [n for n in module.graph.nodes if n.op in ("placeholder", "get_attr")]
+    keys = [frozenset(storages(n)) for n in [*inputs, *_outputs(module)]]
+    return [
+        [i for i, other in enumerate(keys) if key & other] for key in keys[len(inputs) :] if key
+    ]
+
+
+def writes_reach_their_memory(
+    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
+) -> Iterator[str]:
+    """An operator that wrote into a value still does, not into a cast of it."""
+    ours = _nodes(emitted)
+    for old in captured.graph.nodes:
+        if not isinstance(old.target, OpOverload) or not old.target._schema.is_mutable:
+            continue
+        targets = written_operands(captured, old), written_operands(emitted, ours[old.name])
+        for was, now in zip(*targets, strict=True):
+            is_owner_cast = was.name in plan.facts and plan.facts[was.name].memory == was.name
+            if now.name != was.name and not (is_owner_cast and _stored_as(plan, was.name)):
+                yield f"'{old.name}' would write into '{now.name}' instead of '{was.name}'"
+
+
+def _stored_as(plan: Plan, name: str) -> bool:
+    """Whether a result is cast right where it is made, as its memory."""
+    return any(c.value == name and name in c.readers for c in plan.casts)
+
+
+def colors_are_honoured(
+    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
+) -> Iterator[str]:
+    """Denied and kept operators read what they read when captured."""
+    ours = _nodes(emitted)
+    for old in captured.graph.nodes:
+        color = plan.paints[old.name].color
+        if color not in (Color.DENY, Color.KEEP) or old.name in plan.low:
+            continue
+        if plan.facts[old.name].op == "getitem":
+            continue
+        for was, now in zip(old.all_input_nodes, ours[old.name].all_input_nodes, strict=False):
+            if _float_dtypes(was) != _float_dtypes(now) and was.name in plan.facts[old.name].reads:
+                yield f"'{old.name}' is {color.value} but reads {now.name} in {_float_dtypes(now)}"
+
+
+def _float_dtypes(node: fx.Node) -> list[torch.dtype]:
+    return [t.dtype for t in tensors_of(node) if t.dtype.is_floating_point]
+
+
+def one_cast_per_value(
+    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
+) -> Iterator[str]:
+    """Unless the value was written in between."""
+    seen: set[tuple[str, torch.dtype]] = set()
+    for cast in plan.casts:
+        key = (cast.value, cast.dtype)
+        if key in seen and not _facts(plan, cast.value).written:
+            yield f"'{cast.value}' is cast to {cast.dtype} twice"
+        seen.add(key)
+
+
+def no_cast_of_a_cast(
+    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
+) -> Iterator[str]:
+    casts = {n for n in emitted.graph.nodes if n.target is CAST and n.name not in plan.facts}
+    for node in casts:
+        source = node.args[0]
+        if source in casts and not _facts(plan, _origin(node, plan)).written:
+            yield f"'{node.name}' casts '{source}', which is a cast"
+
+
+def _origin(node: fx.Node, plan: Plan) -> str:
+    while node.name not in plan.facts:
+        node = node.args[0]  # type: ignore[assignment]
+    return node.name
+
+
+def _facts(plan: Plan, name: str) -> NodeFacts:
+    facts: Mapping[str, NodeFacts] = plan.facts
+    return facts[name]
+
+
+def _outputs(module: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in module.graph.nodes if n.op == "output" for n in n.all_input_nodes]
+
+
+CHECKS: tuple[Check, ...] = (
+    every_node_is_emitted,
+    outputs_keep_their_dtype,
+    outputs_share_memory_as_before,
+    writes_reach_their_memory,
+    colors_are_honoured,
+    one_cast_per_value,
+    no_cast_of_a_cast,
+)

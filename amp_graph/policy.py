@@ -1,0 +1,129 @@
+"""What a user asks for: the low precision, the lists, and exceptions to them."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from amp_graph.errors import PolicyError
+from amp_graph.ir import Color, NodeFacts
+from amp_graph.oplists import OpLists, UserLists, load_lists
+
+LOW_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+FLOAT16_DEVICES = frozenset({"cuda", "mps"})  # elsewhere float16 arithmetic is emulated or slow
+
+
+@dataclass(frozen=True)
+class Override:
+    """A colour for all nodes that match every criterion given; it beats the lists.
+
+    module: glob over module paths ("encoder.*.attn"); a path matches with all below it.
+    op: operator as reports spell it, "aten.gelu" or "aten.gelu.default".
+    name: glob over node names.
+    where: a function of NodeFacts that returns whether the node matches.
+    """
+
+    color: Color | str
+    module: str | None = None
+    op: str | None = None
+    name: str | None = None
+    where: Callable[[NodeFacts], bool] | None = None
+
+    def __post_init__(self) -> None:
+        legal = [c.value for c in Color if c is not Color.KEEP]
+        if self.color not in legal and self.color not in Color:
+            raise PolicyError(f"override colour {self.color!r}: choose one of {', '.join(legal)}")
+        object.__setattr__(self, "color", Color(self.color))
+        if not any((self.module, self.op, self.name, self.where)):
+            raise PolicyError("an override needs module=, op=, name= or where= to match nodes by")
+
+    def matches(self, facts: NodeFacts) -> bool:
+        if self.module is not None and not _inside(facts.module_path, self.module):
+            return False
+        if self.op is not None and not (f"{facts.op}.").startswith(f"{self.op}."):
+            return False
+        if self.name is not None and not fnmatch.fnmatchcase(facts.name, self.name):
+            return False
+        return self.where is None or bool(self.where(facts))
+
+    def __str__(self) -> str:
+        given = {"module": self.module, "op": self.op, "name": self.name}
+        text = ", ".join(f"{k}={v}" for k, v in given.items() if v is not None)
+        return f"{text or 'where=' + getattr(self.where, '__name__', 'predicate')}"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How to convert one model.
+
+    dtype: "float16", "bfloat16", the torch dtype, or None: float16 where the device has fast
+        float16 (CUDA), bfloat16 elsewhere.
+    lists: the user's operator lists, merged over the shipped ones: a TOML file, a mapping such
+        as {"deny": ["aten.gelu"]}, or several of them.
+    overrides: exceptions for single nodes or modules; the first that matches wins.
+    keep_float32: globs of module paths that stay in float32 altogether.
+    output_dtype: the dtype of the model's float32 outputs; None keeps float32.
+    """
+
+    dtype: torch.dtype | str | None = None
+    lists: UserLists | None = None
+    overrides: tuple[Override, ...] = ()
+    keep_float32: tuple[str, ...] = ()
+    output_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", _low_dtype(self.dtype))
+        if isinstance(self.keep_float32, str):
+            object.__setattr__(self, "keep_float32", (self.keep_float32,))
+        for override in self.overrides:
+            if not isinstance(override, Override):
+                raise PolicyError(f"overrides must hold Override objects, not {override!r}")
+        if self.output_dtype is not None and not isinstance(self.output_dtype, torch.dtype):
+            raise PolicyError(f"output_dtype must be a torch.dtype, not {self.output_dtype!r}")
+
+    def dtype_for(self, device_types: Iterable[str]) -> torch.dtype:
+        """The low precision for a graph on these devices."""
+        if isinstance(self.dtype, torch.dtype):
+            return self.dtype
+        fast = FLOAT16_DEVICES.intersection(device_types)
+        return torch.float16 if fast else torch.bfloat16
+
+    def override_for(self, facts: NodeFacts) -> tuple[Color, str] | None:
+        """The colour the user gave this node and the words that say so."""
+        for override in self.overrides:
+            if override.matches(facts):
+                return Color(override.color), str(override)
+        for glob in self.keep_float32:
+            if _inside(facts.module_path, glob):
+                return Color.DENY, f"keep_float32={glob}"
+        return None
+
+    def load_lists(self) -> OpLists:
+        shipped = load_lists()
+        return shipped if self.lists is None else shipped.merged(self.lists)
+
+
+def as_policy(policy: Policy | str | torch.dtype | None) -> Policy:
+    """A Policy from what `convert(model, policy=...)` accepts. Raises PolicyError."""
+    if isinstance(policy, Policy):
+        return policy
+    return Policy(dtype=policy)
+
+
+def _low_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    found = LOW_DTYPES.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise PolicyError(f"unknown policy {dtype!r}: give 'float16', 'bfloat16' or a Policy")
+    return found
+
+
+def _inside(path: str, glob: str) -> bool:
+    """Whether a module path, or a module above it, matches."""
+    parts = path.split(".")
+    return any(
+        fnmatch.fnmatchcase(".".join(parts[:length]), glob) for length in range(1, len(parts) + 1)
+    )

@@ -1,0 +1,95 @@
+"""What runs in place of a captured graph, and the ways back to the user's own code."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+Run = Callable[..., Any]
+
+
+class ConversionWarning(UserWarning):
+    """Part of a model runs otherwise than asked, with the same results as before conversion."""
+
+
+class Guarded:
+    """An emitted graph that has not yet shown that it runs.
+
+    Invariant: a call returns what the emitted graph returns, or, if that fails, what the
+    original returns, with every written input as the original alone would have left it. After
+    one success the emitted graph runs without a net, so that an error is the user's own.
+    """
+
+    def __init__(
+        self, emitted: Run, original: Run, written: Sequence[int], report: Callable[[str], None]
+    ):
+        self._original = original
+        self._written = written
+        self._report = report
+        self._emitted = emitted
+        self._run = self._first_run
+
+    def __call__(self, *args: Any) -> Any:
+        return self._run(*args)
+
+    def _first_run(self, *args: Any) -> Any:
+        saved = [(i, args[i].detach().clone()) for i in self._written]
+        try:
+            result = self._emitted(*args)
+        except Exception as error:
+            with torch.no_grad():
+                for i, value in saved:
+                    args[i].copy_(value)
+            result = self._original(*args)
+            self._run = self._original
+            self._report(f"{type(error).__name__}: {error}")
+            return result
+        self._run = self._emitted
+        return result
+
+
+def without_autocast(run: Run, device_types: Iterable[str]) -> Run:
+    """Shield `run`, whose casts are all written out, from autocast around it."""
+    kinds = tuple(k for k in device_types if k != "meta")
+
+    def shielded(*args: Any) -> Any:
+        if not any(torch.is_autocast_enabled(kind) for kind in kinds):
+            return run(*args)
+        with contextlib.ExitStack() as stack:
+            for kind in kinds:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return run(*args)
+
+    return shielded
+
+
+def under_autocast(run: Run, device_types: Iterable[str], dtype: torch.dtype) -> Run:
+    """What runs where no graph could be rewritten: the original, with float32 results."""
+
+    def autocast(*args: Any, **kwargs: Any) -> Any:
+        with _autocast(device_types, dtype):
+            return tree_map(back, run(*args, **kwargs))
+
+    def back(value: Any) -> Any:
+        low = isinstance(value, torch.Tensor) and value.dtype is dtype
+        return value.float() if low else value
+
+    return autocast
+
+
+@contextlib.contextmanager
+def _autocast(device_types: Iterable[str], dtype: torch.dtype) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for kind in device_types:
+            if kind != "meta":
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+        yield
+
+
+def warn(message: str) -> None:
+    warnings.warn(message, ConversionWarning, stacklevel=3)

@@ -1,0 +1,294 @@
+"""The shipped lists against the installed torch, and the loader against bad lists."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from amp_graph.errors import ListError
+from amp_graph.ir import Color
+from amp_graph.oplists import OpLists, load_lists
+
+ATEN = torch.ops.aten
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def lists() -> OpLists:
+    return load_lists(strict=True)
+
+
+def overloads():
+    """Every ATen overload of the installed torch."""
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        op = getattr(ATEN, packet) if namespace == "aten" else None
+        # some names are registered for a backend without a schema
+        if op is not None and (overload or "default") in op.overloads():
+            yield getattr(op, overload or "default")
+
+
+def test_every_color_is_in_use_and_every_group_says_why(lists):
+    assert {listing.color for listing in lists.entries.values()} == set(Color) - {Color.KEEP}
+    for name, listing in lists.entries.items():
+        assert listing.why.endswith("."), name
+        assert "\n" not in listing.why, name
+
+
+def test_argument_names_are_those_of_the_schema(lists):
+    for name, listing in lists.entries.items():
+        if listing.low_args or listing.metadata_args:
+            packet = getattr(ATEN, name.split(".")[1])
+            schemas = [getattr(packet, o)._schema for o in packet.overloads()]
+            known = {a.name for schema in schemas for a in schema.arguments}
+            assert {*listing.low_args, *listing.metadata_args} <= known, name
+
+
+DIFFERS_FROM_AUTOCAST = {
+    "prelu": "elementwise: nothing in it is worth a cast",
+    "tensordot": "promotes, then the product inside it is cast low",
+    "bilinear": "a contraction done by batched products",
+    "grid_sampler": "its grid holds coordinates; autocast on CPU runs it in float32",
+    "scatter_add": "repeated rounding while summing",
+    **{f"upsample_nearest{d}d": "copies values" for d in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{d}d": "copies values" for d in (1, 2, 3)},
+}
+AUTOCAST_MACROS = {
+    "AT_FORALL_LOWER_PRECISION_FP": Color.ALLOW,
+    "AT_FORALL_FP32": Color.DENY,
+    "AT_FORALL_FP32_SET_OPT_DTYPE": Color.DENY,
+    "AT_FORALL_PROMOTE": Color.INFER,
+}
+
+
+def test_colors_follow_autocast_on_cuda_but_for_stated_reasons(lists):
+    header = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
+    different = set()
+    for macro, body in re.findall(r"#define (\w+)\(_\)((?:.*\\\n)+.*)", header.read_text()):
+        for packet, overload in re.findall(r"_\((\w+)(?:, (\w+))?\)", body):
+            op = getattr(getattr(ATEN, packet), overload or "default")
+            listing = lists.lookup(op)
+            assert listing, f"autocast knows {op}, the lists do not"
+            if listing.color is not AUTOCAST_MACROS.get(macro, listing.color):
+                different.add(packet)
+    assert different == set(DIFFERS_FROM_AUTOCAST)
+
+
+@pytest.mark.parametrize("key", ["AutocastCUDA", "AutocastCPU"])
+def test_every_operator_autocast_knows_is_listed(lists, key):
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    assert len(names) > 100
+    assert [op for op in overloads() if op.name() in names and not lists.lookup(op)] == []
+
+
+LEFT_OUT = {
+    "derivatives, called below the level of capture": r"\w*backward\w* \w+_jvp \w+_grad",
+    "optimizer steps": r"_foreach_\w+ _fused_(adam|adamw|adagrad|sgd) _amp_\w+",
+    "sparse and oneDNN layouts": r"""_?sparse_\w+ _?to_(sparse|dense|mkldnn)\w* s?smm sspaddmm hspmm
+        _?coalesced? _spdiags _spsolve _cslt\w+ copy_sparse\w+ resize_as_sparse _convert_indices\w+
+        _?(c?col_|c?row_)?(indices|values)(_copy)?""",
+    "nested tensors": r"_?nested_\w+ to_padded_tensor",
+    "quantized or packed weights": r"""quantize_\w+ _?quantized_\w+ fbgemm_\w+ _wrapped_\w+ int_repr
+        q_per_\w+ dequantize _rowwise_prune _(make|empty)_per_\w+ empty_quantized _dyn_quant\w+
+        \w+int[48]pack\w* _int_mm _scaled_(grouped_)?mm\w* _mixed_dtypes_linear mkldnn_reorder\w+
+        _saturate_weight_to_fp16""",
+    "integers": r"bitwise_\w+ __\w+__ gcd lcm one_hot _dim_arange hash_tensor _is_(all|any)_true",
+    "converts to a type the pass never gives": "_cast_(Byte|Char|Double|Int|Long|Short) chalf",
+    "lays out memory": r"""_?resize(_as|_output)? set _copy_from\w* _reshape_from_tensor
+        _new_zeros_with\w+ _cudnn_rnn_flatten_weight""",
+    "torch.func and autograd": r"_make_dual\w* _unpack_dual _(add|remove)_batch_dim requires_grad",
+    "internals that no model calls": r"""_test_\w+ _foobar _functional_\w+ _sobol_\w+ _fill_mem\w+
+        _philox_key\w+ _compute_linear\w+ _flash_attention_forward_no\w+""",
+}
+
+
+def _computes_with_gradients(op) -> bool:
+    """Tensors in and out, visible to a capture above autograd, and no out= form."""
+    schema = op._schema
+    takes = any("Tensor" in str(a.type) for a in schema.arguments)
+    gives = any("Tensor" in str(r.type) for r in schema.returns)
+    if not takes or not gives or any(a.is_out for a in schema.arguments):
+        return False
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return any(has(op.name(), key) for key in ("Autograd", "CompositeImplicitAutograd"))
+
+
+def test_every_differentiable_operator_of_torch_is_listed_or_left_out_with_a_reason(lists):
+    unlisted = {
+        op.overloadpacket.__name__
+        for op in overloads()
+        if _computes_with_gradients(op) and lists.lookup(op) is None
+    }
+    reasons = re.compile("|".join(f"({p})" for text in LEFT_OUT.values() for p in text.split()))
+    unlisted = {n for n in unlisted if not reasons.fullmatch(re.sub(r"(?<=[^_])_$", "", n))}
+    assert not unlisted, (
+        f"torch {torch.__version__} has operators on no list: {sorted(unlisted)}. Put each into a "
+        "group of allow_deny_lists/*.toml with a reason, or into LEFT_OUT of this file."
+    )
+
+
+def test_every_view_is_clear_but_those_of_complex_numbers(lists):
+    for op in overloads():
+        listing = lists.lookup(op)
+        is_view = any(a.alias_info and not a.alias_info.is_write for a in op._schema.arguments)
+        if listing and is_view and listing.group != "complex_numbers":
+            assert listing.color is Color.CLEAR, op
+
+
+@pytest.mark.parametrize(
+    ("op", "group"),
+    [
+        (ATEN.add.Tensor, "arithmetic"),
+        (ATEN.max.dim, "order_statistics"),  # the overload before the packet
+        (ATEN.max.default, "maximum_and_sign"),
+        (ATEN.relu_.default, "maximum_and_sign"),  # the functional form's
+        (ATEN.scatter_.reduce, "scattered_sums"),  # and the functional overload's
+        (ATEN.scatter_.src, "selecting"),
+        (torch.ops.higher_order.flex_attention, "attention"),
+    ],
+)
+def test_lookup_takes_the_most_specific_entry(lists, op, group):
+    assert lists.lookup(op).group == group
+    assert lists.lookup(op) is lists.lookup(op)
+
+
+def test_lookup_of_an_unlisted_operator_is_none(lists):
+    assert lists.lookup(ATEN.bitwise_and.Tensor) is None
+    assert lists.lookup(torch.ops.higher_order.cond) is None
+
+
+def test_missing_kernels_are_per_device_and_dtype(lists):
+    op = ATEN.avg_pool3d.default
+    assert not lists.has_kernel(op, "cpu", torch.bfloat16)
+    assert not lists.has_kernel_named(str(op), "cpu", torch.float16)
+    assert lists.has_kernel(op, "cuda", torch.float16)
+    with pytest.raises(NotImplementedError, match="not implemented for"):
+        op(torch.randn(1, 1, 4, 4, 4, dtype=torch.bfloat16), [2, 2, 2])
+    assert not lists.has_kernel(ATEN.rrelu_.default, "cpu", torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_storage_loses_no_math_precision(lists, dtype):
+    assert lists.lookup(ATEN.batch_norm.default).low_storage
+    x, scale, mean = torch.randn(8, 3, 5).to(dtype) * 3, torch.rand(3), torch.zeros(3)
+    low, high = (
+        ATEN.batch_norm(x.to(d), scale, None, mean.clone(), mean + 1, True, 0.1, 1e-5, False)
+        for d in (dtype, torch.float32)
+    )
+    torch.testing.assert_close(low, high.to(dtype))
+
+
+def test_a_user_entry_wins_over_overloads_and_in_place_forms_of_the_shipped_lists(lists):
+    merged = lists.merged({"infer": ["aten.max", "scatter"], "deny": ["aten.gelu"]})
+    assert merged.lookup(ATEN.max.dim).color is Color.INFER
+    assert merged.lookup(ATEN.scatter_.reduce).color is Color.INFER
+    assert merged.lookup(ATEN.gelu_.default).color is Color.DENY
+    assert merged.lookup(ATEN.gelu.default).why == "Listed by the user."
+    assert lists.lookup(ATEN.gelu.default).color is Color.INFER
+
+
+def test_a_user_overload_leaves_the_others_alone(lists):
+    merged = lists.merged({"allow": ["aten.pow.Tensor_Scalar"]})
+    assert merged.lookup(ATEN.pow.Tensor_Scalar).color is Color.ALLOW
+    assert merged.lookup(ATEN.pow.Scalar).color is Color.DENY
+
+
+def test_what_is_known_of_arguments_survives_a_move(lists):
+    listing = lists.merged({"allow": ["aten.batch_norm"]}).lookup(ATEN.batch_norm.default)
+    assert listing.low_args == ("input",)
+    assert not listing.low_storage
+    assert not listing.bounded
+
+
+def test_several_sources_merge(lists, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('[allow.mine]\nwhy = "Measured."\nops = ["aten.mul"]')
+    for source in (file, str(file), [{"infer": ["aten.exp"]}, file]):
+        listing = lists.merged(source).lookup(ATEN.mul.Tensor)
+        assert (listing.color, listing.group, listing.file) == (Color.ALLOW, "mine", str(file))
+
+
+OK = 'why = "x."\nops = ["aten.mul"]\n'
+BAD_LISTS = {
+    '[deny.g]\nops = ["aten.mul"]': "group 'g': 'why' is missing",
+    '[deny.g]\nwhy = "x."': "group 'g': 'ops' is missing",
+    f"[deny.g]\n{OK}bounde = true": "group 'g': unknown key 'bounde'. Did you mean 'bounded'?",
+    f"[allow.g]\n{OK}bounded = true": "'bounded' means something on the deny list only",
+    f'[deny.g]\n{OK}storage = "half"': "storage can only be \"low\", not 'half'",
+    f"[deny.g]\n{OK}[deny.h]\n{OK}": "group 'h': 'aten.mul' is in .*, group 'g' already",
+    f"[deny.g]\n{OK}[infer.h]\n{OK}": "'aten.mul' is on the deny list .* and the infer list",
+    '[deny.g]\nwhy = "x."\nops = ["aten.gellu"]': "no operator 'aten.gellu'. Did you mean 'aten.g",
+    '[deny.g]\nwhy = "x."\nops = ["lib.op"]': "needs that library imported, or `optional = true`",
+    '[deny.g]\nwhy = "x."\nops = "aten.mul"': "'ops' must be a list, not 'aten.mul'",
+    '[deny.g]\nwhy = "x."\nops = [1]': "'ops' must hold strings only",
+    "[deny]\nmul = 1": "a group is a table with `why` and `ops`, not 1",
+    f"[dany.g]\n{OK}": "'dany' is none of allow, deny, infer, clear. Did you mean 'deny'?",
+    "schema = 2": "reads `schema = 1` only",
+    "[deny.g\n": "not valid TOML: .*line 1",
+}
+
+
+@pytest.mark.parametrize("text", BAD_LISTS)
+def test_a_bad_list_is_refused_by_file_and_group(lists, tmp_path, text):
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    with pytest.raises(ListError, match=BAD_LISTS[text].replace("?", r"\?")) as error:
+        lists.merged(file)
+    assert str(error.value).startswith(str(file))
+
+
+def test_an_unreadable_file_and_a_contradiction_between_sources(lists, tmp_path):
+    with pytest.raises(ListError, match=r"no\.toml: cannot be read"):
+        lists.merged(tmp_path / "no.toml")
+    with pytest.raises(ListError, match=r"on the deny list .*code.* and the infer list"):
+        lists.merged([{"deny": ["aten.mul"]}, {"infer": ["aten.mul"]}])
+
+
+def test_operators_of_another_torch_are_dropped_unless_strict(tmp_path):
+    folder = shutil.copytree(ROOT / "allow_deny_lists", tmp_path / "lists")
+    clear = folder / "clear.toml"
+    clear.write_text(clear.read_text().replace('"aten.where"', '"aten.where", "aten.not_yet"'))
+    entries = load_lists(folder).entries
+    assert "aten.not_yet" not in entries
+    assert "torchvision.roi_align" in entries  # optional: the library may be imported later
+    with pytest.raises(ListError, match=r"clear.toml, group 'selecting'.*'aten.not_yet'"):
+        load_lists(folder, strict=True)
+
+
+FORGET_OTHER_INSTALLS = """
+import site, sys
+sys.meta_path = [f for f in sys.meta_path if "editable" not in getattr(f, "__module__", "")]
+sys.path = [p for p in sys.path if p != {root!r}]
+sys.path.insert(0, {place!r})
+site.addsitedir({place!r})
+from amp_graph.oplists import __file__, _shipped_folder, load_lists
+print(__file__, _shipped_folder(), len(load_lists(strict=True).entries), sep="\\n")
+"""
+PIP = "-m pip -q --disable-pip-version-check install --no-deps --no-build-isolation --prefix"
+INSTALL = {"bare checkout": None, "wheel": [], "editable install": ["-e"]}
+
+
+@pytest.mark.parametrize("way", INSTALL)
+def test_the_lists_are_found(lists, tmp_path, way):
+    copy = tmp_path / "checkout"
+    for folder in ("amp_graph", "allow_deny_lists"):
+        shutil.copytree(ROOT / folder, copy / folder)
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, copy)
+    place = copy
+    if INSTALL[way] is not None:
+        prefix = tmp_path / "prefix"
+        subprocess.check_call([sys.executable, *PIP.split(), prefix, *INSTALL[way], copy])
+        place = next(prefix.glob("lib/python*/site-packages"))
+    script = FORGET_OTHER_INSTALLS.format(root=str(ROOT), place=str(place))
+    out = subprocess.check_output([sys.executable, "-c", script], cwd=tmp_path, text=True)
+    file, shipped, count = out.split("\n")[:3]
+    home = place if way == "wheel" else copy
+    assert Path(file).is_relative_to(home)
+    assert Path(shipped).is_relative_to(home)
+    assert int(count) == len(lists.entries)
