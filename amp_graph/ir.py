@@ -41,7 +41,7 @@ class TensorFacts:
 class NodeFacts:
     """What is known of one node of a captured graph before anything is decided.
 
-    color, group, bounded, low_storage: the node's list entry (color None: on no list).
+    color, group, bounded, low_storage, promotes: the node's list entry (color None: on no list).
     reads: the nodes whose float32 tensors it computes on.
     tensors: what it returns; one entry per tensor of a tuple.
     memory: the node that first held the storage its result lives in: itself, unless the result
@@ -56,6 +56,7 @@ class NodeFacts:
     group: str = ""
     bounded: bool = False
     low_storage: bool = False
+    promotes: bool = False
     reads: tuple[str, ...] = ()
     tensors: tuple[TensorFacts, ...] = ()
     memory: str = ""

@@ -46,6 +46,7 @@ class Listing:
     low_storage: the kernel computes in float32 on low-precision tensors, so these may be low.
     accumulates: the kernel takes low-precision input and computes in float32 inside; recorded
         for levels above the default one, which leaves such an operator in float32.
+    promotes: operands of several dtypes may meet; a 0-dimensional one does not widen the result.
     low_args: if not empty, only these arguments may be low; the others stay float32.
     metadata_args: arguments of which only shape, type and device are read.
     """
@@ -57,6 +58,7 @@ class Listing:
     bounded: bool = False
     low_storage: bool = False
     accumulates: bool = False
+    promotes: bool = False
     low_args: tuple[str, ...] = ()
     metadata_args: tuple[str, ...] = ()
 
@@ -85,13 +87,10 @@ class OpLists:
         return self._found[op]
 
     def has_kernel(self, op: Any, device_type: str, dtype: torch.dtype) -> bool:
-        """False when `op` is known to fail in `dtype` on such a device, forward or backward."""
-        return self.has_kernel_named(str(op), device_type, dtype)
-
-    def has_kernel_named(self, name: str, device_type: str, dtype: torch.dtype) -> bool:
-        """The same for "aten.gelu.default", as `str(op)` and `NodeFacts.op` spell it."""
+        """False when `op`, an overload or its name, is known to fail in `dtype` on such a device,
+        forward or backward."""
         missing = self.no_kernel.get((device_type, dtype))
-        return not missing or missing.isdisjoint(_spellings(name))
+        return not missing or missing.isdisjoint(_spellings(str(op)))
 
     def merged(self, user: UserLists) -> OpLists:
         """These lists with the user's on top: a user's entry hides every shipped one it covers.
@@ -176,7 +175,8 @@ def _add_groups(
             entries[name] = listing
 
 
-FLAGS, LISTS = ("bounded", "accumulates", "optional"), ("ops", "low_args", "metadata_args")
+FLAGS = ("bounded", "accumulates", "promotes", "optional")
+LISTS = ("ops", "low_args", "metadata_args")
 KEYS = {"why": str, "storage": str, **dict.fromkeys(FLAGS, bool), **dict.fromkeys(LISTS, list)}
 DENY_ONLY = frozenset({"bounded", "accumulates", "storage"})
 NOT_IN_LISTING = frozenset({"ops", "optional", "storage"})
@@ -291,5 +291,6 @@ def _with_argument_facts(
             listing,
             low_args=listing.low_args or old.low_args,
             metadata_args=listing.metadata_args or old.metadata_args,
+            promotes=listing.promotes or old.promotes,
         )
     return merged

@@ -1,7 +1,8 @@
 """Train a small ConvNet on real handwritten digits in float32, under autocast and with amp_graph.
 
-The three runs start from the same weights and see the same batches. A table compares what they
-reached and what they cost; the annotated graph of the converted model goes to a text file.
+The three start from the same weights, see the same batches and take turns step by step, so that
+whatever else the computer does slows all of them. A table compares what they reached and what they
+cost; the annotated graph of the converted model goes to a text file.
 """
 
 from __future__ import annotations
@@ -105,8 +106,37 @@ class Cost:
     kept_bytes: int
 
 
+class Contestant:
+    """A model in training, and the context that its forward pass runs in."""
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        context: Callable[[], contextlib.AbstractContextManager[Any]],
+    ):
+        self.name = name
+        self.model = model
+        self.context = context
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        start = time.perf_counter()
+        with self.context():
+            loss = F.cross_entropy(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())  # waits for the device
+        self.seconds.append(time.perf_counter() - start)
+
+
 @dataclass(frozen=True)
 class Result:
+    """What a contestant reached after training, and what it cost."""
+
     name: str
     accuracy: float
     loss: float
@@ -115,17 +145,13 @@ class Result:
     cost: Cost
 
 
-@dataclass(frozen=True)
-class Contestant:
-    """One way to run a model: how to prepare it, and the context its forward runs in."""
-
-    name: str
-    prepare: Callable[[nn.Module], nn.Module]
-    context: Callable[[], contextlib.AbstractContextManager[Any]]
-
-
 class OperatorCounter(TorchDispatchMode):
     """Counts casts and matrix operators among everything that reaches a kernel."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Without this, Dynamo (2.13) runs a captured model uncaptured under a dispatch mode."""
+        return True
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,22 +179,13 @@ def main() -> int:
     options = parse_arguments()
     console = Console()
     dtype = DTYPES[options.dtype]
+    torch.set_num_threads(options.threads)
     digits = load(options.device)
-    models: dict[str, nn.Module] = {}
-    results = []
-    with progress_bar(console) as progress:
-        for contestant in contestants(options.device, dtype):
-            total = options.epochs * digits.steps_per_epoch
-            task = progress.add_task(contestant.name, total=total, loss="")
-            torch.manual_seed(0)
-            model = models[contestant.name] = contestant.prepare(DigitNet().to(options.device))
-
-            def advance(loss: float, task: Any = task) -> None:
-                progress.update(task, advance=1, loss=f"loss {loss:.3f}")
-
-            results.append(train(contestant, model, digits, options.epochs, advance))
+    trained = contestants(options.device, dtype)
+    train(trained, digits, options.epochs, console)
+    results = [measure(contestant, digits) for contestant in trained]
     console.print(table_of(results, options.dtype))
-    converted = models["amp_graph"]
+    converted = trained[-1].model
     if not amp_graph.plans(converted):
         console.print("[red]amp_graph captured no graph of the model: nothing was converted.")
         return 1
@@ -178,7 +195,7 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
-    parser.add_argument("--epochs", type=int, default=12, help="passes over the data (default 12)")
+    parser.add_argument("--epochs", type=int, default=8, help="passes over the data (default 8)")
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -189,6 +206,12 @@ def parse_arguments() -> argparse.Namespace:
         "--device", default="cpu", help="where to train, for example cpu or cuda (default cpu)"
     )
     parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="processor threads (default 1, which makes step times steady on a busy computer)",
+    )
+    parser.add_argument(
         "--output",
         type=Path,
         default=Path("amp_graph_dump/demo.txt"),
@@ -197,6 +220,8 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.epochs < 1:
         parser.error("--epochs must be at least 1")
+    if options.threads < 1:
+        parser.error("--threads must be at least 1")
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: this PyTorch sees no CUDA device")
     return options
@@ -215,72 +240,65 @@ def load(device: str) -> Digits:
 
 
 def contestants(device: str, dtype: torch.dtype) -> list[Contestant]:
-    name = str(dtype).removeprefix("torch.")
-    kind = torch.device(device).type
+    """float32, autocast and amp_graph, in this order."""
+
+    def fresh_model() -> nn.Module:
+        torch.manual_seed(0)
+        return DigitNet().to(device)
+
+    def autocast() -> torch.autocast:
+        return torch.autocast(torch.device(device).type, dtype)
+
+    converted = amp_graph.convert(fresh_model(), policy=dtype)
     return [
-        Contestant("float32", lambda model: model, contextlib.nullcontext),
-        Contestant("autocast", lambda model: model, lambda: torch.autocast(kind, dtype)),
-        Contestant(
-            "amp_graph", lambda model: amp_graph.convert(model, name), contextlib.nullcontext
-        ),
+        Contestant("float32", fresh_model(), contextlib.nullcontext),
+        Contestant("autocast", fresh_model(), autocast),
+        Contestant("amp_graph", converted, contextlib.nullcontext),
     ]
 
 
-def progress_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description:<10}"),
+def train(trained: list[Contestant], digits: Digits, epochs: int, console: Console) -> None:
+    columns = (
+        TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("steps"),
         TimeElapsedColumn(),
         TextColumn("{task.fields[loss]}"),
-        console=console,
     )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("training", total=epochs * digits.steps_per_epoch, loss="")
+        for epoch in range(epochs):
+            for x, y in digits.batches(seed=epoch):
+                for contestant in trained:
+                    contestant.step(x, y)
+                losses = " / ".join(f"{c.losses[-1]:.3f}" for c in trained)
+                progress.update(task, advance=1, loss=f"loss {losses}")
 
 
-def train(
-    contestant: Contestant,
-    model: nn.Module,
-    digits: Digits,
-    epochs: int,
-    advance: Callable[[float], None],
-) -> Result:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    seconds: list[float] = []
-    losses: list[float] = []
-    for epoch in range(epochs):
-        for x, y in digits.batches(seed=epoch):
-            start = time.perf_counter()
-            with contestant.context():
-                loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())  # waits for the device
-            seconds.append(time.perf_counter() - start)
-            advance(losses[-1])
+def measure(contestant: Contestant, digits: Digits) -> Result:
     return Result(
         name=contestant.name,
-        accuracy=accuracy(contestant, model, digits),
-        loss=statistics.fmean(losses[-digits.steps_per_epoch :]),
-        step_seconds=statistics.median(seconds[WARM_UP_STEPS:] or seconds),
-        first_step_seconds=seconds[0],
-        cost=cost_of_forward(contestant, model, digits),
+        accuracy=accuracy(contestant, digits),
+        loss=statistics.fmean(contestant.losses[-digits.steps_per_epoch :]),
+        step_seconds=statistics.median(contestant.seconds[WARM_UP_STEPS:]),
+        first_step_seconds=contestant.seconds[0],
+        cost=cost_of_forward(contestant, digits),
     )
 
 
 @torch.no_grad()
-def accuracy(contestant: Contestant, model: nn.Module, digits: Digits) -> float:
-    model.eval()
+def accuracy(contestant: Contestant, digits: Digits) -> float:
+    model = contestant.model.eval()
     with contestant.context():
         predicted = model(digits.test_x).argmax(dim=1)
     model.train()
     return (predicted == digits.test_y).float().mean().item()
 
 
-def cost_of_forward(contestant: Contestant, model: nn.Module, digits: Digits) -> Cost:
-    """Measured on one training batch, in the same way for every contestant."""
-    x, _ = next(digits.batches(seed=0))
+def cost_of_forward(contestant: Contestant, digits: Digits) -> Cost:
+    """Measured on one training batch, loss included, in the same way for every contestant."""
+    model = contestant.model
+    x, y = next(digits.batches(seed=0))
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, Tensor] = {}  # holding the tensors keeps their addresses from being reused
 
@@ -290,15 +308,15 @@ def cost_of_forward(contestant: Contestant, model: nn.Module, digits: Digits) ->
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         with contestant.context():
-            scores = model(x)
+            loss = F.cross_entropy(model(x), y)
         kept_bytes = sum(
             tensor.untyped_storage().nbytes()
             for address, tensor in kept.items()
             if address not in parameters
         )
-    del scores
+    del loss
     with OperatorCounter() as counter, contestant.context():
-        model(x)
+        F.cross_entropy(model(x), y)
     return Cost(
         casts=counter.casts,
         cast_bytes=counter.cast_bytes,
@@ -340,7 +358,8 @@ def write_graph(model: nn.Module, path: Path, console: Console) -> None:
     lines = render(plans[0]).splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith("allow ")), 0)
     for line in lines[max(start - 2, 0) :][:EXCERPT_LINES]:
-        console.print(line, no_wrap=True, overflow="ellipsis", markup=False, highlight=False)
+        shown = line[: console.width] if console.is_terminal else line
+        console.print(shown, soft_wrap=True, markup=False, highlight=False)
     console.print()
 
 

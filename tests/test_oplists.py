@@ -165,7 +165,7 @@ def test_lookup_of_an_unlisted_operator_is_none(lists):
 def test_missing_kernels_are_per_device_and_dtype(lists):
     op = ATEN.avg_pool3d.default
     assert not lists.has_kernel(op, "cpu", torch.bfloat16)
-    assert not lists.has_kernel_named(str(op), "cpu", torch.float16)
+    assert not lists.has_kernel(str(op), "cpu", torch.float16)
     assert lists.has_kernel(op, "cuda", torch.float16)
     with pytest.raises(NotImplementedError, match="not implemented for"):
         op(torch.randn(1, 1, 4, 4, 4, dtype=torch.bfloat16), [2, 2, 2])

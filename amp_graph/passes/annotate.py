@@ -60,6 +60,7 @@ def _facts(
         group=listing.group if listing else "",
         bounded=bool(listing and listing.bounded),
         low_storage=bool(listing and listing.low_storage),
+        promotes=bool(listing and listing.promotes),
         reads=tuple(dict.fromkeys(n.name for n in _reads(node, listing))),
         tensors=tuple(_tensor_facts(t) for t in tensors_of(node)),
         memory=origin.name,

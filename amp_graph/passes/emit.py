@@ -251,7 +251,7 @@ class _Emitter:
     def unpromoted_operands(self, node: fx.Node) -> set[fx.Node]:
         """0-dimensional operands beside larger ones: type promotion ignores them, and so a scale
         keeps its exact value."""
-        if self.facts[node.name].color is not Color.INFER:
+        if not self.facts[node.name].promotes:
             return set()
         reads = self.facts[node.name].reads
         small = {r for r in reads if self.facts[r].is_scalar}

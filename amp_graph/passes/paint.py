@@ -12,6 +12,7 @@ colour, INFER or CLEAR, and `place_casts` chooses its precision.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -79,15 +80,6 @@ def fixed_as_captured(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
     return {n: Paint(Color.KEEP, "as captured", f.fixed) for n, f in scene.facts.items() if f.fixed}
 
 
-def user_overrides(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
-    paints = {}
-    for name in _open(scene, painted):
-        override = scene.policy.override_for(scene.facts[name])
-        if override and override[0] not in FREE:
-            paints[name] = Paint(override[0], "override", override[1])
-    return paints
-
-
 def written_inputs(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
     """Memory that came from outside and is written to stays what the caller handed over."""
     return {
@@ -99,17 +91,40 @@ def written_inputs(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
 
 def shared_outputs(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
     """Outputs that share memory with an input or with one another go on sharing it."""
-    outputs = [n for n, f in scene.facts.items() if f.op == "output"]
-    returned = [name for o in outputs for name in scene.flow.predecessors(o)]
-    seen: dict[str, int] = {}
-    for name in returned:
-        seen[scene.facts[name].memory] = seen.get(scene.facts[name].memory, 0) + 1
-    shared = {m for m, count in seen.items() if count > 1}
-    return {
+    returned = [n for o in _named(scene, "output") for n in scene.flow.predecessors(o)]
+    count = Counter(scene.facts[name].memory for name in returned)
+    paints = {
         name: Paint(Color.DENY, "output shares memory with", f.memory)
         for name in _open(scene, painted)
-        if (f := scene.facts[name]).memory in shared or (f.external and f.memory in seen)
+        if count[(f := scene.facts[name]).memory] > (0 if f.external else 1)
     }
+    for name in _named(scene, "getitem"):
+        if name in paints:
+            paints.update(dict.fromkeys(scene.flow.predecessors(name), paints[name]))
+    return paints
+
+
+def _named(scene: Scene, op: str) -> list[str]:
+    return [name for name, f in scene.facts.items() if f.op == op]
+
+
+def missing_kernels(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
+    paints = {}
+    for name in _open(scene, painted, Color.ALLOW, *FREE):
+        f = scene.facts[name]
+        device = f.tensors[0].device if f.tensors else "cpu"
+        if not scene.lists.has_kernel(f.op, device, scene.dtype):
+            paints[name] = Paint(Color.DENY, "no kernel", f"{f.op} on {device}")
+    return paints
+
+
+def user_overrides(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
+    paints = {}
+    for name in _open(scene, painted):
+        override = scene.policy.override_for(scene.facts[name])
+        if override and override[0] not in FREE:
+            paints[name] = Paint(override[0], "override", override[1])
+    return paints
 
 
 def user_casts(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
@@ -130,16 +145,6 @@ def unrepresentable_numbers(scene: Scene, painted: Mapping[str, Paint]) -> Paint
             size = abs(number)
             if math.isfinite(size) and size and not info.smallest_normal <= size <= info.max:
                 paints[name] = Paint(Color.DENY, "constant out of range", f"{number:g}")
-    return paints
-
-
-def missing_kernels(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
-    paints = {}
-    for name in _open(scene, painted, Color.ALLOW, *FREE):
-        f = scene.facts[name]
-        device = f.tensors[0].device if f.tensors else "cpu"
-        if not scene.lists.has_kernel(f.op, device, scene.dtype):
-            paints[name] = Paint(Color.DENY, "no kernel", f"{f.op} on {device}")
     return paints
 
 
@@ -284,12 +289,12 @@ def _open(scene: Scene, painted: Mapping[str, Paint], *colors: Color | None) -> 
 
 RULES: tuple[Rule, ...] = (
     fixed_as_captured,
-    user_overrides,
     written_inputs,
     shared_outputs,
+    missing_kernels,
+    user_overrides,
     user_casts,
     unrepresentable_numbers,
-    missing_kernels,
     listed,
     deny_spreads,
     wide_operands,

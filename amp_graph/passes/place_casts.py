@@ -75,28 +75,30 @@ def _needs_cast(facts: Facts, value: str, reader: str) -> bool:
     if facts[reader].op == "getitem":
         return False
     others = (facts[r] for r in facts[reader].reads if r != value)
-    promotes = facts[reader].color is Color.INFER and any(not o.is_scalar for o in others)
-    return not (facts[value].is_scalar and promotes)
+    ignored = facts[reader].promotes and any(not o.is_scalar for o in others)
+    return not (facts[value].is_scalar and ignored)
 
 
 def _units(facts: Facts, flow: nx.DiGraph, paints: Paints) -> dict[str, str]:
     """Free nodes that must share a precision, by a representative: a node and its results, and
     all that lives in one piece of written memory."""
     together = nx.Graph()
+    together.add_nodes_from(name for name in facts if _is_free(paints[name]))
     for name, f in facts.items():
-        if paints[name].color not in (Color.INFER, Color.CLEAR):
-            continue
-        together.add_node(name)
         if f.op == "getitem":
             together.add_edges_from((name, parent) for parent in flow.predecessors(name))
-        if f.written:
+        elif f.written and _is_free(paints[name]):
             together.add_edge(name, f.memory)
     units = {}
     for group in nx.connected_components(together):
-        fixed = [n for n in group if paints[n].color not in (Color.INFER, Color.CLEAR)]
+        fixed = [n for n in group if not _is_free(paints[n])]
         representative = fixed[0] if fixed else min(group)
         units.update(dict.fromkeys(group, representative))
     return units
+
+
+def _is_free(painted: Paint) -> bool:
+    return painted.color in (Color.INFER, Color.CLEAR)
 
 
 def _network(facts: Facts, flow: nx.DiGraph, paints: Paints, units: Mapping[str, str]) -> nx.DiGraph:
@@ -104,10 +106,10 @@ def _network(facts: Facts, flow: nx.DiGraph, paints: Paints, units: Mapping[str,
     network = nx.DiGraph()
 
     def side(name: str) -> object:
-        color = paints[units.get(name, name)].color
-        if color is Color.ALLOW:
-            return LOW
-        return units[name] if color in (Color.INFER, Color.CLEAR) else FLOAT32
+        unit = units.get(name, name)
+        if _is_free(paints[unit]):
+            return unit
+        return LOW if paints[unit].color is Color.ALLOW else FLOAT32
 
     for name, unit in units.items():
         if side(name) == unit:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from .case import Batch, Case, generator
@@ -16,6 +14,7 @@ from .pretrained import (
     classified_image,
     image,
     images,
+    many_classified_images,
     padding_mask,
     rows_to_cases,
     shape,
@@ -51,6 +50,7 @@ TWO_TOWERS = {
     "text_config": {**TEXT, "projection_dim": 16},
     "vision_config": {**VISION, "projection_dim": 16},
     "projection_dim": 16,
+    "logit_scale_init_value": 1.0,
 }
 
 
@@ -123,24 +123,33 @@ VISION_MODELS: list[Row] = [
     ("convnext", "ConvNextForImageClassification", classified_image, {
         "hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "num_labels": 3,
     }),
-    ("resnet", "ResNetForImageClassification", classified_image, {
+    ("resnet", "ResNetForImageClassification", many_classified_images, {
         "embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "num_labels": 3,
         "layer_type": "basic",
     }),
-    ("regnet", "RegNetForImageClassification", classified_image, {
+    ("regnet", "RegNetForImageClassification", many_classified_images, {
         "embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "groups_width": 8,
         "num_labels": 3,
     }),
-    ("mobilenet_v2", "MobileNetV2ForImageClassification", partial(classified_image, side=64), {
-        "image_size": 64, "depth_multiplier": 0.25, "output_stride": 8, "num_labels": 3,
+    ("mobilenet_v1", "MobileNetV1ForImageClassification", many_classified_images, {
+        "image_size": 48, "depth_multiplier": 0.25, "num_labels": 3,
+    }),
+    ("focalnet", "FocalNetForImageClassification", classified_image, {
+        "image_size": 32, "embed_dim": 16, "depths": [1, 1], "hidden_sizes": [16, 32],
+        "focal_levels": [2, 2], "focal_windows": [3, 3], "num_labels": 3,
+    }),
+    ("pvt_v2", "PvtV2ForImageClassification", classified_image, {
+        "image_size": 32, "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1],
+        "hidden_sizes": [16, 32], "patch_sizes": [7, 3], "strides": [4, 2],
+        "num_attention_heads": [2, 4], "mlp_ratios": [2, 2], "num_labels": 3,
     }),
     ("segformer", "SegformerForSemanticSegmentation", pixel_labels, {
         "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [16, 32],
         "patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [2, 4],
         "mlp_ratios": [2, 2], "decoder_hidden_size": 16, "num_labels": 3,
     }),
-    ("mobilevit", "MobileViTForImageClassification", classified_image, {
-        "image_size": 32, "hidden_sizes": [16, 16, 16], "neck_hidden_sizes": [8] * 6 + [16],
+    ("mobilevit", "MobileViTForImageClassification", many_classified_images, {
+        "image_size": 48, "hidden_sizes": [16, 16, 16], "neck_hidden_sizes": [8] * 6 + [16],
         "num_attention_heads": 4, "num_labels": 3, "mlp_ratio": 2.0,
     }),
     ("dpt", "DPTForDepthEstimation", image, {
@@ -160,7 +169,9 @@ AUDIO_MODELS: list[Row] = [
     ("wav2vec2", "Wav2Vec2ForCTC", spoken_words, WAV2VEC2),
     ("hubert", "HubertForCTC", spoken_words, WAV2VEC2),
     ("sew", "SEWForCTC", spoken_words, {**WAV2VEC2, "squeeze_factor": 2}),
-    ("wavlm", "WavLMForCTC", spoken_words, {**WAV2VEC2, "num_buckets": 8, "max_bucket_distance": 16}),
+    ("wavlm", "WavLMForCTC", spoken_words, {
+        **WAV2VEC2, "num_buckets": 8, "max_bucket_distance": 16,
+    }),
     ("whisper", "WhisperForConditionalGeneration", spectrogram, {
         **ENCODER_DECODER, "num_mel_bins": 16, "max_source_positions": 20,
         "max_target_positions": 32, "suppress_tokens": None, "begin_suppress_tokens": None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -184,7 +185,7 @@ def depthwise() -> nn.Module:
 def autoencoder() -> nn.Module:
     sizes = [32, 16, 4, 16, 32]
     layers: list[nn.Module] = []
-    for fan_in, fan_out in zip(sizes, sizes[1:], strict=False):
+    for fan_in, fan_out in pairwise(sizes):
         layers += [nn.Linear(fan_in, fan_out), nn.ELU()]
     return nn.Sequential(*layers[:-1])
 

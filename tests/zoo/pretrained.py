@@ -62,6 +62,8 @@ def still(config: Any) -> None:
             still(value)
         elif "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)
+    # Found out by a classifier at its first forward otherwise, which recompiles the second.
+    config.problem_type = "single_label_classification"
     for key in ("initializer_range", "init_std"):
         if isinstance(getattr(config, key, None), float):
             setattr(config, key, 0.15)
@@ -134,17 +136,23 @@ def sequence_pair(seed: int, size: int) -> Batch:
     return (), {"input_ids": ids, "attention_mask": padding_mask(ids), "labels": labels}
 
 
-def images(seed: int, size: int, side: int = 32) -> torch.Tensor:
-    return torch.randn(2 + size, 3, side, side, generator=generator(seed))
+def images(seed: int, size: int, side: int = 32, count: int = 2) -> torch.Tensor:
+    return torch.randn(count + size, 3, side, side, generator=generator(seed))
 
 
-def image(seed: int, size: int, side: int = 32) -> Batch:
-    return (), {"pixel_values": images(seed, size, side)}
+def image(seed: int, size: int) -> Batch:
+    return (), {"pixel_values": images(seed, size)}
 
 
-def classified_image(seed: int, size: int, side: int = 32) -> Batch:
-    labels = torch.randint(0, 3, (2 + size,), generator=generator(seed + 1000))
-    return (), {"pixel_values": images(seed, size, side), "labels": labels}
+def classified_image(seed: int, size: int, side: int = 32, count: int = 2) -> Batch:
+    pixels = images(seed, size, side, count)
+    labels = torch.randint(0, 3, (len(pixels),), generator=generator(seed + 1000))
+    return (), {"pixel_values": pixels, "labels": labels}
+
+
+def many_classified_images(seed: int, size: int) -> Batch:
+    """Enough of them that batch norm's statistics do not hang on single pixels."""
+    return classified_image(seed, size, side=48, count=8)
 
 
 def waveform(seed: int, size: int) -> Batch:

@@ -62,7 +62,8 @@ EXPERT_MIXTURES: list[Row] = [
         "shared_expert_intermediate_size": 32,
     }),
     ("switch", "SwitchTransformersForConditionalGeneration", sequence_pair, {
-        **T5, "num_decoder_layers": 2, "num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1,
+        **T5, "num_decoder_layers": 2, "num_experts": 2, "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
         "router_jitter_noise": 0.0, "expert_capacity": 16,
     }),
 ]

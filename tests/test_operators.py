@@ -1,0 +1,166 @@
+"""Every entry of PyTorch's own operator database goes through the pass and keeps its result.
+
+Each sample is captured at ATen level (no Dynamo) and rewritten twice: as the lists say, and with
+every infer and clear operator made to run in low precision, as it would below an allowed one.
+Result and gradient must agree with float32 as far as the precision allows: within a tolerance of
+the whole tensor's norm, or within a few times the change that rounding the inputs alone makes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from amp_graph import Color, Override, Policy
+from amp_graph.capture.retrace import trace
+from amp_graph.oplists import load_lists
+from amp_graph.rewrite import rewrite
+
+SAMPLES = 3
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
+OPS = [op for op in op_db if torch.float32 in op.supported_dtypes("cpu")]
+
+NOT_TRACEABLE = {  # fake tensors have no data to decide on; Dynamo breaks the graph there instead
+    "allclose": "returns a Python bool that depends on data",
+    "equal": "returns a Python bool that depends on data",
+    "corrcoef": "asks aten.equal while it runs",
+    "cov": "asks aten.equal while it runs",
+    "combinations": "its size depends on data",
+    "narrow": "one sample has a start that is a tensor",
+    "tensor_split": "one sample has split points in a tensor",
+    "nn.functional.ctc_loss": "its size depends on data",
+    "nn.functional.gaussian_nll_loss": "checks the values of var",
+    "linalg.lstsq": "its size depends on data",
+}
+UNSPECIFIED = {  # the result is not a function of the inputs
+    "empty": "uninitialised memory",
+    "empty_like": "uninitialised memory",
+    "empty_permuted": "uninitialised memory",
+    "empty_strided": "uninitialised memory",
+    "new_empty": "uninitialised memory",
+    "new_empty_strided": "uninitialised memory",
+}
+NOT_COMPARED = {  # a single rounding of the input moves the result by more than its own size
+    "linalg.pinv": "the sample is built singular by a product of matrices inside the graph",
+    "to_sparse": "sparse results have no norm",
+}
+INDEX_RESULTS = {"sort", "argsort", "topk", "msort", "kthvalue", "median", "nanmedian", "mode"}
+
+FORCE = Override("allow", where=lambda f: f.color in (Color.INFER, Color.CLEAR))
+POLICIES = {"as listed": (), "made low": (FORCE,)}
+
+
+def entry_id(op) -> str:
+    return f"{op.name}-{op.variant_test_name}" if op.variant_test_name else op.name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("op", OPS, ids=entry_id)
+def test_same_result_and_gradient(op, dtype):
+    torch.manual_seed(0)
+    samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=False))[:SAMPLES]
+    compared = 0
+    for sample in samples:
+        function, inputs = as_function(op, sample)
+        if raises(function, inputs):
+            continue  # the sample is not for this build of PyTorch; there is nothing to compare
+        try:
+            captured = trace(function, clones(inputs))
+        except Exception:
+            assert op.name in NOT_TRACEABLE, f"{entry_id(op)} cannot be captured"
+            continue
+        for name, overrides in POLICIES.items():
+            emitted, plan = rewrite(captured, Policy(dtype=dtype, overrides=overrides), load_lists())
+            assert plan.fallback is None
+            if op.name not in UNSPECIFIED | NOT_COMPARED and not reordered(op, name):
+                check(captured, emitted, inputs, dtype, f"{entry_id(op)} {name}")
+            compared += 1
+    assert compared or not samples or op.name in NOT_TRACEABLE, "no sample was compared"
+
+
+def reordered(op, policy_name: str) -> bool:
+    """Rounding first makes ties, so that positions may differ; never so as the lists say."""
+    return policy_name == "made low" and op.name in INDEX_RESULTS
+
+
+def as_function(op, sample):
+    """The sample as a function of its tensors alone."""
+    leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+    def function(*tensors):
+        filled = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            filled[place] = tensor
+        first, args, kwargs = tree_unflatten(filled, spec)
+        return op.op(first, *args, **kwargs)
+
+    return function, [leaves[i] for i in places]
+
+
+def raises(function, inputs) -> bool:
+    try:
+        function(*clones(inputs))
+    except Exception:
+        return True
+    return False
+
+
+def clones(tensors):
+    return [t.detach().clone() for t in tensors]
+
+
+def check(captured, emitted, inputs, dtype, where):
+    try:
+        reference, reference_grads = run(captured, inputs)
+    except Exception:
+        with pytest.raises(Exception):  # noqa: B017 - whatever the original raises
+            run(emitted, inputs)
+        return
+    result, grads = run(emitted, inputs)
+    rounded = [t.to(dtype).to(t.dtype) if t.dtype is torch.float32 else t for t in inputs]
+    try:
+        limit, limit_grads = run(captured, rounded)
+    except Exception:  # rounding left the operator's domain
+        limit, limit_grads = reference, reference_grads
+    for ours, theirs, rough in zip(result, reference, limit, strict=True):
+        assert ours.dtype == theirs.dtype, where
+        assert_close(ours, theirs, rough, TOLERANCE[dtype], where)
+    for ours, theirs, rough in zip(grads, reference_grads, limit_grads, strict=True):
+        assert (ours is None) == (theirs is None), f"{where}: gradient"
+        if ours is not None:
+            assert_close(ours, theirs, rough, TOLERANCE[dtype], f"{where}: gradient")
+
+
+def run(module, inputs):
+    """Results, and the gradients of their sum, weighted so that no symmetry hides an error."""
+    torch.manual_seed(1)
+    tensors = [t.requires_grad_() if t.is_floating_point() else t for t in clones(inputs)]
+    results = [r for r in tree_leaves(module(*(t * 1 for t in tensors))) if torch.is_tensor(r)]
+    sources = [t for t in tensors if t.requires_grad]
+    roots = [r for r in results if r.requires_grad and not r.is_sparse and not r.is_complex()]
+    if not roots or not sources:
+        return results, [None] * len(sources)
+    weights = [torch.linspace(0.5, 1.5, r.numel()).reshape(r.shape).to(r.dtype) for r in roots]
+    loss = sum((r * w).sum() for r, w in zip(roots, weights, strict=True))
+    try:
+        return results, torch.autograd.grad(loss, sources, allow_unused=True)
+    except (NotImplementedError, RuntimeError) as error:
+        if "not implemented" in str(error) and "Half" not in str(error) + "BFloat16":
+            return results, [None] * len(sources)
+        raise
+
+
+def assert_close(ours, theirs, rough, tolerance, where):
+    if theirs.is_sparse or not theirs.dtype.is_floating_point:
+        return
+    finite = torch.isfinite(theirs) & torch.isfinite(rough)
+    assert torch.equal(torch.isnan(ours[finite]), torch.isnan(theirs[finite])), where
+    size = theirs[finite].double().norm()
+    error = (ours - theirs)[finite].double().norm()
+    rounding = (rough - theirs)[finite].double().norm()
+    assert error <= max(tolerance * size, 4 * rounding, 1e-5), (
+        f"{where}: error {error:.3g} against a norm of {size:.3g}"
+    )
