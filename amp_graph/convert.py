@@ -11,15 +11,16 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_map
 
-from amp_graph.capture.dynamo import DynamoError, captured_call
+from amp_graph.capture.dynamo import DynamoError, can_capture, captured_call
 from amp_graph.capture.retrace import retrace
-from amp_graph.errors import AmpGraphError, PolicyError
+from amp_graph.errors import AmpGraphError
 from amp_graph.ir import Plan
 from amp_graph.policy import Policy, as_policy
 from amp_graph.rewrite import device_types, rewrite
 from amp_graph.runtime import Guarded, under_autocast, warn, without_autocast
 
 SLOT = "_call_impl"  # the method of nn.Module that a conversion stands in front of
+AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -67,13 +68,19 @@ def is_converted(model: nn.Module) -> bool:
 def plans(model: nn.Module) -> tuple[Plan, ...]:
     """The plans of the graphs captured from a converted model so far, in order of capture."""
     if not is_converted(model):
-        raise AmpGraphError(f"{type(model).__name__} is not converted; call amp_graph.convert first")
+        raise AmpGraphError(
+            f"{type(model).__name__} is not converted; call amp_graph.convert first"
+        )
     conversion: Conversion = model.__dict__[SLOT]
     return conversion.plans
 
 
 def backend(
-    graph_module: fx.GraphModule, example_inputs: list[Any], *, options: Any = None, mode: Any = None
+    graph_module: fx.GraphModule,
+    example_inputs: list[Any],
+    *,
+    options: Any = None,
+    mode: Any = None,
 ) -> Callable[..., Any]:
     """The backend of `torch.compile(model, backend="amp_graph", options={"dtype": "float16"})`."""
     policy = Policy(**(options or {}))
@@ -92,13 +99,17 @@ class Compiler:
     def plans(self) -> tuple[Plan, ...]:
         return tuple(self._plans)
 
+    def module_names(self) -> dict[str, str]:
+        """The path of each module of the model by its id; see `retrace`."""
+        return {}
+
     def compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Return what runs instead of a Dynamo graph. Whatever fails here, something right runs:
         a graph that cannot be retraced runs under autocast, one that cannot be rewritten as it
         was captured."""
         devices = _devices_of(example_inputs)
         try:
-            aten = retrace(graph)
+            aten = retrace(graph, self.module_names())
         except Exception as error:
             return self._not_retraced(graph, devices, error)
         devices |= device_types(aten)
@@ -141,11 +152,13 @@ class Conversion(Compiler):
     def __init__(self, module: nn.Module, policy: Policy):
         super().__init__(policy)
         self.module = module
-        self._call = captured_call(module, self.compile_graph)
+        self._call = without_autocast(captured_call(module, self.compile_graph), AUTOCAST_DEVICES)
         self._checked = False
 
     @torch.compiler.disable(reason="a model converted by amp_graph captures its own graphs")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not can_capture():
+            return self._own_code()(*args, **kwargs)
         try:
             result = self._call(*args, **kwargs)
         except DynamoError as error:
@@ -166,15 +179,23 @@ class Conversion(Compiler):
             else:
                 self.module(*example_inputs)
 
+    def module_names(self) -> dict[str, str]:
+        return {str(id(module)): name for name, module in self.module.named_modules()}
+
+    def _own_code(self) -> Callable[..., Any]:
+        """The model's own code under autocast, for what Dynamo cannot capture."""
+        devices = frozenset(p.device.type for p in self.module.parameters())
+        own_call = type(self.module)._call_impl.__get__(self.module)
+        return under_autocast(own_call, devices, self.policy.dtype_for(devices))
+
     def _uncaptured(self, error: Exception) -> Callable[..., Any]:
         """From now on the whole model runs its own code under autocast."""
-        devices = frozenset(p.device.type for p in self.module.parameters())
-        dtype = self.policy.dtype_for(devices)
+        name = type(self.module).__name__
         reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        dtype = self.policy.dtype_for(p.device.type for p in self.module.parameters())
         self._plans.append(Plan(dtype, fallback=f"not captured ({reason}); runs under autocast"))
-        warn(f"{type(self.module).__name__} was not captured and runs under autocast: {reason}")
-        own_call = type(self.module)._call_impl
-        self._call = under_autocast(own_call.__get__(self.module), devices, dtype)
+        warn(f"{name} was not captured and runs under autocast: {reason}")
+        self._call = self._own_code()
         return self._call
 
     def _check_that_something_was_converted(self) -> None:

@@ -34,7 +34,7 @@ class Override:
 
     def __post_init__(self) -> None:
         legal = [c.value for c in Color if c is not Color.KEEP]
-        if self.color not in legal and self.color not in Color:
+        if getattr(self.color, "value", self.color) not in legal:
             raise PolicyError(f"override colour {self.color!r}: choose one of {', '.join(legal)}")
         object.__setattr__(self, "color", Color(self.color))
         if not any((self.module, self.op, self.name, self.where)):

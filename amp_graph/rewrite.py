@@ -16,7 +16,9 @@ from amp_graph.passes.verify import verify
 from amp_graph.policy import Policy
 
 
-def rewrite(captured: fx.GraphModule, policy: Policy, lists: OpLists) -> tuple[fx.GraphModule, Plan]:
+def rewrite(
+    captured: fx.GraphModule, policy: Policy, lists: OpLists
+) -> tuple[fx.GraphModule, Plan]:
     """Return the mixed-precision form of an ATen graph and the plan it follows.
 
     `captured` is left as it was. Raises VerifyError if the result fails a check.

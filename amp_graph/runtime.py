@@ -57,13 +57,14 @@ def without_autocast(run: Run, device_types: Iterable[str]) -> Run:
     """Shield `run`, whose casts are all written out, from autocast around it."""
     kinds = tuple(k for k in device_types if k != "meta")
 
-    def shielded(*args: Any) -> Any:
-        if not any(torch.is_autocast_enabled(kind) for kind in kinds):
-            return run(*args)
+    def shielded(*args: Any, **kwargs: Any) -> Any:
+        enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+        if not enabled:
+            return run(*args, **kwargs)
         with contextlib.ExitStack() as stack:
-            for kind in kinds:
+            for kind in enabled:
                 stack.enter_context(torch.autocast(kind, enabled=False))
-            return run(*args)
+            return run(*args, **kwargs)
 
     return shielded
 

@@ -334,7 +334,7 @@ def table_of(results: list[Result], dtype: str) -> Table:
         table.add_column(name, justify="right")
     rows: dict[str, Callable[[Result], str]] = {
         "test accuracy": lambda r: f"{r.accuracy:.1%}",
-        "training loss, mean of last epoch": lambda r: f"{r.loss:.4f}",
+        "training loss, mean of last epoch": lambda r: f"{r.loss:.5f}",
         "step time, median": lambda r: f"{1000 * r.step_seconds:.2f} ms",
         "first step, with any capture": lambda r: f"{r.first_step_seconds:.2f} s",
         "convolutions and matmuls in low precision": lambda r: (
@@ -364,8 +364,16 @@ def write_graph(model: nn.Module, path: Path, console: Console) -> None:
 
 
 def verdict(results: list[Result], console: Console) -> int:
+    """The exit status: 0 if the converted model computed in low precision and lost nothing."""
     by_name = {result.name: result for result in results}
-    drop = by_name["float32"].accuracy - by_name["amp_graph"].accuracy
+    converted = by_name["amp_graph"]
+    drop = by_name["float32"].accuracy - converted.accuracy
+    if converted.cost.low_matrix_calls < converted.cost.matrix_calls:
+        console.print(
+            "[red]amp_graph left convolutions or matmuls of this model in float32; "
+            "the annotated graph says why."
+        )
+        return 1
     if drop > MAX_ACCURACY_DROP:
         console.print(
             f"[red]amp_graph is {100 * drop:.1f} points of test accuracy below float32; "

@@ -90,7 +90,12 @@ def capture_module(module: nn.Module, *inputs: torch.Tensor) -> fx.GraphModule:
         given = dict(zip(state, args[len(inputs) :], strict=True))
         return torch.func.functional_call(module, given, args[: len(inputs)])
 
-    return capture(function, *inputs, *state.values(), weights=len(parameters))
+    captured = capture(function, *inputs, *state.values(), weights=len(parameters))
+    placeholders = [n for n in captured.graph.nodes if n.op == "placeholder"]
+    for node, name in zip(placeholders[len(inputs) :], state, strict=True):
+        node._rename(name.replace(".", "_"))
+    captured.recompile()
+    return captured
 
 
 def rewritten(captured: fx.GraphModule, policy: Policy = BFLOAT16) -> Rewritten:
@@ -164,7 +169,7 @@ def compact(result: Rewritten) -> str:
         text = f"{name} = {operator}({', '.join(facts.reads)})"
         why = f"{paint.rule}: {paint.because}" if paint.because else paint.rule
         rows.append((paint.color.value, "low" if result.is_low(name) else "", text, why))
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
+    widths = [min(72, max((len(row[i]) for row in rows), default=0)) for i in range(3)]
     lines = (
         "  ".join([*(c.ljust(w) for c, w in zip(r, widths, strict=False)), r[3]]) for r in rows
     )

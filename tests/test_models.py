@@ -1,36 +1,43 @@
-"""Whole models of many architectures, converted: precision, errors and model semantics."""
+"""Whole models of many architectures, converted: precision, errors, and model semantics.
+
+Capturing takes the time here, so the properties of one architecture share one test, which
+captures the model four times: in train mode, as a deep copy, in eval mode, at a second shape.
+"""
 
 from __future__ import annotations
 
 import copy
 import gc
-import io
+import json
 import pickle
-import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
-import amp_graph
 import pytest
 import torch
 import zoo
-from amp_graph.ir import Plan
 from counting import MatmulCounter
+from torch import nn
+from zoo import Case
 from zoo.measure import autocast, errors, excess, ratio, step, steps
+
+import amp_graph
+from amp_graph.ir import Plan
 
 CASES = zoo.cases()
 BATCHES = 20
 LOW_SHARE = 0.9
 ALLOWED_RATIO = 1.2
+# Standard errors beyond the allowed ratio; see zoo.measure.Errors on chance in losses.
+SIGNIFICANT = 3.5
 # Subgraphs that may stay original, by case, with the reason. At most one case in twenty.
 EXPECTED_FALLBACK: dict[str, str] = {}
-
-each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
     threads = torch.get_num_threads()
+    torch._dynamo.reset()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
@@ -38,17 +45,10 @@ def fresh_dynamo() -> Iterator[None]:
     gc.collect()
 
 
-def converted(case: zoo.Case) -> torch.nn.Module:
-    return amp_graph.convert(case.make(), policy="bfloat16")
-
-
-def fallbacks(plan: Plan, where: str = "graph") -> list[str]:
-    own = [f"{where}: {plan.fallback}"] if plan.fallback else []
-    return own + [f for name, body in plan.bodies.items() for f in fallbacks(body, name)]
-
-
-def same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return torch.equal(first, second)
+@pytest.fixture(scope="session")
+def ratios(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder for the error ratios, one file per case: workers share no memory."""
+    return tmp_path_factory.mktemp("ratios")
 
 
 def test_zoo_is_wide_enough() -> None:
@@ -58,78 +58,132 @@ def test_zoo_is_wide_enough() -> None:
     assert len(EXPECTED_FALLBACK) <= len(names) / 20
 
 
-@each_case
-def test_precision(case: zoo.Case) -> None:
-    """Low precision where it pays, everything converted, errors no larger than autocast's."""
-    model = converted(case)
-    step(case, model, seed=0)
-    with MatmulCounter() as seen:
-        step(case, model, seed=1)
-    assert seen.low_share >= LOW_SHARE, f"in float32: {seen.high_calls()}"
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_model(case: Case, subtests: pytest.Subtests, ratios: Path) -> None:
+    model = case.make()
+    attributes, keys = set(vars(model)), list(model.state_dict())
+    amp_graph.convert(model, policy="bfloat16")
+    clone = copy.deepcopy(model)
 
-    left = [f for plan in amp_graph.plans(model) for f in fallbacks(plan)]
-    assert not left or case.name in EXPECTED_FALLBACK, left
+    with subtests.test("state_dict has the same keys"):
+        assert list(model.state_dict()) == keys
+    with subtests.test("products run in low precision"):
+        check_low_share(case, model)
+    with subtests.test("errors are those of autocast"):
+        check_errors(case, model, ratios)
+    with subtests.test("a deep copy is converted, and apart"):
+        check_copy(case, model, clone)
+    del clone
+    with subtests.test("eval"):
+        check_eval(case, model)
+    with subtests.test("a second shape"):
+        check_second_shape(case, model)
+    with subtests.test("every graph is converted"):
+        left = [f for plan in amp_graph.plans(model) for f in fallbacks(plan)]
+        assert bool(left) == (case.name in EXPECTED_FALLBACK), left
+    with subtests.test("a pickle holds the plain model"):
+        check_pickle(case, model)
+    with subtests.test("restore"):
+        amp_graph.restore(model)
+        assert set(vars(model)) == attributes
+        check_plain(case, model)
 
-    reference = steps(case, case.make(), BATCHES)
-    ours = errors(reference, steps(case, with_buffers_of(case, model), BATCHES))
-    theirs = errors(reference, steps(case, case.make(), BATCHES, around=autocast))
-    for name in ("outputs", "gradient"):
-        found = ratio(ours.typical(name), theirs.typical(name))
-        assert found <= ALLOWED_RATIO, f"error of {name} is {found:.2f} times autocast's"
-    assert excess(ours.loss, theirs.loss, ALLOWED_RATIO) < 3.5
 
-
-def with_buffers_of(case: zoo.Case, model: torch.nn.Module) -> torch.nn.Module:
+def rewound(case: Case, model: nn.Module) -> nn.Module:
+    """Parameters and buffers as they were made: forwards may have written buffers."""
     model.load_state_dict(case.make().state_dict())
     return model
 
 
-@each_case
-def test_behaves_like_the_model(case: zoo.Case) -> None:
-    """train, eval, a second shape, copies, pickles, and the way back."""
-    plain, model = case.make(), case.make()
-    attributes, keys = set(vars(model)), list(model.state_dict())
-    amp_graph.convert(model, policy="bfloat16")
-    assert list(model.state_dict()) == keys
+def fallbacks(plan: Plan, where: str = "graph") -> list[str]:
+    own = [f"{where}: {plan.fallback}"] if plan.fallback else []
+    return own + [f for name, body in plan.bodies.items() for f in fallbacks(body, name)]
 
-    clone = copy.deepcopy(model)
+
+def check_low_share(case: Case, model: nn.Module) -> None:
+    step(case, model, seed=0)
+    with MatmulCounter() as seen:
+        step(case, model, seed=0)
+    assert seen.low_share >= LOW_SHARE, f"in float32: {seen.high_calls()}"
+
+
+def check_errors(case: Case, model: nn.Module, folder: Path) -> None:
+    reference = steps(case, case.make(), BATCHES)
+    ours = errors(reference, steps(case, rewound(case, model), BATCHES))
+    theirs = errors(reference, steps(case, case.make(), BATCHES, around=autocast))
+    gradient = ratio(ours.typical("gradient"), theirs.typical("gradient"))
+    found = {
+        "loss": ratio(ours.mean("loss"), theirs.mean("loss")),
+        "outputs": ratio(ours.typical("outputs"), theirs.typical("outputs")),
+        "gradient": gradient,
+    }
+    (folder / f"{case.name}.json").write_text(json.dumps(found))
+    assert gradient <= ALLOWED_RATIO, found
+    assert excess(ours.outputs, theirs.outputs, ALLOWED_RATIO) < SIGNIFICANT, found
+    assert excess(ours.loss, theirs.loss, ALLOWED_RATIO) < SIGNIFICANT, found
+
+
+def check_copy(case: Case, model: nn.Module, clone: nn.Module) -> None:
     assert amp_graph.is_converted(clone)
-    first, cloned = step(case, model, seed=0), step(case, clone, seed=0)
-    assert same(first.outputs, cloned.outputs)
-    assert same(first.gradient, cloned.gradient)
+    first = step(case, rewound(case, model), seed=0)
+    copied = step(case, clone, seed=0)
+    assert torch.equal(first.outputs, copied.outputs)
+    assert torch.equal(first.gradient, copied.gradient)
+
     learn(clone)
-    model.load_state_dict(plain.state_dict())
-    clone.load_state_dict({**plain.state_dict(), **dict(clone.named_parameters())})
-    assert same(step(case, model, seed=0).gradient, first.gradient)
-    assert not same(step(case, clone, seed=0).gradient, first.gradient)
-
-    larger = step(case, model, seed=1, size=1)
-    model.eval()
-    with MatmulCounter() as seen, torch.no_grad():
-        args, kwargs = case.batch(2, 0)
-        case.loss(model(*args, **kwargs))
-    assert seen.low_share >= LOW_SHARE, f"eval in float32: {seen.high_calls()}"
-    model.train()
-
-    loaded = pickle.loads(pickle.dumps(model))
-    assert not amp_graph.is_converted(loaded)
-    assert type(loaded) is type(plain)
-
-    amp_graph.restore(model)
-    assert not amp_graph.is_converted(model)
-    assert set(vars(model)) == attributes
-    for back in (model, loaded):
-        back.load_state_dict(plain.state_dict())
-    fresh = [step(case, m, seed=1, size=1) for m in (plain, model, loaded)]
-    for again in fresh[1:]:
-        assert same(again.outputs, fresh[0].outputs)
-        assert same(again.gradient, fresh[0].gradient)
-    assert larger.loss.isclose(fresh[0].loss, rtol=0.3)
+    again = step(case, rewound(case, model), seed=0)
+    assert torch.equal(first.gradient, again.gradient)
+    assert not torch.equal(first.gradient, step(case, clone, seed=0).gradient)
 
 
-def learn(model: torch.nn.Module) -> None:
-    """One step of gradient descent."""
+def learn(model: nn.Module) -> None:
+    """One step of gradient descent, of a length that no rounding hides."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad / (parameter.grad.norm() + 1e-6), alpha=0.1)
+
+
+def check_eval(case: Case, model: nn.Module) -> None:
+    plain = case.make().eval()
+    rewound(case, model).eval()
+    args, kwargs = case.batch(0, 0)
+    with torch.no_grad():
+        model(*args, **kwargs)
+        with MatmulCounter() as seen:
+            loss = case.loss(model(*args, **kwargs))
+        expected = case.loss(plain(*args, **kwargs))
+    model.train()
+    assert seen.low_share >= LOW_SHARE, f"in float32: {seen.high_calls()}"
+    torch.testing.assert_close(loss, expected, rtol=0.1, atol=0.02)
+
+
+def check_second_shape(case: Case, model: nn.Module) -> None:
+    plain = step(case, case.make(), seed=0, size=1)
+    found = step(case, rewound(case, model), seed=0, size=1)
+    with MatmulCounter() as seen:
+        step(case, model, seed=0, size=1)
+    assert seen.low_share >= LOW_SHARE, f"in float32: {seen.high_calls()}"
+    assert found.outputs.shape == plain.outputs.shape
+    torch.testing.assert_close(found.loss, plain.loss, rtol=0.1, atol=0.02)
+
+
+def check_pickle(case: Case, model: nn.Module) -> None:
+    plain = case.make()
+    step(case, plain, seed=0)
+    try:
+        pickle.dumps(plain)
+    except (RuntimeError, AttributeError) as error:
+        pytest.skip(f"a plain {type(plain).__name__} cannot be pickled: {error}")
+    loaded = pickle.loads(pickle.dumps(model))
+    assert not amp_graph.is_converted(loaded)
+    assert type(loaded) is type(plain)
+    check_plain(case, loaded)
+
+
+def check_plain(case: Case, model: nn.Module) -> None:
+    assert not amp_graph.is_converted(model)
+    plain = step(case, case.make(), seed=0)
+    found = step(case, rewound(case, model), seed=0)
+    assert torch.equal(found.outputs, plain.outputs)
+    assert torch.equal(found.gradient, plain.gradient)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 CAST = torch.ops.aten._to_copy.default
 CLAMP = torch.ops.aten.clamp.default
+UNKNOWN_SIZE = 8192  # elements assumed along sizes that depend on data
 
 
 def op_name(node: fx.Node) -> str:
@@ -110,3 +111,10 @@ def set_attribute(root: torch.nn.Module, target: str, value: Any) -> None:
         root.register_buffer(name, value)
     else:
         setattr(root, name, value)
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size as a number: where it is symbolic, the one seen when captured."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else UNKNOWN_SIZE

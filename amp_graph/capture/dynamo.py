@@ -4,7 +4,11 @@ Private names of PyTorch used here, and the versions they were seen to work on (
 lowest that users run, 2.13 what the tests use):
 
     nn.Module._call_impl          2.13   what `module(...)` runs, hooks included
-    torch._dynamo.config.patch    2.13   the settings below
+    torch._dynamo.config          2.13   the settings below
+    TorchDispatchMode.ignore_compile_internals, set_is_in_mode_without_ignore_compile_internals
+                                  2.13   let compiled code run under a dispatch mode
+    torch._C._functorch.peek_interpreter_stack
+                                  2.13   whether a functorch transform is active
 """
 
 from __future__ import annotations
@@ -18,6 +22,11 @@ import torch
 import torch._dynamo.config as dynamo_config
 from torch import fx, nn
 from torch._dynamo.exc import TorchDynamoException
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+set_flag: Callable[[bool], None] | None = getattr(
+    torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", None
+)  # None before 2.13
 
 GraphCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
@@ -29,6 +38,7 @@ SETTINGS: dict[str, Any] = {
     "capture_dynamic_output_shape_ops": True,  # else nonzero and masked_select break it
     "recompile_limit": 256,  # else the ninth set of guards sends the model back to eager
     "accumulated_recompile_limit": 4096,
+    "skip_nnmodule_hook_guards": False,  # else hooks added after the first call never run
     "fail_on_recompile_limit_hit": True,  # say so, rather than fall back to float32 silently
 }
 
@@ -40,7 +50,7 @@ def captured_call(module: nn.Module, compile_graph: GraphCompiler) -> Callable[.
     be captured; the function returned is a frame outside torch.nn that calls into it. Its code
     object is its own, because Dynamo counts recompilations per code object.
     """
-    call_impl = type(module)._call_impl
+    call_impl: Callable[..., Any] = type(module)._call_impl
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return call_impl(module, *args, **kwargs)
@@ -55,10 +65,18 @@ def captured_call(module: nn.Module, compile_graph: GraphCompiler) -> Callable[.
     compiled = torch.compile(own, backend=compile_graph)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with settings():
+        with settings(), under_dispatch_modes():
             return compiled(*args, **kwargs)
 
     return call
+
+
+def can_capture() -> bool:
+    """Whether Dynamo may be entered. Inside a functorch transform (and, before 2.13, under a
+    dispatch mode) it refuses, and would then never capture that code again."""
+    if set_flag is None and torch._C._len_torch_dispatch_stack():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
 
 
 @contextlib.contextmanager
@@ -72,3 +90,30 @@ def settings() -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(dynamo_config, name, value)
+
+
+@contextlib.contextmanager
+def under_dispatch_modes() -> Iterator[None]:
+    """Keep captured graphs in use under a dispatch mode (a FLOP counter, say).
+
+    Dynamo would run the user's code instead and mark it as never to be captured again. The
+    modes see the operators of the emitted graphs.
+    """
+    modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+    modes = [m for m in modes if not m.ignore_compile_internals()]
+    if not modes or set_flag is None:
+        yield
+        return
+    for mode in modes:
+        mode.__dict__["ignore_compile_internals"] = _yes
+    set_flag(False)
+    try:
+        yield
+    finally:
+        set_flag(True)
+        for mode in modes:
+            del mode.__dict__["ignore_compile_internals"]
+
+
+def _yes() -> bool:
+    return True

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -31,13 +33,30 @@ from amp_graph.errors import CaptureError
 MODE_SETTERS = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
 
 
-def retrace(module: fx.GraphModule) -> fx.GraphModule:
+def retrace(module: fx.GraphModule, names: Mapping[str, str] | None = None) -> fx.GraphModule:
     """Return the ATen form of a Dynamo graph; `module` is left as it was.
 
-    Every node of the result has `meta["val"]` (fake tensors), `nn_module_stack` and
-    `stack_trace`. Raises CaptureError where the graph cannot be traced on fake tensors.
+    Every node of the result has `meta["val"]` (fake tensors), `meta["module_path"]` and
+    `stack_trace`. `names` gives the path of a module by its id as a string, which is how Dynamo
+    refers to it; a graph of a part of the model spells paths from there on, or not at all.
+    Raises CaptureError where the graph cannot be traced on fake tensors.
     """
-    return _Retracer(module).run()
+    traced = _Retracer(module).run()
+    for node in traced.graph.nodes:
+        node.meta["module_path"] = _module_path(node, names or {})
+    return traced
+
+
+def _module_path(node: fx.Node, names: Mapping[str, str]) -> str:
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    key, (path, *_) = list(stack.items())[-1]
+    known = names.get(key.partition("@")[0])
+    if known is not None:
+        return known
+    path = re.sub(r"\._modules\['([^']*)'\]|\[['\"]?([^'\"\]]*)['\"]?\]", r".\1\2", str(path))
+    return path.partition(".")[2].removeprefix("module").removeprefix("self").strip(".")
 
 
 def trace(function: Callable[..., Any], args: Sequence[Any]) -> fx.GraphModule:
@@ -50,9 +69,13 @@ def passes_through(node: fx.Node) -> bool:
     """Whether the node is copied as it is rather than traced."""
     if node.op in ("placeholder", "get_attr", "output"):
         return True
-    if isinstance(node.target, HigherOrderOperator) or node.target in MODE_SETTERS:
+    if _is_higher_order(node) or node.target in MODE_SETTERS:
         return True
-    return node.target is operator.getitem and passes_through(node.args[0])  # type: ignore[arg-type]
+    return node.target is operator.getitem and _is_higher_order(node.args[0])
+
+
+def _is_higher_order(value: Any) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.target, HigherOrderOperator)
 
 
 class _Retracer:
@@ -69,6 +92,9 @@ class _Retracer:
 
     def run(self) -> fx.GraphModule:
         stretch: list[fx.Node] = []
+        for node in self.module.graph.nodes:
+            if getattr(node.target, "__module__", "").startswith("torch._functorch"):
+                raise CaptureError(f"'{node.name}' is inside a functorch transform")
         with torch.enable_grad(), self.fake_mode or contextlib.nullcontext():
             for node in self.module.graph.nodes:
                 if not passes_through(node):
@@ -92,11 +118,11 @@ class _Retracer:
         if node.op == "get_attr":
             return self.attribute(node)
         if node.target is _enter_autocast:
-            return _enter_autocast(*node.args)  # type: ignore[arg-type]
+            return _enter_autocast(*node.args)
         if node.target is _exit_autocast:
             return _exit_autocast(self.fake[node.args[0]])  # type: ignore[index]
         if node.target is torch._C._set_grad_enabled:
-            return None
+            return torch._C._set_grad_enabled(*node.args)
         if node.target is operator.getitem:
             return self.fake[node.args[0]][node.args[1]]  # type: ignore[index]
         if "example_value" not in node.meta:
@@ -109,9 +135,12 @@ class _Retracer:
             self.root.add_module(str(node.target), _retrace_body(value))
             return None
         set_attribute(self.root, str(node.target), value)
-        if isinstance(value, torch.Tensor) and self.fake_mode is not None:
-            return self.fake_mode.from_tensor(value)
-        return value
+        return self.as_fake(value)
+
+    def as_fake(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or self.fake_mode is None:
+            return value
+        return value if isinstance(value, FakeTensor) else self.fake_mode.from_tensor(value)
 
     def trace_stretch(self, stretch: list[fx.Node]) -> None:
         if not stretch:
@@ -152,7 +181,9 @@ class _Retracer:
                 if node.op == "get_attr":
                     name = f"{node.target}_{len(self.graph.nodes)}"
                     local[node].target = name
-                    set_attribute(self.root, name, get_attribute(traced, node.target))
+                    value = get_attribute(traced, node.target)
+                    set_attribute(self.root, name, value)
+                    local[node].meta["val"] = self.as_fake(value)
 
 
 def _retrace_body(body: fx.GraphModule) -> fx.GraphModule:

@@ -144,7 +144,7 @@ def _node_cells(plan: Plan, facts: NodeFacts, labels: dict[str, str]) -> tuple[s
         _shapes(facts),
         facts.module_path,
         facts.source.partition(" ")[0],
-        _reason(paint),
+        _reason(plan, facts, paint),
     )
 
 
@@ -202,10 +202,12 @@ def _shapes(facts: NodeFacts) -> str:
     return shapes[0] + more if shapes else ""
 
 
-def _reason(paint: Paint | None) -> str:
+def _reason(plan: Plan, facts: NodeFacts, paint: Paint | None) -> str:
     if paint is None:
         return ""
-    return f"{paint.rule}: {paint.because}" if paint.because else paint.rule
+    reason = f"{paint.rule}: {paint.because}" if paint.because else paint.rule
+    refused = paint.color is Color.ALLOW and facts.name not in plan.low and plan.fallback is None
+    return f"{reason} (but its kernel refused)" if refused else reason
 
 
 def _op_name(op: str) -> str:

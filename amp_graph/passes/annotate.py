@@ -21,11 +21,17 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.capture.aten import arguments, op_name, storages, tensors_of, written_operands
+from amp_graph.capture.aten import (
+    arguments,
+    op_name,
+    size_hint,
+    storages,
+    tensors_of,
+    written_operands,
+)
 from amp_graph.ir import Color, NodeFacts, TensorFacts
 from amp_graph.oplists import Listing, OpLists
 
-UNKNOWN_SIZE = 8192  # elements assumed along sizes that depend on data
 CONVERSION_OPS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as"})
 
 
@@ -70,7 +76,7 @@ def _facts(
         user_cast=_is_user_cast(node),
         scalars=tuple(_scalars(node)),
         fixed=region or _fixed(node, memory),
-        module_path=_module_path(node),
+        module_path=node.meta.get("module_path", ""),
         source=_source(node),
     )
 
@@ -79,14 +85,8 @@ def _tensor_facts(tensor: torch.Tensor) -> TensorFacts:
     shape = tuple(int(s) if isinstance(s, int) else str(s) for s in tensor.shape)
     numel = 1
     for size in tensor.shape:
-        numel *= _size_hint(size)
+        numel *= size_hint(size)
     return TensorFacts(tensor.dtype, shape, tensor.device.type, numel)
-
-
-def _size_hint(size: int | torch.SymInt) -> int:
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else UNKNOWN_SIZE
 
 
 def _reads(node: fx.Node, listing: Listing | None) -> Iterator[fx.Node]:
@@ -165,15 +165,6 @@ class _Memory:
 
     def is_written(self, node: fx.Node) -> bool:
         return any(key in self._written for key in storages(node))
-
-
-def _module_path(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0])
-    path = re.sub(r"\._modules\['([^']*)'\]|\[['\"]?([^'\"\]]*)['\"]?\]", r".\1\2", path)
-    return path.partition(".")[2].removeprefix("module").removeprefix("self").strip(".")
 
 
 def _source(node: fx.Node) -> str:

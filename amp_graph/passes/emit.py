@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from amp_graph.capture.aten import (
     CAST,
@@ -31,11 +31,13 @@ from amp_graph.capture.aten import (
     fake_mode_of,
     get_attribute,
     set_attribute,
+    size_hint,
     tensors_of,
     written_operands,
 )
 from amp_graph.ir import Cast, Color, NodeFacts, Paint
 from amp_graph.oplists import OpLists
+
 
 @dataclass(frozen=True)
 class Emitted:
@@ -110,7 +112,7 @@ class _Emitter:
     def write(self, node: fx.Node, precision: torch.dtype) -> None:
         """Write one node that gets its float32 operands in `precision`."""
         if not isinstance(node.target, OpOverload):
-            args, kwargs = self.operands(node, torch.float32, as_they_are=_tuples(node))
+            args, kwargs = self.written_operands(node, torch.float32, _tuples(node))
             self.append(node, args, kwargs, self.value_of(node))
             return
         metadata = self.metadata_operands(node)
@@ -122,8 +124,8 @@ class _Emitter:
             except _Refused:  # it takes no mix of dtypes after all
                 pass
         if precision is torch.float32 and not any(_differs(self.new[m], m) for m in metadata):
-            args, kwargs = self.operands(node, precision, metadata)
-            self.append(node, args, kwargs, node.meta["val"])
+            args, kwargs = self.written_operands(node, precision, metadata)
+            self.append(node, args, kwargs, node.meta.get("val"))
         else:
             self.replay(node, precision, metadata)
 
@@ -135,40 +137,59 @@ class _Emitter:
         return self.new[source].meta["val"][index]
 
     def operands(
-        self, node: fx.Node, precision: torch.dtype, as_they_are: set[fx.Node]
+        self,
+        node: fx.Node,
+        precision: torch.dtype,
+        as_they_are: set[fx.Node],
+        give: Callable[[fx.Node, torch.dtype | None], Any],
     ) -> tuple[Any, Any]:
-        """The node's arguments: what it computes on in `precision`, the rest as captured."""
+        """The node's arguments: what it computes on in `precision`, the rest as captured, each
+        as `give(captured node, dtype)` returns it; dtype None means whatever it is emitted in."""
         computed_on = self.operands_computed_on(node)
 
-        def operand(arg: fx.Node) -> fx.Node:
+        def operand(arg: fx.Node) -> Any:
             value = arg.meta.get("val")
             if arg in as_they_are or not isinstance(value, torch.Tensor):
-                return self.new[arg]
+                return give(arg, None)
             lowered = value.dtype is torch.float32 and arg in computed_on
-            return self.cast(arg, precision if lowered else value.dtype, node.name)
+            return give(arg, precision if lowered else value.dtype)
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), operand)
-        return args, kwargs
+        return self.ask_for(precision, node, args, kwargs)
 
     def replay(self, node: fx.Node, precision: torch.dtype, as_they_are: set[fx.Node]) -> None:
         """Run the operator on fake operands, to read what it returns, and write it down."""
-        args, kwargs = self.operands(node, precision, as_they_are)
-        args, kwargs = self.ask_for(precision, node, args, kwargs)
-        fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        try:
-            value = node.target(*fake_args, **fake_kwargs)  # type: ignore[operator]
-        except Exception as error:
-            raise _Refused from error
+        args, kwargs = self.operands(node, precision, as_they_are, self.fake)
+        value = _run(node, args, kwargs)
         results = [v for v in tree_leaves(value) if isinstance(v, torch.Tensor)]
         stays_float32 = [t.dtype for t in results] == [torch.float32]
         if stays_float32 and precision is self.dtype and self.color(node) is not Color.ALLOW:
             raise _Refused
-        self.append(node, args, kwargs, value)
+        self.append(node, *self.written_operands(node, precision, as_they_are), value)
 
-    def ask_for(self, precision: torch.dtype, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    def written_operands(
+        self, node: fx.Node, precision: torch.dtype, as_they_are: set[fx.Node]
+    ) -> tuple[Any, Any]:
+        """The arguments as emitted nodes; casts that are not there yet are written."""
+
+        def give(arg: fx.Node, dtype: torch.dtype | None) -> fx.Node:
+            return self.new[arg] if dtype is None else self.cast(arg, dtype, node.name)
+
+        return self.operands(node, precision, as_they_are, give)
+
+    def fake(self, arg: fx.Node, dtype: torch.dtype | None) -> Any:
+        value = self.new[arg].meta.get("val")
+        if dtype is None or not isinstance(value, torch.Tensor) or value.dtype is dtype:
+            return value
+        return CAST(value, dtype=dtype)
+
+    def ask_for(
+        self, precision: torch.dtype, node: fx.Node, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
         """Set `dtype=` where the captured call asked for float32, or where the result would
         follow an operand that is read for its metadata alone."""
-        assert isinstance(node.target, OpOverload)
+        if not isinstance(node.target, OpOverload):
+            return args, kwargs
         names = [a.name for a in node.target._schema.arguments]
         if "dtype" not in names or torch.float32 not in [t.dtype for t in tensors_of(node)]:
             return args, kwargs
@@ -258,6 +279,36 @@ class _Emitter:
         if len(small) == len(reads):
             return set()
         return {a for a in node.all_input_nodes if a.name in small and not _differs(self.new[a], a)}
+
+
+def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """What the operator returns for fake operands. Where it has no rule for symbolic sizes, the
+    dtypes are read at the sizes seen when captured and given to the captured results."""
+    assert isinstance(node.target, OpOverload)
+    try:
+        return node.target(*args, **kwargs)
+    except Exception as error:
+        if not _has_symbols((args, kwargs)):
+            raise _Refused from error
+    try:
+        args, kwargs = tree_map(_concrete, (args, kwargs))
+        dtypes = [t.dtype for t in tree_leaves(node.target(*args, **kwargs))]
+    except Exception as error:
+        raise _Refused from error
+    captured, spec = tree_flatten(node.meta["val"])
+    return tree_unflatten([CAST(v, dtype=d) for v, d in zip(captured, dtypes, strict=True)], spec)
+
+
+def _has_symbols(tree: Any) -> bool:
+    sizes = [s for v in tree_leaves(tree) if isinstance(v, torch.Tensor) for s in v.shape]
+    return any(isinstance(s, torch.SymInt) for s in sizes)
+
+
+def _concrete(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        sizes = [size_hint(s) for s in value.shape]
+        return torch.empty(sizes, dtype=value.dtype, device=value.device)
+    return size_hint(value) if isinstance(value, torch.SymInt) else value
 
 
 def _value(node: fx.Node) -> Any:

@@ -64,7 +64,7 @@ def _colors(facts: Facts, policy: Policy) -> dict[str, Color | None]:
     low-precision tensors is as free as an infer one, its arithmetic being the same either way."""
     colors: dict[str, Color | None] = {}
     for name, f in facts.items():
-        override = policy.override_for(f)
+        override = policy.override_for(f) if f.op != "getitem" else None
         colors[name] = override[0] if override else Color.INFER if f.low_storage else f.color
     return colors
 
@@ -122,7 +122,7 @@ def user_overrides(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
     paints = {}
     for name in _open(scene, painted):
         override = scene.policy.override_for(scene.facts[name])
-        if override and override[0] not in FREE:
+        if scene.facts[name].op != "getitem" and override and override[0] not in FREE:
             paints[name] = Paint(override[0], "override", override[1])
     return paints
 

@@ -93,7 +93,7 @@ def _units(facts: Facts, flow: nx.DiGraph, paints: Paints) -> dict[str, str]:
     for group in nx.connected_components(together):
         fixed = [n for n in group if not _is_free(paints[n])]
         representative = fixed[0] if fixed else min(group)
-        units.update(dict.fromkeys(group, representative))
+        units.update({n: representative for n in group if _is_free(paints[n])})
     return units
 
 
@@ -101,7 +101,9 @@ def _is_free(painted: Paint) -> bool:
     return painted.color in (Color.INFER, Color.CLEAR)
 
 
-def _network(facts: Facts, flow: nx.DiGraph, paints: Paints, units: Mapping[str, str]) -> nx.DiGraph:
+def _network(
+    facts: Facts, flow: nx.DiGraph, paints: Paints, units: Mapping[str, str]
+) -> nx.DiGraph:
     """The flow network of all free nodes. An edge without capacity cannot be cut."""
     network = nx.DiGraph()
 
@@ -123,7 +125,8 @@ def _network(facts: Facts, flow: nx.DiGraph, paints: Paints, units: Mapping[str,
         bytes_moved = f.numel * CAST_BYTES
         up, down = ("up", name), ("down", name)
         if producer != FLOAT32 and readers - {LOW, producer}:
-            _add(network, producer, up, None if paints[name].wide and producer != LOW else bytes_moved)
+            rounds = paints[name].wide and producer != LOW
+            _add(network, producer, up, None if rounds else bytes_moved)
             for reader in readers - {LOW, producer}:
                 _add(network, up, reader, None)
         if producer != LOW and readers - {FLOAT32, producer}:

@@ -73,9 +73,7 @@ def step(
     return Step(loss.detach().double(), vector(outputs), vector(grads))
 
 
-def steps(
-    case: Case, model: nn.Module, batches: int, around: Around = nullcontext
-) -> list[Step]:
+def steps(case: Case, model: nn.Module, batches: int, around: Around = nullcontext) -> list[Step]:
     """Batches in a row at unchanged weights; what forward writes into buffers stays written."""
     return [step(case, model, seed, around=around) for seed in range(batches)]
 

@@ -50,7 +50,6 @@ TWO_TOWERS = {
     "text_config": {**TEXT, "projection_dim": 16},
     "vision_config": {**VISION, "projection_dim": 16},
     "projection_dim": 16,
-    "logit_scale_init_value": 1.0,
 }
 
 
@@ -130,9 +129,6 @@ VISION_MODELS: list[Row] = [
     ("regnet", "RegNetForImageClassification", many_classified_images, {
         "embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "groups_width": 8,
         "num_labels": 3,
-    }),
-    ("mobilenet_v1", "MobileNetV1ForImageClassification", many_classified_images, {
-        "image_size": 48, "depth_multiplier": 0.25, "num_labels": 3,
     }),
     ("focalnet", "FocalNetForImageClassification", classified_image, {
         "image_size": 32, "embed_dim": 16, "depths": [1, 1], "hidden_sizes": [16, 32],

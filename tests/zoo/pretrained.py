@@ -80,7 +80,7 @@ def from_config(name: str, model: str, overrides: dict[str, Any]) -> nn.Module:
 
 def rows_to_cases(family: str, rows: Iterable[Row]) -> list[Case]:
     def case(name: str, model: str, batch: Callable[[int, int], Batch], over: dict) -> Case:
-        loss = own_loss if "labels" in batch(0, 0)[1] else distance_loss
+        loss = own_loss if batch(0, 0)[1].keys() & {"labels", "return_loss"} else distance_loss
         return Case(name, family, partial(from_config, name, model, over), batch, loss)
 
     return [case(*row) for row in rows]

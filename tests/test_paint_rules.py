@@ -1,0 +1,256 @@
+"""What the user and the model's own code ask for, numbers that do not fit, and inner graphs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import BFLOAT16, FLOAT16, SIZE, capture, rewritten, run
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import amp_graph
+from amp_graph.ir import Color
+from amp_graph.policy import Override, Policy
+
+X, W = torch.rand(SIZE, SIZE), torch.rand(SIZE, SIZE)
+
+
+def mlp(x, w):
+    return torch.tanh(torch.relu(x @ w) @ w) @ w
+
+
+def with_overrides(*overrides):
+    return run(mlp, X, W, policy=Policy("bfloat16", overrides=overrides))
+
+
+def test_override_by_operator():
+    result = with_overrides(Override("deny", op="aten.tanh"))
+    assert (result.color("infer1"), result.rule("infer1")) == (Color.DENY, "override")
+    assert not result.is_low("infer1")
+    assert not any(with_overrides(Override("deny", op="aten.matmul")).plan.low)
+
+
+def test_override_by_name():
+    result = with_overrides(Override("deny", name="allow[12]"))
+    assert [result.is_low(f"allow{i}") for i in (1, 2, 3)] == [False, False, True]
+
+
+def test_override_by_predicate():
+    def second(facts):
+        return facts.name == "allow2"
+
+    result = with_overrides(Override("deny", where=second))
+    assert [result.is_low(f"allow{i}") for i in (1, 2, 3)] == [True, False, True]
+    assert "second" in result.plan.paints["allow2"].because
+
+
+def test_the_first_override_that_matches_wins():
+    result = with_overrides(Override("allow", name="allow2"), Override("deny", op="aten.matmul"))
+    assert [result.is_low(f"allow{i}") for i in (1, 2, 3)] == [False, True, False]
+
+
+def test_override_to_allow_and_to_a_free_colour():
+    allowed = run(
+        lambda x, w: (x @ w).exp(),
+        X,
+        W,
+        policy=Policy("bfloat16", overrides=(Override("allow", op="aten.exp"),)),
+    )
+    assert allowed.is_low("deny1")
+    free = with_overrides(Override("infer", op="aten.matmul"))
+    assert not any(free.plan.low)  # nothing makes them low
+    clear = run(
+        lambda x, w: (x @ w).exp() @ w,
+        X,
+        W,
+        policy=Policy("bfloat16", overrides=(Override("clear", op="aten.exp"),)),
+    )
+    assert clear.is_low("deny1")
+
+
+class Stages(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
+        self.head = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x):
+        return self.head(self.encoder(x).relu())
+
+
+def low_modules(model, policy):
+    amp_graph.convert(model, policy=policy, example_inputs=(X,))
+    (plan,) = amp_graph.plans(model)
+    linear = (f for f in plan.facts.values() if f.op == "aten.linear.default")
+    return {f.module_path: f.name in plan.low for f in linear}
+
+
+def test_override_by_module():
+    policy = Policy("bfloat16", overrides=(Override("deny", module="encoder.1"),))
+    low = low_modules(Stages(), policy)
+    assert low == {"encoder.0": True, "encoder.1": False, "head": True}
+
+
+def test_keep_float32_covers_all_modules_below():
+    low = low_modules(Stages(), Policy("bfloat16", keep_float32=("enc*",)))
+    assert low == {"encoder.0": False, "encoder.1": False, "head": True}
+
+
+@pytest.mark.parametrize("policy", [BFLOAT16, FLOAT16], ids=["bfloat16", "float16"])
+def test_a_mask_value_out_of_range_saturates(policy):
+    """Written by masked_fill, added as a mask, or read by an attention kernel."""
+    mask = torch.where(torch.rand(SIZE, SIZE) < 0.5, -3.4e38, 0.0)
+    mask.fill_diagonal_(0.0)
+
+    def filled(x, w):
+        scores = x @ w
+        return scores.masked_fill(scores < 1.0, -3.4e38).softmax(-1) @ w
+
+    def attended(x, w):
+        mask = torch.full((SIZE, SIZE), -3.4e38).triu(1)
+        heads = (1, 1, SIZE, SIZE)
+        return F.scaled_dot_product_attention(x.view(heads), w.view(heads), w.view(heads), mask)
+
+    def added(x, w, mask):
+        return ((x @ w) + mask).softmax(-1) @ w
+
+    tolerance = 8 * torch.finfo(policy.dtype).eps
+    for function, args in ((filled, (X, W)), (attended, (X, W)), (added, (X, W, mask))):
+        result = run(function, *args, policy=policy)(*args)
+        assert torch.isfinite(result).all(), function.__name__
+        torch.testing.assert_close(result, function(*args), rtol=tolerance, atol=tolerance)
+
+
+def test_a_row_masked_out_stays_finite_in_float16():
+    """-inf, where float32 had a finite number, would turn such a row into nan."""
+
+    def function(x, w):
+        scores = (x @ w).masked_fill(torch.ones(SIZE, SIZE, dtype=torch.bool), -1e9)
+        return torch.relu(scores).softmax(-1) @ w, scores.relu() @ w
+
+    result = run(function, X, W, policy=FLOAT16)
+    assert [c.value for c in result.plan.casts if c.saturate]
+    assert all(torch.isfinite(t).all() for t in result(X, W))
+
+
+def test_an_epsilon_that_vanishes_keeps_its_operator_in_float32():
+    def function(x, w):
+        h = x @ w
+        return h.relu() / (h.relu() + 1e-8) @ w
+
+    assert run(function, X, W).is_low("infer1")
+    half = run(function, X, W, policy=FLOAT16)
+    assert half.rule("infer1") == "constant out of range"
+    assert not half.is_low("infer1")
+    assert torch.equal(half(-X, W), torch.zeros(SIZE, SIZE))  # 0 / 0 without it
+
+
+def test_a_float_call_of_the_model_is_kept():
+    def function(x, w):
+        h = (x @ w).float()
+        return (h * h + h).relu() @ w
+
+    result = run(function, X, W)
+    assert result.rule("clear1") == "user cast"
+    assert [result.is_low(n) for n in ("infer1", "infer2", "allow1", "allow2")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_a_half_precision_region_of_the_model_is_kept():
+    def function(x, w):
+        h = x.half() @ w.half()
+        return h.float() @ w
+
+    result = run(function, X, W)
+    assert result.color("allow1") is Color.KEEP
+    assert result.module.graph.find_nodes(op="call_function", target=torch.ops.aten.matmul.default)
+    exact = (X.half() @ W.half()).bfloat16() @ W.bfloat16()
+    assert torch.equal(result(X, W), exact.float())
+
+
+def test_autocast_regions_of_the_model_keep_their_meaning():
+    class Regions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(SIZE, SIZE) for _ in range(3))
+
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                x = self.a(x)
+            with torch.autocast("cpu", dtype=torch.float16):
+                y = self.b(x)
+            return self.c(x), y
+
+    low = low_modules(model := Regions(), BFLOAT16)
+    assert low == {"a": False, "b": False, "c": True}
+    outputs = model(X)
+    assert [t.dtype for t in outputs] == [torch.float32, torch.float16]
+    assert torch.equal(outputs[1], amp_graph.restore(model)(X)[1])
+
+
+class Branches(nn.Module):
+    """Both branches of a cond return what one linear made and the other denied."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x):
+        h = self.a(x)
+        chosen = torch.cond(h.sum() > 0, lambda h: self.b(h).relu(), lambda h: h.exp() * 0.1, (h,))
+        return self.b(chosen)
+
+
+def test_the_bodies_of_a_branch_agree_on_the_dtypes_they_carry():
+    torch.manual_seed(0)
+    model = Branches()
+    amp_graph.convert(model, policy="bfloat16", example_inputs=(X,))
+    (plan,) = amp_graph.plans(model)
+    assert len(plan.bodies) == 2
+    assert all(body.fallback is None for body in plan.bodies.values())
+    assert sorted(any(body.low) for body in plan.bodies.values()) == [False, True]
+    for x in (X, -X):
+        converted = model(x)
+        amp_graph.restore(model)
+        torch.testing.assert_close(converted, model(x), rtol=0.05, atol=0.05)
+        amp_graph.convert(model, policy="bfloat16")
+
+
+def test_a_checkpointed_part_is_converted_by_itself():
+    class Checkpointed(Stages):
+        def forward(self, x):
+            return self.head(checkpoint(self.encoder, x, use_reentrant=False))
+
+    model = Checkpointed()
+    amp_graph.convert(model, policy="bfloat16", example_inputs=(X,))
+    (plan,) = amp_graph.plans(model)
+    (body,) = plan.bodies.values()
+    linear = [f.name for f in body.facts.values() if f.op == "aten.linear.default"]
+    assert len(linear) == 2
+    assert set(linear) <= body.low
+    model(X).sum().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_scale_of_no_dimensions_stays_exact():
+    """0-dimensional tensors take no part in type promotion, here as in PyTorch."""
+
+    def function(x, w, scale):
+        return ((x @ w) * scale) @ w
+
+    scale = torch.tensor(1.001)
+    result = run(function, X, W, scale, policy=BFLOAT16)
+    assert result.is_low("infer1")
+    assert "scale -> bfloat16" not in result.casts()
+    h = (X.bfloat16() @ W.bfloat16()) * scale
+    assert torch.equal(result(X, W, scale), (h @ W.bfloat16()).float())
+
+
+def test_the_captured_graph_is_left_as_it_was():
+    captured = capture(mlp, X, W, weights=1)
+    before = str(captured.graph)
+    rewritten(captured)
+    assert str(captured.graph) == before
