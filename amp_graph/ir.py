@@ -62,7 +62,7 @@ class NodeFacts:
     memory: str = ""
     written: bool = False
     external: bool = False
-    is_weight: bool = False
+    is_parameter: bool = False
     user_cast: bool = False
     scalars: tuple[float, ...] = ()
     fixed: str = ""

@@ -50,7 +50,6 @@ def test_argument_names_are_those_of_the_schema(lists):
 
 
 DIFFERS_FROM_AUTOCAST = {
-    "prelu": "elementwise: nothing in it is worth a cast",
     "tensordot": "promotes, then the product inside it is cast low",
     "bilinear": "a contraction done by batched products",
     "grid_sampler": "its grid holds coordinates; autocast on CPU runs it in float32",

@@ -191,7 +191,7 @@ def _label(facts: NodeFacts) -> str:
 
 
 def _input_kind(facts: NodeFacts) -> str:
-    if facts.is_weight:
+    if facts.is_parameter:
         return "parameter"
     return "buffer" if "_buffers_" in facts.name else "input"
 

@@ -39,20 +39,15 @@ def annotate(module: fx.GraphModule, lists: OpLists) -> dict[str, NodeFacts]:
     """Return the facts of every node, in graph order. `module` must be an ATen graph."""
     memory = _Memory(module)
     facts: dict[str, NodeFacts] = {}
-    weights: set[fx.Node] = set()
     autocast_depth = 0
     for node in module.graph.nodes:
         autocast_depth += (node.target is _enter_autocast) - (node.target is _exit_autocast)
-        if _is_weight(node, weights):
-            weights.add(node)
         region = "the model's own autocast region" if autocast_depth else ""
-        facts[node.name] = _facts(node, lists, memory, node in weights, region)
+        facts[node.name] = _facts(node, lists, memory, region)
     return facts
 
 
-def _facts(
-    node: fx.Node, lists: OpLists, memory: _Memory, is_weight: bool, region: str
-) -> NodeFacts:
+def _facts(node: fx.Node, lists: OpLists, memory: _Memory, region: str) -> NodeFacts:
     listing = lists.lookup(node.target) if isinstance(node.target, OpOverload) else None
     if listing is None and node.target is operator.getitem:
         color: Color | None = Color.CLEAR
@@ -72,7 +67,7 @@ def _facts(
         memory=origin.name,
         written=memory.is_written(node),
         external=origin.op in ("placeholder", "get_attr"),
-        is_weight=is_weight,
+        is_parameter=bool(node.meta.get("is_parameter")),
         user_cast=_is_user_cast(node),
         scalars=tuple(_scalars(node)),
         fixed=region or _fixed(node, memory),
@@ -136,15 +131,6 @@ def _fixed(node: fx.Node, memory: _Memory) -> str:
         if (dtype.is_floating_point and dtype is not torch.float32) or dtype.is_complex:
             return f"{str(dtype).removeprefix('torch.')} operand or result"
     return ""
-
-
-def _is_weight(node: fx.Node, weights: set[fx.Node]) -> bool:
-    """A parameter, or a rearrangement of parameters alone."""
-    if node.op == "placeholder":
-        return bool(node.meta.get("is_parameter"))
-    if node.op != "call_function" or not node.all_input_nodes:
-        return False
-    return all(n in weights for n in node.all_input_nodes)
 
 
 class _Memory:

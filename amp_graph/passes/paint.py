@@ -204,14 +204,14 @@ def wide_operands(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
 def _wide(scene: Scene, painted: Mapping[str, Paint]) -> tuple[set[str], Paints]:
     """The nodes whose values still hold full float32, and the infer nodes this makes DENY.
 
-    Inputs, float32 results and what is computed from them are wide. Weights are not: rounding
-    them once is what mixed precision is. Nor do 0-dimensional tensors take part in promotion.
+    Inputs, weights, float32 results and what is computed from them are wide. A 0-dimensional
+    tensor takes no part in promotion.
     """
     wide: set[str] = set()
     low_reaches: set[str] = set()
     paints: Paints = {}
-    for name, f in scene.facts.items():
-        operands = [p for p in scene.flow.predecessors(name) if _promotes(scene.facts[p])]
+    for name in scene.facts:
+        operands = [p for p in scene.flow.predecessors(name) if not scene.facts[p].is_scalar]
         wide_operand = next((p for p in operands if p in wide), None)
         reached = any(p in low_reaches for p in operands)
         color = painted[name].color if name in painted else scene.colors[name]
@@ -221,13 +221,9 @@ def _wide(scene: Scene, painted: Mapping[str, Paint]) -> tuple[set[str], Paints]
             color = Color.DENY
         if color is Color.ALLOW or (color in FREE and reached):
             low_reaches.add(name)
-        if not f.is_weight and color is not Color.ALLOW and (wide_operand or not reached):
+        if color is not Color.ALLOW and (wide_operand or not reached):
             wide.add(name)
     return wide, paints
-
-
-def _promotes(f: NodeFacts) -> bool:
-    return not f.is_scalar and not f.is_weight
 
 
 def _huge(scene: Scene, painted: Mapping[str, Paint]) -> set[str]:
