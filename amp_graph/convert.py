@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_map
 
-from amp_graph.capture.dynamo import DynamoError, can_capture, captured_call
+from amp_graph.capture.dynamo import DynamoError, can_capture, captured_call, frames_seen
 from amp_graph.capture.retrace import retrace
 from amp_graph.errors import AmpGraphError
 from amp_graph.ir import Plan
@@ -152,17 +152,26 @@ class Conversion(Compiler):
     def __init__(self, module: nn.Module, policy: Policy):
         super().__init__(policy)
         self.module = module
-        self._call = without_autocast(captured_call(module, self.compile_graph), AUTOCAST_DEVICES)
         self._checked = False
+        self._capture_afresh()
+
+    def _capture_afresh(self) -> None:
+        call = captured_call(self.module, self.compile_graph)
+        self._call = without_autocast(call, AUTOCAST_DEVICES)
 
     @torch.compiler.disable(reason="a model converted by amp_graph captures its own graphs")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not can_capture():
             return self._own_code()(*args, **kwargs)
+        frames = frames_seen()
         try:
             result = self._call(*args, **kwargs)
         except DynamoError as error:
             result = self._uncaptured(error)(*args, **kwargs)
+        except Exception:
+            if frames_seen() != frames:  # Dynamo never again captures code that raised meanwhile
+                self._capture_afresh()
+            raise
         if not self._checked:
             self._check_that_something_was_converted()
         if self.policy.output_dtype is None:

@@ -60,7 +60,7 @@ class Rewritten:
         return self.plan.paints[name].rule
 
     def casts(self) -> list[str]:
-        """"x -> bfloat16" for every cast written, in graph order."""
+        """ "x -> bfloat16" for every cast written, in graph order."""
         dtypes = [str(c.dtype).removeprefix("torch.") for c in self.plan.casts]
         return [f"{c.value} -> {d}" for c, d in zip(self.plan.casts, dtypes, strict=True)]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
-from counting import MatmulCounter
+from counting import CastCounter, MatmulCounter
 from torch import nn
 from zoo import Case
 from zoo.measure import autocast, errors, excess, ratio, step, steps
@@ -56,6 +56,32 @@ def test_zoo_is_wide_enough() -> None:
     assert len(set(names)) == len(names) >= 40
     assert set(EXPECTED_FALLBACK) <= set(names)
     assert len(EXPECTED_FALLBACK) <= len(names) / 20
+
+
+def test_counters_see_what_compiled_code_runs() -> None:
+    """Dynamo compiles and uses the compiled code under the counters; compiling counts nothing."""
+    ran = []
+
+    def lower(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        def run(*args: torch.Tensor):
+            ran.append(graph)
+            with autocast():
+                return tuple(t.float() for t in graph(*args))
+
+        return run
+
+    x = torch.randn(3, 4, requires_grad=True)
+    model = torch.compile(nn.Linear(4, 2, bias=False), backend=lower)
+    for calls in (1, 2):
+        with MatmulCounter() as products, CastCounter() as casts:
+            model(x).sum().backward()
+        assert len(ran) == calls
+        assert products.forward == {("mm", torch.bfloat16): 1}
+        assert products.backward == {("mm", torch.bfloat16): 2}
+        assert products.low_share == products.backward_low_share == 1.0
+        assert casts.forward.casts == 3
+        assert casts.forward.bytes == (3 * 4 + 2 * 4 + 3 * 2) * (4 + 2)
+        assert casts.backward.bytes == casts.forward.bytes
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

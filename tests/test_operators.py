@@ -75,7 +75,9 @@ def test_same_result_and_gradient(op, dtype):
             assert op.name in NOT_TRACEABLE, f"{entry_id(op)} cannot be captured"
             continue
         for name, overrides in POLICIES.items():
-            emitted, plan = rewrite(captured, Policy(dtype=dtype, overrides=overrides), load_lists())
+            emitted, plan = rewrite(
+                captured, Policy(dtype=dtype, overrides=overrides), load_lists()
+            )
             assert plan.fallback is None
             if op.name not in UNSPECIFIED | NOT_COMPARED and not reordered(op, name):
                 check(captured, emitted, inputs, dtype, f"{entry_id(op)} {name}")

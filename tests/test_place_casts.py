@@ -224,7 +224,9 @@ def chain(*colors: Color, numel: int = 8) -> Problem:
         reads = (list(facts)[-1],) if facts else ()
         name = f"{color.value}{i}"
         tensors = (TensorFacts(torch.float32, (numel,), "cpu", numel),)
-        facts[name] = NodeFacts(name, "operator", color=color, reads=reads, tensors=tensors, memory=name)
+        facts[name] = NodeFacts(
+            name, "operator", color=color, reads=reads, tensors=tensors, memory=name
+        )
         paints[name] = Paint(color, "given")
     return Problem(facts, paints)
 

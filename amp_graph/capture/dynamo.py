@@ -5,6 +5,7 @@ lowest that users run, 2.13 what the tests use):
 
     nn.Module._call_impl          2.13   what `module(...)` runs, hooks included
     torch._dynamo.config          2.13   the settings below
+    torch._dynamo.utils.counters  2.13   whether Dynamo was at work
     TorchDispatchMode.ignore_compile_internals, set_is_in_mode_without_ignore_compile_internals
                                   2.13   let compiled code run under a dispatch mode
     torch._C._functorch.peek_interpreter_stack
@@ -22,6 +23,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 from torch import fx, nn
 from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 set_flag: Callable[[bool], None] | None = getattr(
@@ -69,6 +71,11 @@ def captured_call(module: nn.Module, compile_graph: GraphCompiler) -> Callable[.
             return compiled(*args, **kwargs)
 
     return call
+
+
+def frames_seen() -> int:
+    """How often Dynamo has begun to capture something, anywhere in this process."""
+    return int(counters["frames"]["total"])
 
 
 def can_capture() -> bool:

@@ -140,8 +140,9 @@ class _Memory:
         self._first: dict[Any, fx.Node] = {}
         self._written: set[Any] = set()
         for node in module.graph.nodes:
-            for key in storages(node):
-                self._first.setdefault(key, node)
+            keys = storages(node)
+            if len(keys) == 1:  # of several results, each belongs to the node that takes it out
+                self._first.setdefault(keys[0], node)
             for operand in written_operands(module, node):
                 self._written.update(storages(operand))
 

@@ -116,18 +116,18 @@ class _Emitter:
             self.append(node, args, kwargs, self.value_of(node))
             return
         metadata = self.metadata_operands(node)
-        unpromoted = self.unpromoted_operands(node) if precision is self.dtype else set()
-        if unpromoted:
-            try:
-                self.replay(node, precision, metadata | unpromoted)
-                return
-            except _Refused:  # it takes no mix of dtypes after all
-                pass
         if precision is torch.float32 and not any(_differs(self.new[m], m) for m in metadata):
             args, kwargs = self.written_operands(node, precision, metadata)
             self.append(node, args, kwargs, node.meta.get("val"))
-        else:
-            self.replay(node, precision, metadata)
+            return
+        unpromoted = self.unpromoted_operands(node) if precision is self.dtype else set()
+        attempts: list[set[fx.Node]] = [metadata | unpromoted, metadata, set()]
+        for attempt, as_they_are in enumerate(attempts):
+            if as_they_are not in attempts[:attempt]:
+                with contextlib.suppress(_Refused):
+                    self.replay(node, precision, as_they_are)
+                    return
+        raise _Refused
 
     def value_of(self, node: fx.Node) -> Any:
         if node.target is not operator.getitem:
@@ -161,9 +161,13 @@ class _Emitter:
         """Run the operator on fake operands, to read what it returns, and write it down."""
         args, kwargs = self.operands(node, precision, as_they_are, self.fake)
         value = _run(node, args, kwargs)
-        results = [v for v in tree_leaves(value) if isinstance(v, torch.Tensor)]
-        stays_float32 = [t.dtype for t in results] == [torch.float32]
-        if stays_float32 and precision is self.dtype and self.color(node) is not Color.ALLOW:
+        results = [v.dtype for v in tree_leaves(value) if isinstance(v, torch.Tensor)]
+        captured = [t.dtype for t in tensors_of(node)]
+        if precision is torch.float32:
+            refused = results != captured
+        else:
+            refused = results == [torch.float32] and self.color(node) is not Color.ALLOW
+        if refused:
             raise _Refused
         self.append(node, *self.written_operands(node, precision, as_they_are), value)
 
@@ -193,7 +197,9 @@ class _Emitter:
         names = [a.name for a in node.target._schema.arguments]
         if "dtype" not in names or torch.float32 not in [t.dtype for t in tensors_of(node)]:
             return args, kwargs
-        if arguments(node).get("dtype") is not torch.float32 and not self.metadata_operands(node):
+        asked = arguments(node).get("dtype")
+        follows_operand = node.all_input_nodes and not self.metadata_operands(node)
+        if asked is not torch.float32 and (asked is not None or follows_operand):
             return args, kwargs
         position = names.index("dtype")
         if position < len(args):

@@ -104,6 +104,19 @@ def colors_are_honoured(
                 yield f"'{old.name}' is {color.value} but reads {now.name} in {_float_dtypes(now)}"
 
 
+def captured_precision_is_kept(
+    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
+) -> Iterator[str]:
+    """What is not low returns what it returned when captured."""
+    ours = _nodes(emitted)
+    for old in captured.graph.nodes:
+        facts = plan.facts[old.name]
+        if old.name in plan.low or facts.op == "getitem" or (facts.written and not facts.external):
+            continue
+        if _float_dtypes(old) != _float_dtypes(ours[old.name]):
+            yield f"'{old.name}' is not low but returns {_float_dtypes(ours[old.name])}"
+
+
 def _float_dtypes(node: fx.Node) -> list[torch.dtype]:
     return [t.dtype for t in tensors_of(node) if t.dtype.is_floating_point]
 
@@ -151,6 +164,7 @@ CHECKS: tuple[Check, ...] = (
     outputs_share_memory_as_before,
     writes_reach_their_memory,
     colors_are_honoured,
+    captured_precision_is_kept,
     one_cast_per_value,
     no_cast_of_a_cast,
 )

@@ -31,11 +31,11 @@ class Errors:
     """Relative errors against float32, one per batch.
 
     The loss is one number per batch, in which errors cancel by chance: of two runs under the
-    same autocast, differing in nothing but the values of the weights by a third of a percent,
-    the mean of |error| over 5 batches differs by more than 1.2 times in 39 of these 103
-    models, over 20 batches in 23. Errors of outputs and gradients are norms over many numbers;
-    a few batches where a router or a ReLU flips dominate their mean, not their median: over
-    20 batches no gradient and 2 outputs differ by more than 1.2 times.
+    same autocast, alike but for weights a third of a percent larger, the mean of |error| over 5
+    batches differs by more than 1.2 times in four models of ten, over 20 batches in two of ten.
+    Errors of outputs and gradients are norms over many numbers. A batch where a router or a
+    ReLU flips dominates their mean, not their median: over 20 batches the medians differ by
+    more than 1.2 times in no model (gradients) and in one of fifty (outputs).
     """
 
     loss: tuple[float, ...]

@@ -1,0 +1,350 @@
+"""Conversion as a user sees it: what stays as it was, what runs low, and the ways in and out."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from counting import MatmulCounter
+from torch import nn
+
+import amp_graph
+from amp_graph import AmpGraphError, ConversionWarning, Override, Policy, PolicyError
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.second = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return self.second(torch.relu(self.norm(self.first(x)))) * scale
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def low_share(model: nn.Module, *args: Any, **kwargs: Any) -> float:
+    with MatmulCounter() as counter:
+        model(*args, **kwargs)
+    return counter.low_share
+
+
+def test_converts_in_place_and_keeps_the_module_what_it_was() -> None:
+    model = Net()
+    attributes, keys, parameters = (
+        set(vars(model)),
+        list(model.state_dict()),
+        list(model.parameters()),
+    )
+    assert amp_graph.convert(model, policy="bfloat16") is model
+    out = model(torch.randn(4, 8))
+    assert out.dtype is torch.float32
+    assert type(model) is Net
+    assert list(model.state_dict()) == keys
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+    assert set(vars(model)) - attributes == {"_call_impl"}
+    amp_graph.restore(model)
+    assert set(vars(model)) == attributes
+
+
+def test_restore_gives_the_float32_numbers_back() -> None:
+    model, x = Net().eval(), torch.randn(4, 8)
+    before = model(x)
+    amp_graph.convert(model)
+    mixed = model(x)
+    assert not torch.equal(mixed, before)
+    torch.testing.assert_close(mixed, before, rtol=3e-2, atol=3e-2)
+    assert torch.equal(amp_graph.restore(model)(x), before)
+
+
+def test_converting_twice_says_so_and_changes_nothing() -> None:
+    model = amp_graph.convert(Net())
+    slot = model.__dict__["_call_impl"]
+    with pytest.warns(ConversionWarning, match="converted already"):
+        amp_graph.convert(model, policy="float16")
+    assert model.__dict__["_call_impl"] is slot
+
+
+def test_example_inputs_capture_at_once_and_leave_buffers_alone() -> None:
+    model = Net()
+    state = copy.deepcopy(model.state_dict())
+    random = torch.get_rng_state()
+    amp_graph.convert(model, example_inputs=(torch.randn(4, 8),))
+    assert len(amp_graph.plans(model)) == 1
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    assert not torch.equal(torch.get_rng_state(), random)  # the randn of this test, no more
+    model(torch.randn(4, 8), scale=1.0)
+
+
+def test_deep_copy_is_converted_and_apart() -> None:
+    model, x = amp_graph.convert(Net()), torch.randn(4, 8)
+    model(x)
+    twin = copy.deepcopy(model)
+    assert amp_graph.is_converted(twin)
+    assert low_share(twin, x) == 1
+    with torch.no_grad():
+        twin.second.weight.zero_()
+        twin.second.bias.zero_()
+    assert twin(x).abs().max() == 0 and model(x).abs().max() > 0
+    wrapper = copy.deepcopy(nn.ModuleDict({"inner": model}))
+    assert amp_graph.is_converted(wrapper["inner"]) and low_share(wrapper["inner"], x) == 1
+
+
+@pytest.mark.parametrize("save", ["pickle", "torch.save"])
+def test_pickle_carries_the_plain_model(save: str) -> None:
+    model, x = amp_graph.convert(Net().eval()), torch.randn(4, 8)
+    model(x)
+    if save == "pickle":
+        loaded = pickle.loads(pickle.dumps(model))
+    else:
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+    assert not amp_graph.is_converted(loaded)
+    assert torch.equal(loaded(x), amp_graph.restore(model)(x))
+    again = amp_graph.convert(copy.deepcopy(loaded))
+    assert low_share(again, x) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (nn.Linear(4, 4), [torch.randn(2, 4)]),
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), [torch.randn(2, 4)]),
+        (nn.Conv2d(3, 4, 3), [torch.randn(2, 3, 8, 8)]),
+        (nn.LSTM(4, 4, num_layers=2, bidirectional=True), [torch.randn(5, 2, 4)]),
+        (nn.GRU(4, 4, batch_first=True), [torch.randn(2, 5, 4)]),
+        (nn.RNN(4, 4), [torch.randn(5, 2, 4)]),
+        (nn.LSTMCell(4, 4), [torch.randn(2, 4)]),
+        (nn.MultiheadAttention(4, 2), [torch.randn(3, 2, 4)] * 3),
+        (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), [torch.randn(3, 2, 4)]),
+        (nn.Transformer(4, 2, 1, 1, 8, dropout=0.0), [torch.randn(3, 2, 4), torch.randn(2, 2, 4)]),
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",
+)
+def test_layers_of_torch_nn_as_the_model(model: nn.Module, inputs: list[torch.Tensor]) -> None:
+    amp_graph.convert(model)
+    model(*inputs)
+    assert amp_graph.plans(model)
+    assert low_share(model, *inputs) >= 0.9
+
+
+def test_modes_and_gradients() -> None:
+    model, x = amp_graph.convert(Net()), torch.randn(4, 8)
+    model(x).sum().backward()
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
+    tracked = model.norm.num_batches_tracked.item()
+    model.eval()
+    with torch.no_grad():
+        a = model(x)
+    with torch.inference_mode():
+        b = model(x)
+    assert torch.equal(a, b)
+    assert low_share(model, x) == 1
+    assert model.norm.num_batches_tracked.item() == tracked
+    assert model.norm.running_mean.dtype is torch.float32
+
+
+def test_twenty_shapes_in_a_row_stay_mixed() -> None:
+    model = amp_graph.convert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)))
+    for size in range(20):
+        assert low_share(model, torch.randn(1 + size % 3, 3, 8 + size, 9 + 2 * size)) == 1
+
+
+def test_twenty_sequence_lengths_stay_mixed() -> None:
+    model = amp_graph.convert(nn.LSTM(4, 4))
+    for length in range(2, 22):
+        assert low_share(model, torch.randn(length, 2, 4)) == 1
+
+
+def test_many_constant_arguments_stay_mixed() -> None:
+    model = amp_graph.convert(Net())
+    for i in range(20):
+        assert low_share(model, torch.randn(4, 8), scale=1.0 + i / 7) == 1
+
+
+class Breaking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        print(end="")
+        if hidden.sum() > 1e9:
+            hidden = hidden * 2
+        return self.second(hidden)
+
+
+def test_graph_breaks_and_data_dependent_branches_stay_mixed() -> None:
+    model, x = amp_graph.convert(Breaking()), torch.randn(4, 8)
+    assert low_share(model, x) == 1
+    assert len(amp_graph.plans(model)) > 1
+
+
+def test_outer_compile_keeps_the_conversion() -> None:
+    model, x = amp_graph.convert(Net()), torch.randn(4, 8)
+    outer = torch.compile(model, backend="eager")
+    assert low_share(outer, x) == 1
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return model(x) + 1
+
+    assert low_share(step, x) == 1
+
+
+def test_autocast_around_a_converted_model_changes_nothing() -> None:
+    model, x = amp_graph.convert(Net().eval()), torch.randn(4, 8)
+    expected = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(x), expected)
+    fresh = amp_graph.convert(copy.deepcopy(amp_graph.restore(model)))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(fresh(x), expected)
+    assert len(amp_graph.plans(fresh)) == 1
+
+
+def test_hooks_run_whenever_they_are_added() -> None:
+    model, x = amp_graph.convert(Net()), torch.randn(4, 8)
+    seen: list[str] = []
+    model.first.register_forward_hook(lambda *_: seen.append("early"))
+    model(x)
+    model.second.register_forward_hook(lambda *_: seen.append("late"))
+    model.register_forward_pre_hook(lambda *_: seen.append("root"))
+    model(x)
+    assert seen == ["early", "root", "early", "late"]
+    assert low_share(model, x) == 1
+
+
+def test_a_dispatch_mode_does_not_undo_the_conversion() -> None:
+    model, x = amp_graph.convert(Net()), torch.randn(4, 8)
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        model(x)
+    assert low_share(model, x) == 1
+
+
+def test_functorch_transforms_run_and_do_not_undo_the_conversion() -> None:
+    model, x = amp_graph.convert(nn.Linear(8, 4)), torch.randn(3, 2, 8)
+    model(x)
+    mapped = torch.func.vmap(model)(x)
+    torch.testing.assert_close(mapped, model(x), rtol=2e-2, atol=2e-2)
+    assert low_share(model, x) == 1
+
+
+def test_output_dtype_and_keep_float32() -> None:
+    policy = Policy(dtype="bfloat16", output_dtype=torch.bfloat16, keep_float32=("second",))
+    model, x = amp_graph.convert(Net(), policy=policy), torch.randn(4, 8)
+    assert model(x).dtype is torch.bfloat16
+    assert low_share(model, x) == 0.5
+
+
+def test_default_dtype_follows_the_device() -> None:
+    assert Policy().dtype_for({"cpu"}) is torch.bfloat16
+    assert Policy().dtype_for({"cuda"}) is torch.float16
+    assert Policy().dtype_for({"cpu", "cuda"}) is torch.float16
+    assert Policy(dtype="float16").dtype_for({"cpu"}) is torch.float16
+
+
+def test_a_model_on_the_meta_device() -> None:
+    model = amp_graph.convert(Net().to("meta"))
+    assert model(torch.randn(4, 8, device="meta")).dtype is torch.float32
+    assert "linear" in amp_graph.plans(model)[0].low
+
+
+def test_backend_by_name() -> None:
+    model, x = Net(), torch.randn(4, 8)
+    compiled = torch.compile(model, backend="amp_graph", options={"dtype": "bfloat16"})
+    assert low_share(compiled, x) == 1
+
+
+def test_nothing_to_convert_says_why() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    model = amp_graph.convert(Scale())
+    with pytest.warns(ConversionWarning, match="nothing of Scale was converted: no operator"):
+        model(torch.randn(4))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (42, "takes a torch.nn.Module, not int"),
+        (nn.ReLU(), "no floating-point parameters"),
+        (nn.Linear(2, 2).half(), "float16 only"),
+        (nn.Linear(2, 2).double(), "float64 only"),
+        (torch.jit.script(nn.Linear(2, 2)), "scripted"),
+    ],
+    ids=["not a module", "no parameters", "half", "double", "scripted"],
+)
+def test_what_cannot_be_converted(model: Any, message: str) -> None:
+    with pytest.raises(AmpGraphError, match=message):
+        amp_graph.convert(model)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda: amp_graph.convert(nn.Linear(2, 2), policy="float8"),
+        lambda: amp_graph.convert(nn.Linear(2, 2), policy=torch.float64),
+        lambda: amp_graph.convert(nn.Linear(2, 2), policy=7),  # type: ignore[arg-type]
+        lambda: Policy(overrides=("deny",)),  # type: ignore[arg-type]
+        lambda: Override("purple", op="aten.add"),
+        lambda: Override("deny"),
+        lambda: Policy(output_dtype="half"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_policy_that_makes_no_sense(policy: Any) -> None:
+    with pytest.raises(PolicyError):
+        policy()
+
+
+def test_restore_and_plans_need_a_converted_model() -> None:
+    for function in (amp_graph.restore, amp_graph.plans):
+        with pytest.raises(AmpGraphError, match="not converted"):
+            function(Net())
+
+
+def test_an_error_of_the_model_comes_through_unchanged() -> None:
+    class Raises(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(x)
+            if x.shape[0] == 3:
+                raise KeyError("no batch of three")
+            return x
+
+    model = amp_graph.convert(Raises())
+    with pytest.raises(KeyError, match="no batch of three"):
+        model(torch.randn(3, 2))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.randn(2, 5))
+    assert low_share(model, torch.randn(2, 2)) == 1

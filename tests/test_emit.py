@@ -1,0 +1,236 @@
+"""What emitted graphs look like and compute: casts, writes into memory, operators of all kinds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import FLOAT16, SIZE, capture_module, rewritten, run
+from torch import nn
+
+from amp_graph.ir import Color
+
+X, W = torch.rand(SIZE, SIZE), torch.rand(SIZE, SIZE)
+XL, WL = X.bfloat16(), W.bfloat16()
+
+
+def test_each_value_is_cast_once_per_direction():
+    def function(x, w):
+        h = x @ w
+        return h.exp() + h.cumsum(0), (x @ h) @ w, x.log()
+
+    result = run(function, X, W)
+    assert len(result.nodes("_to_copy")) == len(result.plan.casts)
+    assert len({(c.value, c.dtype) for c in result.plan.casts}) == len(result.plan.casts)
+    assert result.casts().count("x -> bfloat16") == 1
+    assert result.casts().count("allow1 -> float32") == 1
+
+
+def test_a_cast_is_made_again_after_its_value_was_written():
+    def function(x, w):
+        buffer = x.exp()
+        first = buffer @ w
+        buffer.mul_(2.0)
+        return first, buffer @ w
+
+    result = run(function, X, W)
+    first, second = result(X, W)
+    torch.testing.assert_close(second, 2 * first, rtol=0.01, atol=0.01)
+    assert result.casts().count("deny1 -> bfloat16") == 1
+    assert result.casts().count("w -> bfloat16") == 1
+
+
+def test_a_cast_of_a_view_is_made_again_after_its_base_was_written():
+    def function(x, w):
+        base = x.exp()
+        view = base.t()
+        first = view @ w
+        base[0].zero_()
+        return first, view @ w
+
+    result = run(function, X, W)
+    torch.testing.assert_close(result(X, W)[1], function(X, W)[1], rtol=0.01, atol=0.01)
+
+
+def test_a_cast_of_an_input_is_made_again_after_the_input_was_written():
+    def function(x, w):
+        first = x @ w
+        x.add_(1.0)
+        return first, x @ w
+
+    result = run(function, X, W)
+    ours, theirs = X.clone(), X.clone()
+    outputs, expected = result(ours, W), function(theirs, W)
+    assert torch.equal(ours, theirs)
+    torch.testing.assert_close(outputs, expected, rtol=0.01, atol=0.01)
+    assert {"x -> bfloat16", "infer1 -> bfloat16"} < set(result.casts())
+
+
+def test_writes_into_low_memory_stay_low():
+    def function(x, w):
+        h = x @ w
+        h.relu_()
+        h[0].mul_(0.5)
+        return h @ w
+
+    result = run(function, X, W)
+    assert {"allow1", "allow2"} < result.plan.low
+    assert [c.value for c in result.plan.casts] == ["x", "w", "allow2"]
+    h = (XL @ WL).relu_()
+    h[0].mul_(0.5)
+    assert torch.equal(result(X, W), (h @ WL).float())
+
+
+def test_a_denied_write_makes_the_memory_float32():
+    def function(x, w):
+        h = x @ w
+        h.sub_(1.0).exp_()
+        return h
+
+    result = run(function, X / SIZE, W)
+    exact = ((X / SIZE).bfloat16() @ WL).float().sub_(1.0).exp_()
+    assert torch.equal(result(X / SIZE, W), exact)
+    assert result.is_low("allow1")
+    assert len(result.nodes("_to_copy")) == 3
+
+
+def test_a_view_written_in_float32_is_seen_through_its_base():
+    def function(x, w):
+        h = x @ w
+        h[0].exp_()
+        return h.sum(), h[0]
+
+    torch.testing.assert_close(run(function, X, W)(X, W), function(X, W), rtol=0.02, atol=0.02)
+
+
+def test_low_values_written_into_float32_memory():
+    def function(x, w):
+        out = torch.exp(x)
+        out[0] = (x @ w)[0]
+        out.copy_(x @ w + out)
+        return out
+
+    result = run(function, X, W)
+    torch.testing.assert_close(result(X, W), function(X, W), rtol=0.02, atol=0.02)
+
+
+def test_factories_and_conversions_are_retargeted():
+    def function(x, w, i):
+        ones = torch.ones(SIZE, SIZE)
+        return ones @ w, i.to(torch.float32) @ w, torch.zeros_like(x) @ w, i.float() @ w
+
+    result = run(function, X, W, torch.arange(SIZE * SIZE).view(SIZE, SIZE))
+    assert "w -> bfloat16" in result.casts()
+    assert not [c for c in result.plan.casts if c.value.startswith("clear")]
+
+
+def test_a_factory_shaped_like_a_low_value_keeps_its_own_precision():
+    def function(x, w):
+        h = x @ w
+        return torch.ones_like(h).exp(), h.new_full((2,), 1 / 3), torch.empty_like(h).shape[0]
+
+    result = run(function, X, W)
+    ours, theirs = result(X, W), function(X, W)
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
+
+
+def test_type_as_in_float32_does_not_round():
+    def function(x, w):
+        return w.type_as(x @ w) + 0, w
+
+    result = run(function, X, W)
+    assert torch.equal(result(X, W)[0], W)
+
+
+def test_scalars_of_no_dimensions_are_not_cast():
+    def function(x, w, scale):
+        return ((x @ w) * scale + scale) @ w
+
+    result = run(function, X, W, torch.tensor(1 / 3))
+    assert [c.value for c in result.plan.casts] == ["x", "w", "allow2"]
+
+
+@pytest.mark.parametrize("operand", ["left", "right"])
+def test_an_allowed_operator_on_a_scalar_still_works(operand):
+    def function(x, w, scale):
+        pair = (scale, x @ w) if operand == "left" else (x @ w, scale)
+        return torch.lerp(*pair, 0.5), torch.where(x > 0.5, *pair), torch.maximum(*pair)
+
+    args = X, W, torch.tensor(1 / 3)
+    torch.testing.assert_close(run(function, *args)(*args), function(*args), rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("policy_dtype", [torch.bfloat16, torch.float16])
+def test_batch_norm_keeps_and_updates_float32_statistics(policy_dtype):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            return self.norm(self.conv(x)).relu()
+
+    torch.manual_seed(0)
+    net, x = Net(), torch.rand(2, 3, 6, 6)
+    policy = FLOAT16 if policy_dtype is torch.float16 else None
+    result = rewritten(capture_module(net, x), *([policy] if policy else []))
+    assert result.is_low("deny1")
+    (norm,) = result.nodes("batch_norm")
+    operands = [a.meta["val"].dtype for a in norm.args[:5]]
+    assert operands == [policy_dtype, *[torch.float32] * 4]
+
+    buffers = [b.clone() for b in net.buffers()]
+    result(x, *buffers, *net.parameters())
+    net(x)
+    for ours, theirs in zip(buffers, net.buffers(), strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=0.01, atol=0.01)
+    assert int(buffers[-1]) == 1
+
+
+def test_results_of_a_tuple_follow_their_operator():
+    def function(x, w):
+        h = x @ w
+        values, indices = h.topk(2)
+        low, high = h.chunk(2, -1)
+        mean, var = torch.var_mean(h, 0)
+        return values @ w[:2], indices, low @ high.t(), mean * var
+
+    result = run(function, X, W)
+    facts = result.plan.facts
+    for name in [n for n in facts if facts[n].op == "getitem"]:
+        (parent,) = facts[name].reads
+        assert result.is_low(name) == result.is_low(parent)
+    ours, theirs = result(X, W), function(X, W)
+    assert [t.dtype for t in ours] == [t.dtype for t in theirs]
+    torch.testing.assert_close(ours[2], theirs[2], rtol=0.02, atol=0.02)
+
+
+def test_gradients_arrive_in_float32():
+    def function(x, w):
+        return F.layer_norm((x @ w).tanh() @ w, (SIZE,)).square().mean()
+
+    result = run(function, X, W, weights=1)
+    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    ours = torch.autograd.grad(result(x, w), (x, w))
+    theirs = torch.autograd.grad(function(x, w), (x, w))
+    assert {g.dtype for g in ours} == {torch.float32}
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() < 0.05 * b.norm()
+
+
+def test_the_emitted_graph_ignores_autocast_dtypes_of_the_capture():
+    """What is kept runs on the operands it was captured with, low neighbours or not."""
+
+    def function(x, w, d):
+        h = x @ w
+        return h.double() + d, h.half(), h.to(torch.bfloat16) @ w.bfloat16()
+
+    result = run(function, X, W, X.double())
+    assert [t.dtype for t in result(X, W, X.double())] == [
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+    ]
+    assert result.color("allow2") is Color.KEEP
