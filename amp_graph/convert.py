@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_map
 
-from amp_graph.capture.dynamo import DynamoError, can_capture, captured_call, frames_seen
+from amp_graph.capture.dynamo import DYNAMO_ERRORS, can_capture, captured_call, frames_seen
 from amp_graph.capture.retrace import retrace
 from amp_graph.errors import AmpGraphError
 from amp_graph.ir import Plan
@@ -124,7 +124,7 @@ class Compiler:
         return Guarded(
             without_autocast(emitted.forward, devices),
             graph.forward,
-            _written_inputs(plan),
+            _inputs_at_risk(plan),
             lambda reason: self._fall_back(index, reason),
         )
 
@@ -166,7 +166,7 @@ class Conversion(Compiler):
         frames = frames_seen()
         try:
             result = self._call(*args, **kwargs)
-        except DynamoError as error:
+        except DYNAMO_ERRORS as error:
             result = self._uncaptured(error)(*args, **kwargs)
         except Exception:
             if frames_seen() != frames:  # Dynamo never again captures code that raised meanwhile
@@ -256,9 +256,11 @@ def _devices_of(inputs: Sequence[Any]) -> frozenset[str]:
     return frozenset(x.device.type for x in inputs if isinstance(x, torch.Tensor))
 
 
-def _written_inputs(plan: Plan) -> list[int]:
+def _inputs_at_risk(plan: Plan) -> list[int]:
+    """Inputs that a run may write into: not every schema says so (batch_norm's does not), hence
+    all but parameters."""
     inputs = [f for f in plan.facts.values() if f.op == "placeholder"]
-    return [i for i, f in enumerate(inputs) if f.written]
+    return [i for i, f in enumerate(inputs) if f.tensors and (f.written or not f.is_parameter)]
 
 
 @contextlib.contextmanager

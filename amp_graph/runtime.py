@@ -21,15 +21,16 @@ class Guarded:
     """An emitted graph that has not yet shown that it runs.
 
     Invariant: a call returns what the emitted graph returns, or, if that fails, what the
-    original returns, with every written input as the original alone would have left it. After
-    one success the emitted graph runs without a net, so that an error is the user's own.
+    original returns, with every input at risk of being written as the original alone would have
+    left it. After one success the emitted graph runs without a net, so that an error is the
+    user's own.
     """
 
     def __init__(
-        self, emitted: Run, original: Run, written: Sequence[int], report: Callable[[str], None]
+        self, emitted: Run, original: Run, at_risk: Sequence[int], report: Callable[[str], None]
     ):
         self._original = original
-        self._written = written
+        self._at_risk = at_risk
         self._report = report
         self._emitted = emitted
         self._run = self._first_run
@@ -38,13 +39,14 @@ class Guarded:
         return self._run(*args)
 
     def _first_run(self, *args: Any) -> Any:
-        saved = [(i, args[i].detach().clone()) for i in self._written]
+        saved = [(i, args[i].detach().clone()) for i in self._at_risk]
         try:
             result = self._emitted(*args)
         except Exception as error:
             with torch.no_grad():
                 for i, value in saved:
-                    args[i].copy_(value)
+                    if not torch.equal(args[i], value):
+                        args[i].copy_(value)
             result = self._original(*args)
             self._run = self._original
             self._report(f"{type(error).__name__}: {error}")

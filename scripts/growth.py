@@ -3,8 +3,8 @@
     python scripts/growth.py            1,000 and 10,000 nodes
     python scripts/growth.py --full     100,000 as well
 
-Two shapes of graph: a chain of linear layers and activations, and transformer blocks around a
-residual stream. A small graph is captured once and its block is repeated, with fake tensors of
+Three shapes of graph: a chain of linear layers and activations, transformer blocks around a
+float32 residual stream, and blocks around a stream whose precision is free. A small graph is captured once and its block is repeated, with fake tensors of
 its own for every node. The last column compares a size with the one before it: ten times the
 nodes should take no more than twelve times the time. Ends with an error if one takes more.
 """
@@ -64,19 +64,26 @@ def transformer_block(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return x + (h @ v).mul_(0.5)
 
 
-BLOCKS: dict[str, tuple[Callable[..., Tensor], tuple[int, int]]] = {
-    "chain": (chain_block, (WIDTH, WIDTH)),
-    "transformer": (transformer_block, (WIDTH, 3 * WIDTH)),
+def residual_block(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """As in a residual ConvNet, where one free region reaches from the first block to the last."""
+    return torch.relu(x + torch.tanh(x @ w) @ v)
+
+
+# The block, the shape of its first weight, and whether its input may be rounded.
+BLOCKS: dict[str, tuple[Callable[..., Tensor], tuple[int, int], bool]] = {
+    "chain": (chain_block, (WIDTH, WIDTH), False),
+    "transformer": (transformer_block, (WIDTH, 3 * WIDTH), False),
+    "residual": (residual_block, (WIDTH, WIDTH), True),
 }
 
 
 def captured_block(shape: str) -> fx.GraphModule:
-    block, weight_shape = BLOCKS[shape]
+    block, weight_shape, _ = BLOCKS[shape]
     inputs = torch.rand(WIDTH, WIDTH), torch.rand(weight_shape), torch.rand(WIDTH, WIDTH)
     return trace(block, inputs)
 
 
-def repeated(block: fx.GraphModule, size: int) -> fx.GraphModule:
+def repeated(block: fx.GraphModule, size: int, rounds: bool) -> fx.GraphModule:
     """A graph of about `size` nodes, the block's output fed to its first input again.
 
     Every block has weights of its own. Views keep sharing memory with what they view.
@@ -86,7 +93,7 @@ def repeated(block: fx.GraphModule, size: int) -> fx.GraphModule:
     body = [n for n in block.graph.nodes if n.op not in ("placeholder", "output")]
     (result,) = next(n for n in block.graph.nodes if n.op == "output").all_input_nodes
     with mode or torch.no_grad():
-        value = _input(graph, x, "x", is_parameter=False)
+        value = _input(graph, x, "x", is_parameter=rounds)
         while len(graph.nodes) < size:
             new = {x: value}
             for weight in weights:
@@ -127,9 +134,12 @@ def timed_stages(module: fx.GraphModule, policy: Policy) -> Iterator[float]:
 
     def timed(function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
         gc.collect()
+        gc.disable()  # as timeit does: its pauses grow with all that is alive
         start = time.perf_counter()
         result = function(*args)
-        return result, time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        gc.enable()
+        return result, seconds
 
     facts, seconds = timed(annotate, module, lists)
     yield seconds
@@ -150,11 +160,11 @@ def measure(shapes: list[str], sizes: list[int]) -> dict[tuple[str, int], list[f
     policy, found = Policy("bfloat16"), {}
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         for shape in shapes:
-            block = captured_block(shape)
-            list(timed_stages(repeated(block, 100), policy))  # imports and first calls
+            block, rounds = captured_block(shape), BLOCKS[shape][-1]
+            list(timed_stages(repeated(block, 100, rounds), policy))  # imports and first calls
             for size in sizes:
                 task = progress.add_task(f"{shape}, {size:,} nodes: build", total=len(STAGES))
-                module = repeated(block, size)
+                module = repeated(block, size, rounds)
                 found[shape, size] = []
                 for stage, seconds in zip(STAGES, timed_stages(module, policy), strict=True):
                     found[shape, size].append(seconds)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch._dynamo.config as dynamo_config
 from torch import fx, nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -32,7 +32,7 @@ set_flag: Callable[[bool], None] | None = getattr(
 
 GraphCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
-DynamoError = TorchDynamoException
+DYNAMO_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 
 SETTINGS: dict[str, Any] = {
     "allow_rnn": True,  # else nn.LSTM, nn.GRU and nn.RNN break the graph and stay in float32

@@ -6,11 +6,13 @@ complaints it has; the first complaint is raised with the check's name, the node
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.aten import CAST, CLAMP, storages, tensors_of, written_operands
 from amp_graph.errors import VerifyError
@@ -21,7 +23,6 @@ Check = Callable[[fx.GraphModule, fx.GraphModule, Plan], Iterator[str]]
 
 def verify(captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan) -> None:
     """Raise VerifyError if the emitted graph breaks a promise; see `CHECKS`."""
-    emitted.graph.lint()
     for check in CHECKS:
         for complaint in check(captured, emitted, plan):
             raise VerifyError(f"{check.__name__.replace('_', ' ')}: {complaint}")
@@ -41,6 +42,63 @@ def every_node_is_emitted(
     for new, old in zip(ours, theirs, strict=False):
         if new.target != old.target or new.op != old.op:
             yield f"'{old.name}' became '{new.name}' ({new.target})"
+
+
+def graph_is_well_formed(
+    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
+) -> Iterator[str]:
+    try:
+        emitted.graph.lint()
+    except RuntimeError as error:
+        yield str(error)
+
+
+def operands_are_the_captured_ones(
+    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
+) -> Iterator[str]:
+    """Every operator gets the values it got when captured, as they are or cast, and the same
+    numbers and flags, a dtype apart."""
+    ours = _nodes(emitted)
+    for old in captured.graph.nodes:
+        theirs, now = _spelled(old, plan), _spelled(ours[old.name], plan)
+        if theirs != now:
+            yield f"'{old.name}' got {theirs} and gets {now}"
+
+
+def _spelled(node: fx.Node, plan: Plan) -> list[str]:
+    kwargs = {k: v for k, v in node.kwargs.items() if k != "dtype"}
+    return [
+        _origin(arg, plan) if isinstance(arg, fx.Node) else repr(arg)
+        for arg in tree_leaves((node.args, kwargs))
+        if not isinstance(arg, torch.dtype)
+    ]
+
+
+def casts_are_fresh(captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan) -> Iterator[str]:
+    """No cast is read after the memory it was made from was written."""
+    made: dict[fx.Node, int] = {}
+    written: dict[Any, int] = {}
+    for position, node in enumerate(emitted.graph.nodes):
+        made[node] = position
+        for cast in node.all_input_nodes:
+            if cast.name in plan.facts:
+                continue
+            source = cast.all_input_nodes[0]
+            if any(written.get(key, -1) > made[cast] for key in storages(source)):
+                yield f"'{node.name}' reads '{cast.name}' from before '{source}' was written"
+        for target in written_operands(emitted, node):
+            written.update(dict.fromkeys(storages(target), position))
+
+
+def low_nodes_are_low(
+    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
+) -> Iterator[str]:
+    """What the plan says is low reads or returns the low precision."""
+    for new in emitted.graph.nodes:
+        if new.name in plan.low and plan.facts[new.name].op != "getitem":
+            dtypes = [d for n in (new, *new.all_input_nodes) for d in _float_dtypes(n)]
+            if dtypes and plan.dtype not in dtypes:
+                yield f"'{new.name}' is to be low and is not"
 
 
 def outputs_keep_their_dtype(
@@ -150,8 +208,7 @@ def _origin(node: fx.Node, plan: Plan) -> str:
 
 
 def _facts(plan: Plan, name: str) -> NodeFacts:
-    facts: Mapping[str, NodeFacts] = plan.facts
-    return facts[name]
+    return plan.facts[name]
 
 
 def _outputs(module: fx.GraphModule) -> list[fx.Node]:
@@ -159,7 +216,11 @@ def _outputs(module: fx.GraphModule) -> list[fx.Node]:
 
 
 CHECKS: tuple[Check, ...] = (
+    graph_is_well_formed,
     every_node_is_emitted,
+    operands_are_the_captured_ones,
+    casts_are_fresh,
+    low_nodes_are_low,
     outputs_keep_their_dtype,
     outputs_share_memory_as_before,
     writes_reach_their_memory,

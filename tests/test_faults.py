@@ -1,0 +1,172 @@
+"""A fault of this package never breaks a run: the user's own graph runs, and a warning says so."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from counting import MatmulCounter
+from torch import nn
+
+import amp_graph
+from amp_graph import ConversionWarning
+
+X = torch.randn(4, 8)
+STAGES = ["annotate", "flow_graph", "paint", "place_casts", "emit", "verify"]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.second(self.norm(self.first(x)).relu())
+
+
+@pytest.fixture
+def pair() -> tuple[nn.Module, nn.Module]:
+    """Two models with the same weights, the second one converted."""
+    torch._dynamo.reset()
+    plain, converted = Net(), Net()
+    converted.load_state_dict(plain.state_dict())
+    return plain, amp_graph.convert(converted)
+
+
+def assert_same_run(plain: nn.Module, converted: nn.Module, calls: int = 2) -> None:
+    """Results, gradients and buffers are those of the plain model, call after call."""
+    for _ in range(calls):
+        expected, result = plain(X), converted(X)
+        torch.testing.assert_close(result, expected)
+        plain.zero_grad()
+        converted.zero_grad()
+        expected.square().sum().backward()
+        result.square().sum().backward()
+    for (name, p), q in zip(plain.named_parameters(), converted.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, msg=name)
+    for (name, a), b in zip(plain.named_buffers(), converted.buffers(), strict=True):
+        torch.testing.assert_close(b, a, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:nothing of Net")
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_fault_in_a_stage(stage: str, pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise ZeroDivisionError(f"planted in {stage}")
+
+    monkeypatch.setattr(sys.modules["amp_graph.rewrite"], stage, broken)
+    with pytest.warns(ConversionWarning, match=f"runs as it was captured.*planted in {stage}"):
+        assert_same_run(*pair)
+    (plan,) = amp_graph.plans(pair[1])
+    assert plan.fallback == f"ZeroDivisionError: planted in {stage}"
+    assert not plan.low and not plan.casts
+
+
+def test_a_graph_that_cannot_be_retraced_runs_under_autocast(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("planted in retrace")
+
+    monkeypatch.setattr(sys.modules["amp_graph.convert"], "retrace", broken)
+    _, converted = pair
+    with MatmulCounter() as counter:
+        assert converted(X).dtype is torch.float32
+    assert counter.low_share == 1
+    (plan,) = amp_graph.plans(converted)
+    assert plan.fallback and "planted in retrace" in plan.fallback and "autocast" in plan.fallback
+
+
+@pytest.mark.filterwarnings("ignore:nothing of Net")
+def test_an_emitted_graph_that_does_not_run(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers written before the failure are as one run of the original leaves them."""
+    rewrite_module = sys.modules["amp_graph.rewrite"]
+    emit = rewrite_module.emit
+
+    def emit_broken(*args: Any) -> Any:
+        emitted = emit(*args)
+        graph = emitted.module.graph
+        with graph.inserting_before(graph.output_node()):
+            graph.call_function(_fail)
+        emitted.module.recompile()
+        return emitted
+
+    monkeypatch.setattr(rewrite_module, "emit", emit_broken)
+    monkeypatch.setattr(rewrite_module, "verify", lambda *args: None)
+    with pytest.warns(ConversionWarning, match="planted in the emitted graph"):
+        assert_same_run(*pair)
+
+
+def _fail() -> None:
+    raise NotImplementedError("planted in the emitted graph")
+
+
+def test_an_operator_on_no_list_stays_float32_and_is_named() -> None:
+    torch._dynamo.reset()
+    with torch.library._scoped_library("amp_graph_test", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        library._register_fake("twice", lambda x: x * 2)
+
+        class Custom(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(8, 8)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.layer(torch.ops.amp_graph_test.twice(self.layer(x)))
+
+        model = amp_graph.convert(Custom())
+        with torch.no_grad():
+            assert model(X).dtype is torch.float32
+        (plan,) = amp_graph.plans(model)
+        paint = plan.paints["twice"]
+        assert paint.color is amp_graph.Color.DENY
+        assert (paint.rule, paint.because) == ("on no list", "amp_graph_test.twice.default")
+        assert plan.low >= {"linear", "linear_1"} and "twice" not in plan.low
+
+
+def test_a_model_dynamo_cannot_capture_runs_under_autocast(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.exc import InternalTorchDynamoError
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise InternalTorchDynamoError("planted in Dynamo")
+
+    _, converted = pair
+    conversion = converted.__dict__["_call_impl"]
+    monkeypatch.setattr(conversion, "_call", broken)
+    with pytest.warns(ConversionWarning, match="was not captured and runs under autocast"):
+        converted(X)
+    with MatmulCounter() as counter:
+        converted(X)
+    assert counter.low_share == 1
+
+
+def test_the_recompile_limit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    settings = sys.modules["amp_graph.capture.dynamo"].SETTINGS
+    monkeypatch.setitem(settings, "recompile_limit", 2)
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, name: str) -> torch.Tensor:
+            return self.layer(x) * len(name)
+
+    model = amp_graph.convert(Named())
+    with pytest.warns(ConversionWarning, match="runs under autocast"):
+        for i in range(4):
+            model(X, name="n" * i)
+    with MatmulCounter() as counter:
+        model(X, name="another")
+    assert counter.low_share == 1
