@@ -27,6 +27,7 @@ from amp_graph.rewrite import rewrite
 BFLOAT16 = Policy("bfloat16")
 FLOAT16 = Policy("float16")
 SIZE = 8
+X, W = torch.rand(2, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
 
 STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "w": lambda x, weight: x @ weight,
@@ -120,7 +121,6 @@ def chain(spelling: str, *, outputs: str = "") -> fx.GraphModule:
     `outputs` names nodes that are returned beside the last one.
     """
     letters = spelling.lower().replace("|", "")
-    weight = torch.eye(SIZE)
 
     def function(x: torch.Tensor, weight: torch.Tensor) -> Any:
         values = [x]
@@ -128,7 +128,7 @@ def chain(spelling: str, *, outputs: str = "") -> fx.GraphModule:
             values.append(STEPS[letter](values[-1], weight))
         return values[-1]
 
-    captured = capture(function, torch.rand(SIZE, SIZE), weight, weights=1)
+    captured = capture(function, X, W, weights=1)
     if outputs:
         wanted = {n.name: n for n in captured.graph.nodes}
         (end,) = (n for n in captured.graph.nodes if n.op == "output")

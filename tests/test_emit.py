@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import FLOAT16, SIZE, capture_module, rewritten, run
+from graphs import FLOAT16, SIZE, W, X, capture_module, rewritten, run
 from torch import nn
 
 from amp_graph.ir import Color
 
-X, W = torch.rand(SIZE, SIZE), torch.rand(SIZE, SIZE)
 XL, WL = X.bfloat16(), W.bfloat16()
 
 
@@ -209,7 +208,7 @@ def test_results_of_a_tuple_follow_their_operator():
 
 def test_gradients_arrive_in_float32():
     def function(x, w):
-        return F.layer_norm((x @ w).tanh() @ w, (SIZE,)).square().mean()
+        return (F.layer_norm((x @ w).tanh() @ w, (SIZE,)) * x).square().mean()
 
     result = run(function, X, W, weights=1)
     x, w = X.clone().requires_grad_(), W.clone().requires_grad_()

@@ -14,6 +14,8 @@ from graphs import (
     BFLOAT16,
     FLOAT16,
     SIZE,
+    W,
+    X,
     capture,
     capture_module,
     chain,
@@ -28,7 +30,6 @@ from amp_graph.ir import Color
 from amp_graph.policy import Policy
 
 GOLDEN = Path(__file__).parent / "golden" / "paint"
-X, W = torch.rand(SIZE, SIZE), torch.rand(SIZE, SIZE)
 
 
 def assert_golden(case: str, text: str):

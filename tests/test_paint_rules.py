@@ -3,15 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import BFLOAT16, FLOAT16, SIZE, capture, rewritten, run
+from graphs import BFLOAT16, FLOAT16, SIZE, W, X, capture, rewritten, run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
 from amp_graph.ir import Color
 from amp_graph.policy import Override, Policy
-
-X, W = torch.rand(SIZE, SIZE), torch.rand(SIZE, SIZE)
 
 
 def mlp(x, w):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import pytest
 import torch
 from graphs import BFLOAT16, FLOAT16, rewritten
 from hypothesis import HealthCheck, given, settings

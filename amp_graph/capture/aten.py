@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 CAST = torch.ops.aten._to_copy.default
 CLAMP = torch.ops.aten.clamp.default
-UNKNOWN_SIZE = 8192  # elements assumed along sizes that depend on data
 
 
 def op_name(node: fx.Node) -> str:
@@ -84,19 +82,6 @@ def _mutates(body: fx.GraphModule) -> bool:
     )
 
 
-def fake_mode_of(module: fx.GraphModule) -> FakeTensorMode | None:
-    """The fake mode that a graph's values belong to; None for a graph without tensors."""
-    for value in _values(module):
-        if isinstance(value, FakeTensor):
-            return value.fake_mode
-    return None
-
-
-def _values(module: fx.GraphModule) -> Iterator[Any]:
-    for node in module.graph.nodes:
-        yield from tree_leaves(node.meta.get("example_value", node.meta.get("val")))
-
-
 def get_attribute(module: torch.nn.Module, target: str) -> Any:
     return operator.attrgetter(target)(module)
 
@@ -111,10 +96,3 @@ def set_attribute(root: torch.nn.Module, target: str, value: Any) -> None:
         root.register_buffer(name, value)
     else:
         setattr(root, name, value)
-
-
-def size_hint(size: int | torch.SymInt) -> int:
-    """A size as a number: where it is symbolic, the one seen when captured."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else UNKNOWN_SIZE

@@ -27,7 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from amp_graph.capture.aten import fake_mode_of, get_attribute, set_attribute
+from amp_graph.capture.aten import get_attribute, set_attribute
+from amp_graph.capture.fake import fake_mode_of
 from amp_graph.errors import CaptureError
 
 MODE_SETTERS = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)

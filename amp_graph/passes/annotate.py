@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_leaves
 from amp_graph.capture.aten import (
     arguments,
     op_name,
-    size_hint,
     storages,
     tensors_of,
     written_operands,
 )
+from amp_graph.capture.fake import size_hint
 from amp_graph.ir import Color, NodeFacts, TensorFacts
 from amp_graph.oplists import Listing, OpLists
 
@@ -156,7 +156,7 @@ class _Memory:
 
 def _source(node: fx.Node) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
-    if not frames:
+    if not frames or frames[-1][0].endswith("amp_graph/capture/dynamo.py"):
         return ""
     file, line, function = frames[-1]
     return f"{file.rpartition('/')[2]}:{line} in {function}"

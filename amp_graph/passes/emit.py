@@ -15,26 +15,26 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.aten import (
     CAST,
     CLAMP,
     arguments,
-    fake_mode_of,
     get_attribute,
     set_attribute,
-    size_hint,
     tensors_of,
     written_operands,
 )
+from amp_graph.capture.fake import CannotReplay, replay, replaying
 from amp_graph.ir import Cast, Color, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 
@@ -59,7 +59,7 @@ def emit(
 ) -> Emitted:
     """Return the rewritten graph. `bodies` replaces the graphs of higher-order operators."""
     emitter = _Emitter(module, facts, paints, low, dtype, lists)
-    with _replaying(module):
+    with replaying(module):
         for node in module.graph.nodes:
             emitter.emit(node)
     root = torch.nn.Module()
@@ -71,13 +71,9 @@ def emit(
     return Emitted(emitted, low - emitter.refused, tuple(emitter.casts.values()))
 
 
-class _Refused(Exception):
-    """The operator does not run, or does not stay, in low precision."""
-
-
 class _Emitter:
-    """`new[node]` is the emitted form of a captured node; `cached[node, dtype]` its cast, valid
-    until the memory it was read from is written."""
+    """`new[node]` is the emitted form of a captured node; `cached[memory][node, dtype]` its cast,
+    valid until that memory is written."""
 
     def __init__(
         self,
@@ -92,7 +88,7 @@ class _Emitter:
         self.low, self.dtype, self.lists = low, dtype, lists
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
-        self.cached: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+        self.cached: dict[str, dict[tuple[fx.Node, torch.dtype], fx.Node]] = defaultdict(dict)
         self.casts: dict[fx.Node, Cast] = {}
         self.refused: set[str] = set()
         self.float32_memory = {
@@ -102,10 +98,11 @@ class _Emitter:
     def emit(self, node: fx.Node) -> None:
         try:
             self.write(node, self.dtype if node.name in self.low else torch.float32)
-        except _Refused:
+        except CannotReplay:
             self.refused.add(node.name)
             self.write(node, torch.float32)
-        self.forget_casts_of(written_operands(self.module, node))
+        for operand in written_operands(self.module, node):
+            self.cached.pop(self.facts[operand.name].memory, None)
         if self.is_written_in_float32(node):
             self.new[node] = self.cast(node, torch.float32, node.name)
 
@@ -124,10 +121,10 @@ class _Emitter:
         attempts: list[set[fx.Node]] = [metadata | unpromoted, metadata, set()]
         for attempt, as_they_are in enumerate(attempts):
             if as_they_are not in attempts[:attempt]:
-                with contextlib.suppress(_Refused):
-                    self.replay(node, precision, as_they_are)
+                with contextlib.suppress(CannotReplay):
+                    self.replay_and_append(node, precision, as_they_are)
                     return
-        raise _Refused
+        raise CannotReplay
 
     def value_of(self, node: fx.Node) -> Any:
         if node.target is not operator.getitem:
@@ -157,10 +154,12 @@ class _Emitter:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), operand)
         return self.ask_for(precision, node, args, kwargs)
 
-    def replay(self, node: fx.Node, precision: torch.dtype, as_they_are: set[fx.Node]) -> None:
+    def replay_and_append(
+        self, node: fx.Node, precision: torch.dtype, as_they_are: set[fx.Node]
+    ) -> None:
         """Run the operator on fake operands, to read what it returns, and write it down."""
         args, kwargs = self.operands(node, precision, as_they_are, self.fake)
-        value = _run(node, args, kwargs)
+        value = replay(node, args, kwargs)
         results = [v.dtype for v in tree_leaves(value) if isinstance(v, torch.Tensor)]
         captured = [t.dtype for t in tensors_of(node)]
         if precision is torch.float32:
@@ -168,7 +167,7 @@ class _Emitter:
         else:
             refused = results == [torch.float32] and self.color(node) is not Color.ALLOW
         if refused:
-            raise _Refused
+            raise CannotReplay
         self.append(node, *self.written_operands(node, precision, as_they_are), value)
 
     def written_operands(
@@ -215,9 +214,10 @@ class _Emitter:
         """The value in `dtype`: itself, a cast made before, or a new one."""
         if self.new[arg].meta["val"].dtype is dtype:
             return self.new[arg]
-        found = self.cached.get((arg, dtype))
+        cached = self.cached[self.facts[arg.name].memory]
+        found = cached.get((arg, dtype))
         if found is None:
-            found = self.cached[arg, dtype] = self.write_cast(arg, dtype)
+            found = cached[arg, dtype] = self.write_cast(arg, dtype)
         cast = self.casts[found]
         if reader not in cast.readers:
             self.casts[found] = replace(cast, readers=(*cast.readers, reader))
@@ -241,15 +241,6 @@ class _Emitter:
         node = self.graph.create_node("call_function", target, args, kwargs, name)
         node.meta = {**of.meta, "val": target(*fx.node.map_arg(args, _value), **kwargs)}
         return node
-
-    def forget_casts_of(self, written: Iterator[fx.Node]) -> None:
-        memories = {self.facts[operand.name].memory for operand in written}
-        if memories:
-            self.cached = {
-                key: cast
-                for key, cast in self.cached.items()
-                if self.facts[key[0].name].memory not in memories
-            }
 
     def is_written_in_float32(self, node: fx.Node) -> bool:
         """Whether float32 operators will write into the low-precision result of this one."""
@@ -287,36 +278,6 @@ class _Emitter:
         return {a for a in node.all_input_nodes if a.name in small and not _differs(self.new[a], a)}
 
 
-def _run(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """What the operator returns for fake operands. Where it has no rule for symbolic sizes, the
-    dtypes are read at the sizes seen when captured and given to the captured results."""
-    assert isinstance(node.target, OpOverload)
-    try:
-        return node.target(*args, **kwargs)
-    except Exception as error:
-        if not _has_symbols((args, kwargs)):
-            raise _Refused from error
-    try:
-        args, kwargs = tree_map(_concrete, (args, kwargs))
-        dtypes = [t.dtype for t in tree_leaves(node.target(*args, **kwargs))]
-    except Exception as error:
-        raise _Refused from error
-    captured, spec = tree_flatten(node.meta["val"])
-    return tree_unflatten([CAST(v, dtype=d) for v, d in zip(captured, dtypes, strict=True)], spec)
-
-
-def _has_symbols(tree: Any) -> bool:
-    sizes = [s for v in tree_leaves(tree) if isinstance(v, torch.Tensor) for s in v.shape]
-    return any(isinstance(s, torch.SymInt) for s in sizes)
-
-
-def _concrete(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        sizes = [size_hint(s) for s in value.shape]
-        return torch.empty(sizes, dtype=value.dtype, device=value.device)
-    return size_hint(value) if isinstance(value, torch.SymInt) else value
-
-
 def _value(node: fx.Node) -> Any:
     return node.meta["val"]
 
@@ -330,15 +291,3 @@ def _differs(new: fx.Node, old: fx.Node) -> bool:
     if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         return False
     return ours.dtype is not theirs.dtype
-
-
-@contextlib.contextmanager
-def _replaying(module: fx.GraphModule) -> Iterator[None]:
-    """Fake tensors, no autograd, and no autocast from outside."""
-    device_types = {t.device.type for n in module.graph.nodes for t in tensors_of(n)}
-    with contextlib.ExitStack() as stack:
-        for device_type in device_types - {"meta"}:
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(fake_mode_of(module) or contextlib.nullcontext())
-        yield

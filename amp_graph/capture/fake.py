@@ -1,0 +1,83 @@
+"""Fake tensors: running operators on shapes and dtypes alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from amp_graph.capture.aten import CAST, tensors_of
+
+UNKNOWN_SIZE = 8192  # elements assumed along sizes that depend on data
+
+
+def fake_mode_of(module: fx.GraphModule) -> FakeTensorMode | None:
+    """The fake mode that a graph's values belong to; None for a graph without tensors."""
+    for value in _values(module):
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return None
+
+
+def _values(module: fx.GraphModule) -> Iterator[Any]:
+    for node in module.graph.nodes:
+        yield from tree_leaves(node.meta.get("example_value", node.meta.get("val")))
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size as a number: where it is symbolic, the one seen when captured."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else UNKNOWN_SIZE
+
+
+@contextlib.contextmanager
+def replaying(module: fx.GraphModule) -> Iterator[None]:
+    """Fake tensors, no autograd, and no autocast from outside."""
+    device_types = {t.device.type for n in module.graph.nodes for t in tensors_of(n)}
+    with contextlib.ExitStack() as stack:
+        for device_type in device_types - {"meta"}:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(fake_mode_of(module) or contextlib.nullcontext())
+        yield
+
+
+class CannotReplay(Exception):
+    """The operator does not take these operands."""
+
+
+def replay(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """What the operator returns for fake operands. Where it has no rule for symbolic sizes, the
+    dtypes are read at the sizes seen when captured and given to the captured results."""
+    assert isinstance(node.target, OpOverload)
+    try:
+        return node.target(*args, **kwargs)
+    except Exception as error:
+        if not _has_symbols((args, kwargs)):
+            raise CannotReplay from error
+    try:
+        args, kwargs = tree_map(_concrete, (args, kwargs))
+        dtypes = [t.dtype for t in tree_leaves(node.target(*args, **kwargs))]
+    except Exception as error:
+        raise CannotReplay from error
+    captured, spec = tree_flatten(node.meta["val"])
+    return tree_unflatten([CAST(v, dtype=d) for v, d in zip(captured, dtypes, strict=True)], spec)
+
+
+def _has_symbols(tree: Any) -> bool:
+    sizes = [s for v in tree_leaves(tree) if isinstance(v, torch.Tensor) for s in v.shape]
+    return any(isinstance(s, torch.SymInt) for s in sizes)
+
+
+def _concrete(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        sizes = [size_hint(s) for s in value.shape]
+        return torch.empty(sizes, dtype=value.dtype, device=value.device)
+    return size_hint(value) if isinstance(value, torch.SymInt) else value
