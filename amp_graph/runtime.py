@@ -8,7 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from amp_graph.ir import Color
+from amp_graph.oplists import OpLists
 
 Run = Callable[..., Any]
 
@@ -92,6 +96,42 @@ def _autocast(device_types: Iterable[str], dtype: torch.dtype) -> Iterator[None]
             if kind != "meta":
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
         yield
+
+
+class Outside(TorchDispatchMode):
+    """Notes the allowed operators that run on float32 tensors outside of emitted graphs: in
+    Python code that Dynamo left between two graphs, say a recurrent layer on packed sequences."""
+
+    def __init__(self, lists: OpLists):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[str] = set()
+        self._lists = lists
+        self._inside = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not self._inside:
+            listing = self._lists.lookup(func)
+            if listing is not None and listing.color is Color.ALLOW and _has_float32(args):
+                self.found.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _has_float32(args: Any) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.dtype is torch.float32 for x in tree_leaves(args))
 
 
 def warn(message: str) -> None:

@@ -86,6 +86,11 @@ def can_capture() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is None
 
 
+def can_watch() -> bool:
+    """Whether a model can be captured under a dispatch mode."""
+    return set_flag is not None
+
+
 @contextlib.contextmanager
 def settings() -> Iterator[None]:
     """Dynamo's settings while a converted model runs; the user's own are put back after."""

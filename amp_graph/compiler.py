@@ -1,0 +1,82 @@
+"""The Dynamo backend: one graph in, what runs instead of it out, and the plan kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from amp_graph.capture.retrace import retrace
+from amp_graph.ir import Plan
+from amp_graph.policy import Policy
+from amp_graph.rewrite import device_types, rewrite
+from amp_graph.runtime import Guarded, under_autocast, warn, without_autocast
+
+
+class Compiler:
+    """Rewrites every graph that Dynamo hands over; keeps their plans in order of capture."""
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+        self.lists = policy.load_lists()
+        self._plans: list[Plan] = []
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        return tuple(self._plans)
+
+    def module_names(self) -> dict[str, str]:
+        """The path of each module of the model by its id; see `retrace`."""
+        return {}
+
+    def compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """Return what runs instead of a Dynamo graph. Whatever fails here, something right runs:
+        a graph that cannot be retraced runs under autocast, one that cannot be rewritten as it
+        was captured."""
+        devices = _devices_of(example_inputs)
+        try:
+            aten = retrace(graph, self.module_names())
+        except Exception as error:
+            return self._not_retraced(graph, devices, error)
+        devices |= device_types(aten)
+        try:
+            emitted, plan = rewrite(aten, self.policy, self.lists)
+        except Exception as error:
+            self._plans.append(Plan(self.policy.dtype_for(devices)))
+            self._fall_back(len(self._plans) - 1, f"{type(error).__name__}: {error}")
+            return graph.forward
+        self._plans.append(plan)
+        index = len(self._plans) - 1
+        return Guarded(
+            without_autocast(emitted.forward, devices),
+            graph.forward,
+            _inputs_at_risk(plan),
+            lambda reason: self._fall_back(index, reason),
+        )
+
+    def _not_retraced(
+        self, graph: fx.GraphModule, devices: frozenset[str], error: Exception
+    ) -> Callable[..., Any]:
+        dtype = self.policy.dtype_for(devices)
+        reason = f"not retraced to ATen ({type(error).__name__}: {error}); runs under autocast"
+        self._plans.append(Plan(dtype, fallback=reason.replace("\n", " ")))
+        return under_autocast(graph.forward, devices, dtype)
+
+    def _fall_back(self, index: int, reason: str) -> None:
+        plan = self._plans[index]
+        self._plans[index] = replace(plan, low=frozenset(), casts=(), fallback=reason)
+        warn(f"graph {index} runs as it was captured, in its own precision: {reason}")
+
+
+def _devices_of(inputs: Sequence[Any]) -> frozenset[str]:
+    return frozenset(x.device.type for x in inputs if isinstance(x, torch.Tensor))
+
+
+def _inputs_at_risk(plan: Plan) -> list[int]:
+    """Inputs that a run may write into: not every schema says so (batch_norm's does not), hence
+    all but parameters."""
+    inputs = [f for f in plan.facts.values() if f.op == "placeholder"]
+    return [i for i, f in enumerate(inputs) if f.tensors and (f.written or not f.is_parameter)]

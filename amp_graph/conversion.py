@@ -1,0 +1,162 @@
+"""A converted model: the object that stands in front of its own call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_map
+
+from amp_graph.capture.dynamo import (
+    DYNAMO_ERRORS,
+    can_capture,
+    can_watch,
+    captured_call,
+    frames_seen,
+)
+from amp_graph.compiler import Compiler
+from amp_graph.ir import Plan
+from amp_graph.policy import Policy
+from amp_graph.runtime import Outside, under_autocast, warn, without_autocast
+
+SLOT = "_call_impl"  # the method of nn.Module that a conversion stands in front of
+AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+class Conversion(Compiler):
+    """A converted model's stand-in for `nn.Module._call_impl`.
+
+    It sits in the model's `__dict__`, so that it lives and dies with the model: a deep copy of
+    the model carries a conversion of its own, a pickle carries the plain model.
+    """
+
+    def __init__(self, module: nn.Module, policy: Policy):
+        super().__init__(policy)
+        self.module = module
+        self._watch: Outside | None = Outside(self.lists) if can_watch() else None
+        self._is_new = True
+        self._capture(without_autocast, AUTOCAST_DEVICES)
+
+    def _capture(self, around: Callable[..., Callable[..., Any]], *how: Any) -> None:
+        """Capture from now on, with the Python code between graphs run in `around`."""
+        self._around = (around, how)
+        self._call = around(captured_call(self.module, self.compile_graph), *how)
+
+    @torch.compiler.disable(reason="a model converted by amp_graph captures its own graphs")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not can_capture():
+            return self._own_code()(*args, **kwargs)
+        frames = frames_seen()
+        try:
+            with self._watch or contextlib.nullcontext():
+                result = self._call(*args, **kwargs)
+        except DYNAMO_ERRORS as error:
+            result = self._uncaptured(error)(*args, **kwargs)
+        except Exception:
+            if frames_seen() != frames:  # Dynamo never again captures code that raised meanwhile
+                around, how = self._around
+                self._capture(around, *how)
+            raise
+        if self._is_new:
+            self._look_back_at_the_first_call()
+        if self.policy.output_dtype is None:
+            return result
+        return tree_map(self._as_output, result)
+
+    def compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        compile_graph = without_autocast(super().compile_graph, AUTOCAST_DEVICES)
+        run = compile_graph(graph, example_inputs)
+
+        def inside(*args: Any) -> Any:
+            if self._watch is None:
+                return run(*args)
+            with self._watch.paused():
+                return run(*args)
+
+        return inside
+
+    def _look_back_at_the_first_call(self) -> None:
+        """Whether all that was asked for happened."""
+        watch, self._watch, self._is_new = self._watch, None, False
+        name = type(self.module).__name__
+        if watch and watch.found and not self._says_what_stays_float32():
+            found = ", ".join(sorted(watch.found))
+            devices, dtype = self._devices()
+            reason = f"code between graphs ({found}) is not captured; runs under autocast"
+            self._plans.append(Plan(dtype, fallback=reason))
+            self._capture(under_autocast, devices, dtype)
+        elif not self._plans:
+            warn(f"nothing of {name} was captured, so nothing was converted")
+        elif not any(_converts(plan) for plan in self._plans):
+            reasons = [p.fallback for p in self._plans if p.fallback] or [
+                "no operator of it is on the allow list and has float32 operands"
+            ]
+            warn(f"nothing of {name} was converted: {reasons[0]}")
+
+    def _says_what_stays_float32(self) -> bool:
+        return bool(self.policy.keep_float32 or self.policy.overrides)
+
+    def _devices(self) -> tuple[frozenset[str], torch.dtype]:
+        devices = frozenset(p.device.type for p in self.module.parameters())
+        return devices, self.policy.dtype_for(devices)
+
+    def capture_now(self, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
+        """Run the model once for its graphs; buffers and random state are put back."""
+        with _unchanged(self.module):
+            if isinstance(example_inputs, Mapping):
+                self.module(**example_inputs)
+            elif isinstance(example_inputs, torch.Tensor):
+                self.module(example_inputs)
+            else:
+                self.module(*example_inputs)
+
+    def module_names(self) -> dict[str, str]:
+        return {str(id(module)): name for name, module in self.module.named_modules()}
+
+    def _own_code(self) -> Callable[..., Any]:
+        """The model's own code under autocast, for what Dynamo cannot capture."""
+        own_call: Callable[..., Any] = type(self.module)._call_impl.__get__(self.module)
+        return under_autocast(own_call, *self._devices())
+
+    def _uncaptured(self, error: Exception) -> Callable[..., Any]:
+        """From now on the whole model runs its own code under autocast."""
+        name = type(self.module).__name__
+        reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        _, dtype = self._devices()
+        self._plans.append(Plan(dtype, fallback=f"not captured ({reason}); runs under autocast"))
+        warn(f"{name} was not captured and runs under autocast: {reason}")
+        self._call = call = self._own_code()
+        return call
+
+    def _as_output(self, value: Any) -> Any:
+        is_float32 = isinstance(value, torch.Tensor) and value.dtype is torch.float32
+        return value.to(self.policy.output_dtype) if is_float32 else value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Conversion:
+        """Called while the model is copied, when its copy exists but is not filled in yet."""
+        module = memo[id(self.module)]
+        module.__dict__[SLOT] = conversion = Conversion(module, self.policy)
+        return conversion
+
+    def __reduce__(self) -> Any:
+        """Pickled as the method that it stands in front of, so that the model loads plain, also
+        where this package is not installed."""
+        return getattr, (self.module, SLOT)
+
+
+def _converts(plan: Plan) -> bool:
+    in_autocast = bool(plan.fallback and plan.fallback.endswith("autocast"))
+    return bool(plan.low) or in_autocast or any(_converts(b) for b in plan.bodies.values())
+
+
+@contextlib.contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    with torch.random.fork_rng(enabled=True):
+        yield
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
