@@ -31,7 +31,6 @@ from amp_graph.flow import flow_graph
 from amp_graph.ir import Color, NodeFacts, Paint, Plan
 from amp_graph.passes.place_casts import casts_for, traffic
 
-DEBUG = True
 LOW = (torch.bfloat16, torch.float16)
 FREE = (Color.INFER, Color.CLEAR)
 RECURRENT = frozenset(["aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"])
@@ -211,21 +210,24 @@ class _Replay(fx.Interpreter):
         name = str(node.target)
         if getattr(node.target, "_schema", None) and node.target._schema.name in RECURRENT:
             return self.recurrent(node, args)
-        with _Counting(self, name, _converts(node)):
+        with _Counting(self, name, _converts(node)) as counting:
             try:
                 return node.target(*args, **kwargs)
-            except Exception as error:
-                if DEBUG: print("     !", node.target, type(error).__name__, str(error)[:300])
-                if node.target is not operator.getitem:
-                    self.found.unreplayed[name] += 1
-                return _on_cuda(node.meta.get("val"))
+            except RuntimeError:
+                if node.target is operator.getitem:
+                    raise
+                self.found.unreplayed[name] += 1
+        first = next((v for v in tree_leaves(args) if isinstance(v, torch.Tensor)), None)
+        asked = kwargs.get("dtype") or (first.dtype if first is not None else torch.float32)
+        dtype = counting.cast_to or asked
+        return tree_map(lambda v: _in_dtype(v, dtype), _on_cuda(node.meta.get("val")))
 
     def recurrent(self, node: fx.Node, args: Any) -> Any:
         """With cuDNN, autocast casts input, state and all weights, and the results stay low."""
         for value in tree_leaves(args):
             if isinstance(value, torch.Tensor) and value.dtype is torch.float32:
                 self.found.add(str(node.target), value, CAST(value, dtype=self.dtype))
-        return tree_map(lambda v: v.to(self.dtype), _on_cuda(node.meta["val"]))
+        return tree_map(lambda v: _in_dtype(v, self.dtype), _on_cuda(node.meta["val"]))
 
     def region(self, node: fx.Node) -> Any:
         """An autocast region of the model's own code."""
@@ -260,10 +262,12 @@ class _Counting(TorchDispatchMode):
     def __init__(self, replay: _Replay, op: str, is_own_cast: bool):
         super().__init__()
         self.replay, self.op, self.is_own_cast = replay, op, is_own_cast
+        self.cast_to: torch.dtype | None = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func is CAST and not self.is_own_cast:
+            self.cast_to = result.dtype
             source, kept = args[0], (id(args[0]), result.dtype)
             if id(source) not in self.replay.weights:
                 self.replay.found.add(self.op, source, result)
@@ -295,6 +299,12 @@ def _on_cuda(value: Any) -> Any:
 def _cuda_device(value: Any) -> Any:
     is_cpu = isinstance(value, torch.device) and value.type == "cpu"
     return torch.device("cuda") if is_cpu else value
+
+
+def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """A captured float32 result as it is under autocast."""
+    is_float32 = isinstance(value, torch.Tensor) and value.dtype is torch.float32
+    return value.to(dtype) if is_float32 and dtype in LOW else value
 
 
 def _with_dtypes(captured: Any, results: Any) -> Any:

@@ -138,7 +138,7 @@ SMOOTH: dict[str, Callable[..., Any]] = {
     "neg_": lambda x: x.neg_(),
     "fill_": lambda x: x.fill_(0.5),
     "zero_row_": lambda x: x[0].zero_(),
-    "copy_": lambda x, y: x.copy_(y),
+    "copy_": lambda x, y: x if x is y else x.copy_(y),
     "masked_fill_": lambda x, m: x.masked_fill_(m, 0.5),
     "index_put_": lambda x, i, y: x.index_put_((_indices(i),), y),
     "index_add_": lambda x, i, y: x.index_add_(0, _indices(i), y),

@@ -348,3 +348,36 @@ def test_an_error_of_the_model_comes_through_unchanged() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.randn(2, 5))
     assert low_share(model, torch.randn(2, 2)) == 1
+
+
+class Packed(nn.Module):
+    """A recurrent layer on packed sequences, which Dynamo leaves to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        hidden, _ = self.layer(packed)
+        return self.head(nn.utils.rnn.pad_packed_sequence(hidden, batch_first=True)[0])
+
+
+def test_code_between_graphs_runs_under_autocast_and_is_named() -> None:
+    plain = Packed()
+    model = amp_graph.convert(copy.deepcopy(plain))
+    x, lengths = torch.randn(3, 5, 8), torch.tensor([5, 3, 2])
+    model(x, lengths)
+    assert any("code between graphs" in (p.fallback or "") for p in amp_graph.plans(model))
+    assert low_share(model, x, lengths) == 1
+    result = model(x, lengths)
+    assert result.dtype is torch.float32
+    torch.testing.assert_close(result, plain(x, lengths), rtol=5e-2, atol=2e-2)
+
+
+def test_a_traced_graph_module_is_copied_with_its_conversion() -> None:
+    model = amp_graph.convert(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.ReLU())))
+    twin = copy.deepcopy(model)
+    assert amp_graph.is_converted(twin)
+    assert low_share(twin, torch.randn(4, 8)) == 1

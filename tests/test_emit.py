@@ -102,6 +102,32 @@ def test_a_view_written_in_float32_is_seen_through_its_base():
     torch.testing.assert_close(run(function, X, W)(X, W), function(X, W), rtol=0.02, atol=0.02)
 
 
+def test_foreach_writes_into_a_low_result():
+    """The operator returns nothing that would show whose memory it wrote."""
+
+    def function(x, w):
+        h, g = x @ w, x.exp()
+        view = h[0]
+        torch._foreach_add_([h, g], 1.0)
+        return h @ w, g, view.sum()
+
+    torch.testing.assert_close(run(function, X, W)(X, W), function(X, W), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("view", [lambda h: h[0], lambda h: h.view(-1), lambda h: h.t()])
+def test_outputs_that_share_memory_do_not_keep_their_operator_from_running_low(view):
+    def function(x, w):
+        h = x @ w
+        return h, view(h), h @ w
+
+    result = run(function, X, W)
+    assert result.is_low("allow1")
+    h, viewed, _ = result(X, W)
+    assert torch.equal(h, (XL @ WL).float())
+    assert torch.equal(viewed, view(h))
+    assert viewed.untyped_storage().data_ptr() == h.untyped_storage().data_ptr()
+
+
 def test_low_values_written_into_float32_memory():
     def function(x, w):
         out = torch.exp(x)

@@ -31,7 +31,11 @@ ALLOWED_RATIO = 1.2
 # Standard errors beyond the allowed ratio; see zoo.measure.Errors on chance in losses.
 SIGNIFICANT = 3.5
 # Subgraphs that may stay original, by case, with the reason. At most one case in twenty.
-EXPECTED_FALLBACK: dict[str, str] = {}
+EXPECTED_FALLBACK = {
+    "mamba": "its scan uses functorch's vmap, which does not retrace: runs under autocast",
+    "translator": "nn.Transformer looks into its mask, and Dynamo does not resume inside torch.nn: "
+    "runs under autocast",
+}
 
 
 @pytest.fixture(autouse=True)

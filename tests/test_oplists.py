@@ -262,13 +262,16 @@ def test_operators_of_another_torch_are_dropped_unless_strict(tmp_path):
 FORGET_OTHER_INSTALLS = """
 import site, sys
 sys.meta_path = [f for f in sys.meta_path if "editable" not in getattr(f, "__module__", "")]
+for name in [m for m in sys.modules if "editable" in m]:
+    del sys.modules[name]
 sys.path = [p for p in sys.path if p != {root!r}]
 sys.path.insert(0, {place!r})
 site.addsitedir({place!r})
 from amp_graph.oplists import __file__, _shipped_folder, load_lists
 print(__file__, _shipped_folder(), len(load_lists(strict=True).entries), sep="\\n")
 """
-PIP = "-m pip -q --disable-pip-version-check install --no-deps --no-build-isolation --prefix"
+PIP = "-m pip -q --disable-pip-version-check install --no-deps --no-build-isolation"
+PIP += " --ignore-installed --prefix"  # else pip takes this environment's own install out
 INSTALL = {"bare checkout": None, "wheel": [], "editable install": ["-e"]}
 
 

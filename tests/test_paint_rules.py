@@ -233,6 +233,24 @@ def test_a_checkpointed_part_is_converted_by_itself():
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
+def test_a_body_that_writes_into_its_input():
+    class Writes(Stages):
+        def body(self, h):
+            h.mul_(3.0)
+            return self.head(h)
+
+        def forward(self, x):
+            h = self.encoder(x)
+            return checkpoint(self.body, h, use_reentrant=False) + h
+
+    torch.manual_seed(0)
+    model = Writes().requires_grad_(False)
+    expected = model(X)
+    amp_graph.convert(model, policy="bfloat16")
+    torch.testing.assert_close(model(X), expected, rtol=0.05, atol=0.05)
+    assert all(plan.fallback is None for plan in amp_graph.plans(model))
+
+
 def test_a_scale_of_no_dimensions_stays_exact():
     """0-dimensional tensors take no part in type promotion, here as in PyTorch."""
 

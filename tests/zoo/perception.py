@@ -112,7 +112,6 @@ def image_tokens(seed: int, size: int) -> Batch:
 # fmt: off
 VISION_MODELS: list[Row] = [
     ("vit", "ViTForImageClassification", classified_image, {**VISION, "num_labels": 3}),
-    ("deit", "DeiTForImageClassification", classified_image, {**VISION, "num_labels": 3}),
     ("beit", "BeitForImageClassification", classified_image, {
         **VISION, "num_labels": 3, "use_relative_position_bias": True,
     }),
@@ -163,7 +162,6 @@ VISION_MODELS: list[Row] = [
 
 AUDIO_MODELS: list[Row] = [
     ("wav2vec2", "Wav2Vec2ForCTC", spoken_words, WAV2VEC2),
-    ("hubert", "HubertForCTC", spoken_words, WAV2VEC2),
     ("sew", "SEWForCTC", spoken_words, {**WAV2VEC2, "squeeze_factor": 2}),
     ("wavlm", "WavLMForCTC", spoken_words, {
         **WAV2VEC2, "num_buckets": 8, "max_bucket_distance": 16,
