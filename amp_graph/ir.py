@@ -47,6 +47,7 @@ class NodeFacts:
     memory: the node that first held the storage its result lives in: itself, unless the result
         is a view of another value or was written in place.
     written: some node of the graph writes into that storage.
+    writes: the memories that this node itself writes into, or may.
     fixed: why the node must run as captured, or "".
     """
 
@@ -61,6 +62,7 @@ class NodeFacts:
     tensors: tuple[TensorFacts, ...] = ()
     memory: str = ""
     written: bool = False
+    writes: tuple[str, ...] = ()
     external: bool = False
     is_parameter: bool = False
     user_cast: bool = False
@@ -88,12 +90,14 @@ class Paint:
     """The colour of a node, the rule that gave it, and the list entry or node responsible.
 
     wide: its values still hold full float32, so a float32 reader must not get them rounded.
+    shares: an output of the graph must go on sharing its memory, which therefore is float32.
     huge: its values may be finite and beyond the low precision's range (a mask's -3.4e38).
     """
 
     color: Color
     rule: str
     because: str = ""
+    shares: bool = False
     wide: bool = False
     huge: bool = False
 

@@ -102,6 +102,8 @@ class Outside(TorchDispatchMode):
     """Notes the allowed operators that run on float32 tensors outside of emitted graphs: in
     Python code that Dynamo left between two graphs, say a recurrent layer on packed sequences."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, lists: OpLists):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[str] = set()

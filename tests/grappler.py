@@ -1,48 +1,87 @@
-"""What others would do with the same captured graph, to set our plans beside.
+"""The greedy fill of TensorFlow's grappler on our painted colours, to set our plans beside.
 
-`greedy_fill` is the fill of TensorFlow's grappler on our painted colours, under the constraints
-that bind us too: values that go together, and no float32 reader given a rounded value.
-`autocast_casts` replays a graph under autocast by CUDA's rules. Fake tensors claim to be on a
-CUDA device, so that this needs none.
+It is held to what binds us too: values that go together have one precision, and no float32
+reader gets a value rounded that was whole.
 """
 
 from __future__ import annotations
 
-import contextlib
-import operator
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from unittest import mock
 
 import networkx as nx
-import torch
-from torch import fx
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from cuda_autocast import Casts, autocast_casts, our_casts
+from torch import fx, nn
 
-from amp_graph.capture.aten import CAST, bodies_of, tensors_of
-from amp_graph.capture.fake import size_hint
+import amp_graph
 from amp_graph.flow import flow_graph
 from amp_graph.ir import Color, NodeFacts, Paint, Plan
-from amp_graph.passes.place_casts import casts_for, traffic
+from amp_graph.passes.place_casts import casts_for, place_casts, traffic
+from amp_graph.rewrite import rewrite
 
-LOW = (torch.bfloat16, torch.float16)
 FREE = (Color.INFER, Color.CLEAR)
-RECURRENT = frozenset(["aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"])
 Facts = Mapping[str, NodeFacts]
 Paints = Mapping[str, Paint]
 
 
-def bytes_moved(plan: Plan, low: frozenset[str] | None = None) -> tuple[int, int]:
+@dataclass
+class Comparison:
+    """All graphs of one model: casts of our plans and of autocast, and bytes moved by our choice
+    of low nodes and by a greedy fill. `refused` names operators that were chosen and then could
+    not run in low precision; the greedy fill does without them too."""
+
+    ours: Casts = field(default_factory=Casts)
+    autocast: Casts = field(default_factory=Casts)
+    moved: int = 0
+    greedy_cast_bytes: int = 0
+    greedy_moved: int = 0
+    refused: tuple[str, ...] = ()
+    fallbacks: tuple[str, ...] = ()
+
+
+def compare(model: nn.Module, args: tuple, kwargs: dict, policy: str = "bfloat16") -> Comparison:
+    found = Comparison()
+    for captured, plan in captured_plans(model, args, kwargs, policy):
+        found.ours += our_casts(plan)
+        found.autocast += autocast_casts(captured, plan.dtype)
+        for part in with_bodies(plan):
+            chosen, _ = place_casts(part.facts, flow_graph(part.facts), part.paints, part.dtype)
+            refused = chosen - part.low
+            casts, moved = bytes_moved(part, greedy_fill(part.facts, part.paints) - refused)
+            found.moved += bytes_moved(part, part.low)[1]
+            found.greedy_cast_bytes += casts
+            found.greedy_moved += moved
+            found.refused += tuple(part.facts[name].op for name in sorted(refused))
+            found.fallbacks += (part.fallback,) if part.fallback else ()
+    return found
+
+
+def with_bodies(plan: Plan) -> Iterator[Plan]:
+    yield plan
+    for body in plan.bodies.values():
+        yield from with_bodies(body)
+
+
+def captured_plans(
+    model: nn.Module, args: tuple, kwargs: dict, policy: str
+) -> list[tuple[fx.GraphModule, Plan]]:
+    """Convert a model, run it once, and return its captured graphs with their plans."""
+    seen = []
+
+    def recording(captured, *rest):
+        emitted, plan = rewrite(captured, *rest)
+        seen.append((captured, plan))
+        return emitted, plan
+
+    with mock.patch("amp_graph.compiler.rewrite", recording):
+        amp_graph.convert(model, policy=policy)(*args, **kwargs)
+    return seen
+
+
+def bytes_moved(plan: Plan, low: frozenset[str]) -> tuple[int, int]:
     """Bytes of the casts that a choice of low nodes needs, and of these together with what the
-    free nodes left in float32 move more than in low precision. The default is the plan's own
-    choice; bodies are left out."""
-    low = plan.low if low is None else low
+    free nodes left in float32 move more than in low precision; without the bodies."""
     casts = casts_for(plan.facts, flow_graph(plan.facts), plan.paints, low, plan.dtype)
     cast_bytes = sum(c.bytes for c in casts)
     free = [n for n, p in plan.paints.items() if p.color in FREE and n not in low]
@@ -105,211 +144,3 @@ def _rounds(name: str, low: set[str], paints: Paints, flow: nx.DiGraph) -> bool:
         and paints[name].color in FREE
         and any(r not in low for r in flow.successors(name))
     )
-
-
-@dataclass
-class Casts:
-    """Casts between float32 and a low precision: how many, and bytes by the operator that asked
-    for them. `unreplayed` holds the operators whose result was taken from the capture."""
-
-    count: int = 0
-    by_op: Counter[str] = field(default_factory=Counter)
-    unreplayed: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def bytes(self) -> int:
-        return self.by_op.total()
-
-    def add(self, op: str, source: torch.Tensor, result: torch.Tensor) -> None:
-        pair = {source.dtype, result.dtype}
-        if torch.float32 in pair and not pair.isdisjoint(LOW):
-            self.count += 1
-            self.by_op[op] += source.numel() * (source.element_size() + result.element_size())
-
-
-def our_casts(plan: Plan) -> Casts:
-    """The casts of a plan and its bodies, each under the operator of its first reader."""
-    found = Casts()
-    for cast in plan.casts:
-        found.count += 1
-        found.by_op[plan.facts[cast.readers[0]].op] += cast.bytes
-    for body in plan.bodies.values():
-        inner = our_casts(body)
-        found.count += inner.count
-        found.by_op += inner.by_op
-    return found
-
-
-def autocast_casts(captured: fx.GraphModule, dtype: torch.dtype) -> Casts:
-    """The casts of one run of a captured graph under autocast to `dtype` on CUDA."""
-    found = Casts()
-    shape_env = ShapeEnv()
-    fake_mode = FakeTensorMode(shape_env=shape_env, static_shapes=True, allow_non_fake_inputs=True)
-    with torch.no_grad(), fake_mode, _cuda_autocast(dtype):
-        _Replay(captured, dtype, found).replay()
-    return found
-
-
-@contextlib.contextmanager
-def _cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
-    """`torch.autocast("cuda")`, which switches itself off where there is no such device."""
-    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_dtype("cuda", dtype)
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        torch.autocast_decrement_nesting()
-        torch.clear_autocast_cache()
-        torch.set_autocast_enabled("cuda", before[0])
-        torch.set_autocast_dtype("cuda", before[1])
-
-
-class _Replay(fx.Interpreter):
-    """Runs a graph on fake CUDA tensors.
-
-    Autocast keeps the casts of weights that require a gradient. A fake weight cannot require
-    one without a CUDA build, so casts of one weight are counted once here.
-    """
-
-    def __init__(
-        self, module: fx.GraphModule, dtype: torch.dtype, found: Casts, kept: set[int] | None = None
-    ):
-        super().__init__(module)
-        self.dtype, self.found = dtype, found
-        self.kept = set() if kept is None else kept  # weights cast already
-        self.weights: dict[int, torch.Tensor] = {}
-        self.regions: list[tuple[bool, torch.dtype]] = []
-
-    def replay(self, given: list[Any] | None = None) -> Any:
-        values = iter(given or ())
-        result = None
-        for node in self.module.graph.nodes:
-            if node.op == "placeholder" and given is not None:
-                value = next(values)
-            elif node.op == "output":
-                result = self.map_nodes_to_values(node.args[0], node)
-                continue
-            else:
-                value = self.value_of(node)
-            self.env[node] = value
-            if node.meta.get("is_parameter"):
-                self.weights[id(value)] = value
-        return result
-
-    def value_of(self, node: fx.Node) -> Any:
-        if node.op in ("placeholder", "get_attr"):
-            return _on_cuda(node.meta.get("val"))
-        if node.target in (_enter_autocast, _exit_autocast):
-            return self.region(node)
-        if isinstance(node.target, HigherOrderOperator):
-            return self.higher_order(node)
-        args, kwargs = self.fetch_args_kwargs_from_env(node)
-        args, kwargs = tree_map(_cuda_device, (args, kwargs))
-        name = str(node.target)
-        if getattr(node.target, "_schema", None) and node.target._schema.name in RECURRENT:
-            return self.recurrent(node, args)
-        with _Counting(self, name, _converts(node)) as counting:
-            try:
-                return node.target(*args, **kwargs)
-            except RuntimeError:
-                if node.target is operator.getitem:
-                    raise
-                self.found.unreplayed[name] += 1
-        first = next((v for v in tree_leaves(args) if isinstance(v, torch.Tensor)), None)
-        asked = kwargs.get("dtype") or (first.dtype if first is not None else torch.float32)
-        dtype = counting.cast_to or asked
-        return tree_map(lambda v: _in_dtype(v, dtype), _on_cuda(node.meta.get("val")))
-
-    def recurrent(self, node: fx.Node, args: Any) -> Any:
-        """With cuDNN, autocast casts input, state and all weights, and the results stay low."""
-        for value in tree_leaves(args):
-            if isinstance(value, torch.Tensor) and value.dtype is torch.float32:
-                self.found.add(str(node.target), value, CAST(value, dtype=self.dtype))
-        return tree_map(lambda v: _in_dtype(v, self.dtype), _on_cuda(node.meta["val"]))
-
-    def region(self, node: fx.Node) -> Any:
-        """An autocast region of the model's own code."""
-        if node.target is _enter_autocast:
-            _, dtype, enabled, *_ = node.args
-            self.regions.append(
-                (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
-            )
-            before = dtype or self.regions[-1][1]
-        else:
-            enabled, before = self.regions.pop()
-        torch.set_autocast_enabled("cuda", bool(enabled))
-        torch.set_autocast_dtype("cuda", before)
-        return None
-
-    def higher_order(self, node: fx.Node) -> Any:
-        """Replay the first body on the operands that are as many as it takes, else on its own
-        captured inputs; the results have the dtypes that the body gives them."""
-        results: Any = None
-        for index, body in enumerate(bodies_of(self.module, node).values()):
-            inner = _Replay(body, self.dtype, self.found, self.kept)
-            inner.weights = self.weights
-            wanted = [n for n in body.graph.nodes if n.op == "placeholder"]
-            operands = [self.env[n] for n in node.all_input_nodes if n.op != "get_attr"]
-            result = inner.replay(operands if len(operands) == len(wanted) else None)
-            results = result if index == 0 else results
-        captured = _on_cuda(node.meta.get("val"))
-        return _with_dtypes(captured, results)
-
-
-class _Counting(TorchDispatchMode):
-    def __init__(self, replay: _Replay, op: str, is_own_cast: bool):
-        super().__init__()
-        self.replay, self.op, self.is_own_cast = replay, op, is_own_cast
-        self.cast_to: torch.dtype | None = None
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is CAST and not self.is_own_cast:
-            self.cast_to = result.dtype
-            source, kept = args[0], (id(args[0]), result.dtype)
-            if id(source) not in self.replay.weights:
-                self.replay.found.add(self.op, source, result)
-            elif kept not in self.replay.kept:
-                self.replay.kept.add(kept)
-                self.replay.found.add(self.op, source, result)
-        return result
-
-
-def _converts(node: fx.Node) -> bool:
-    """Whether the model itself converts between dtypes here, with or without autocast."""
-    before = [t.dtype for n in node.all_input_nodes for t in tensors_of(n)][:1]
-    is_conversion = str(node.target).startswith(("aten.to.", "aten._to_copy.", "aten.type_as."))
-    return is_conversion and before != [t.dtype for t in tensors_of(node)]
-
-
-def _on_cuda(value: Any) -> Any:
-    def move(leaf: Any) -> Any:
-        if isinstance(leaf, torch.SymInt):
-            return size_hint(leaf)
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        sizes, strides = ([size_hint(s) for s in x] for x in (leaf.shape, leaf.stride()))
-        return torch.empty_strided(sizes, strides, dtype=leaf.dtype, device="cuda")
-
-    return tree_map(move, value)
-
-
-def _cuda_device(value: Any) -> Any:
-    is_cpu = isinstance(value, torch.device) and value.type == "cpu"
-    return torch.device("cuda") if is_cpu else value
-
-
-def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """A captured float32 result as it is under autocast."""
-    is_float32 = isinstance(value, torch.Tensor) and value.dtype is torch.float32
-    return value.to(dtype) if is_float32 and dtype in LOW else value
-
-
-def _with_dtypes(captured: Any, results: Any) -> Any:
-    ours, theirs = tree_leaves(captured), tree_leaves(results)
-    if len(ours) != len(theirs):
-        return captured
-    dtypes = iter([getattr(t, "dtype", None) for t in theirs])
-    return tree_map(lambda v: v.to(d) if (d := next(dtypes)) else v, captured)

@@ -190,7 +190,7 @@ def optimal(problem: Problem) -> tuple[int, frozenset[str]]:
     return fewest, frozenset.intersection(*best)
 
 
-@settings(max_examples=1500, **SETTINGS)
+@settings(max_examples=5000, **SETTINGS)
 @given(problems())
 def test_the_bytes_moved_are_the_fewest_possible_and_ties_go_to_float32(problem):
     low, _ = problem.solve()
@@ -199,7 +199,7 @@ def test_the_bytes_moved_are_the_fewest_possible_and_ties_go_to_float32(problem)
     assert low == smallest
 
 
-@settings(max_examples=300, **SETTINGS)
+@settings(max_examples=500, **SETTINGS)
 @given(problems(max_nodes=30))
 def test_the_casts_listed_are_the_casts_needed(problem):
     low, casts = problem.solve()
@@ -211,7 +211,7 @@ def test_the_casts_listed_are_the_casts_needed(problem):
         assert cast.bytes == 6 * problem.facts[cast.value].numel
 
 
-@settings(max_examples=300, **SETTINGS)
+@settings(max_examples=500, **SETTINGS)
 @given(problems(max_nodes=30, plain=True))
 def test_a_greedy_fill_never_moves_fewer_bytes(problem):
     low, _ = problem.solve()

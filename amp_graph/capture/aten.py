@@ -48,19 +48,34 @@ def storages(node: fx.Node) -> list[Any]:
 
 
 def written_operands(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
-    """The operands that a node writes into, or may: a body that writes counts for all."""
+    """The operands that a node writes into, or may."""
     if isinstance(node.target, HigherOrderOperator):
-        if any(_mutates(body) for body in bodies_of(module, node).values()):
-            yield from node.all_input_nodes
-        return
-    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
-        return
-    values = arguments(node)
-    for argument in node.target._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for leaf in tree_leaves(values.get(argument.name)):
-                if isinstance(leaf, fx.Node):
-                    yield leaf
+        bodies = bodies_of(module, node).values()
+        leaves = tree_leaves((node.args, node.kwargs))
+        operands = [v for v in leaves if isinstance(v, fx.Node) and v.op != "get_attr"]
+        yield from dict.fromkeys(o for body in bodies for o in _written_by_body(body, operands))
+    elif isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+        values = arguments(node)
+        for argument in node.target._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                leaves = tree_leaves(values.get(argument.name))
+                yield from (leaf for leaf in leaves if isinstance(leaf, fx.Node))
+
+
+def _written_by_body(body: fx.GraphModule, operands: list[fx.Node]) -> list[fx.Node]:
+    """Which operands a body writes into: its inputs are the last of them. All of them count if
+    the body is not in ATen form or takes other inputs, as a backward does."""
+    inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
+    is_aten = all("val" in n.meta for n in inputs)
+    written = {
+        key for n in body.graph.nodes for o in written_operands(body, n) for key in storages(o)
+    }
+    if is_aten and not written:
+        return []
+    if not is_aten or len(inputs) > len(operands):
+        return operands
+    last = operands[len(operands) - len(inputs) :]
+    return [o for o, i in zip(last, inputs, strict=True) if not written.isdisjoint(storages(i))]
 
 
 def bodies_of(module: fx.GraphModule, node: fx.Node) -> dict[str, fx.GraphModule]:
@@ -72,14 +87,6 @@ def bodies_of(module: fx.GraphModule, node: fx.Node) -> dict[str, fx.GraphModule
             if isinstance(body, fx.GraphModule):
                 found[str(operand.target)] = body
     return found
-
-
-def _mutates(body: fx.GraphModule) -> bool:
-    return any(
-        not isinstance(n.target, OpOverload) or n.target._schema.is_mutable
-        for n in body.graph.nodes
-        if n.op == "call_function" and n.target is not operator.getitem
-    )
 
 
 def get_attribute(module: torch.nn.Module, target: str) -> Any:

@@ -66,6 +66,7 @@ def _facts(node: fx.Node, lists: OpLists, memory: _Memory, region: str) -> NodeF
         tensors=tuple(_tensor_facts(t) for t in tensors_of(node)),
         memory=origin.name,
         written=memory.is_written(node),
+        writes=memory.written_by(node),
         external=origin.op in ("placeholder", "get_attr"),
         is_parameter=bool(node.meta.get("is_parameter")),
         user_cast=_is_user_cast(node),
@@ -139,6 +140,7 @@ class _Memory:
     def __init__(self, module: fx.GraphModule):
         self._first: dict[Any, fx.Node] = {}
         self._written: set[Any] = set()
+        self._module = module
         for node in module.graph.nodes:
             keys = storages(node)
             if len(keys) == 1:  # of several results, each belongs to the node that takes it out
@@ -149,6 +151,10 @@ class _Memory:
     def origin(self, node: fx.Node) -> fx.Node:
         keys = storages(node)
         return self._first[keys[0]] if len(keys) == 1 else node
+
+    def written_by(self, node: fx.Node) -> tuple[str, ...]:
+        operands = written_operands(self._module, node)
+        return tuple(dict.fromkeys(self.origin(operand).name for operand in operands))
 
     def is_written(self, node: fx.Node) -> bool:
         return any(key in self._written for key in storages(node))

@@ -92,8 +92,8 @@ class _Emitter:
         self.casts: dict[fx.Node, Cast] = {}
         self.refused: set[str] = set()
         self.float32_memory = {
-            f.memory for f in facts.values() if f.is_view and f.written and f.name not in low
-        }
+            memory for f in facts.values() if f.name not in low for memory in f.writes
+        } | {f.memory for f in facts.values() if paints[f.name].shares}
 
     def emit(self, node: fx.Node) -> None:
         try:
@@ -103,8 +103,10 @@ class _Emitter:
             self.write(node, torch.float32)
         for operand in written_operands(self.module, node):
             self.cached.pop(self.facts[operand.name].memory, None)
-        if self.is_written_in_float32(node):
+        if self.needs_float32_memory(node):
+            low = self.new[node]
             self.new[node] = self.cast(node, torch.float32, node.name)
+            self.cached[node.name][node, self.dtype] = low
 
     def write(self, node: fx.Node, precision: torch.dtype) -> None:
         """Write one node that gets its float32 operands in `precision`."""
@@ -113,7 +115,7 @@ class _Emitter:
             self.append(node, args, kwargs, self.value_of(node))
             return
         metadata = self.metadata_operands(node)
-        if precision is torch.float32 and not any(_differs(self.new[m], m) for m in metadata):
+        if precision is torch.float32 and not self.must_be_replayed(node, metadata):
             args, kwargs = self.written_operands(node, precision, metadata)
             self.append(node, args, kwargs, node.meta.get("val"))
             return
@@ -218,8 +220,8 @@ class _Emitter:
         found = cached.get((arg, dtype))
         if found is None:
             found = cached[arg, dtype] = self.write_cast(arg, dtype)
-        cast = self.casts[found]
-        if reader not in cast.readers:
+        cast = self.casts.get(found)
+        if cast is not None and reader not in cast.readers:
             self.casts[found] = replace(cast, readers=(*cast.readers, reader))
         return found
 
@@ -242,11 +244,19 @@ class _Emitter:
         node.meta = {**of.meta, "val": target(*fx.node.map_arg(args, _value), **kwargs)}
         return node
 
-    def is_written_in_float32(self, node: fx.Node) -> bool:
-        """Whether float32 operators will write into the low-precision result of this one."""
+    def needs_float32_memory(self, node: fx.Node) -> bool:
+        """Whether the low-precision result of this node is written to in float32, or shares its
+        memory with an output."""
         if node.name not in self.float32_memory or self.facts[node.name].is_view:
             return False
         return _differs(self.new[node], node)
+
+    def must_be_replayed(self, node: fx.Node, metadata: set[fx.Node]) -> bool:
+        """Whether a float32 node may return something else than when captured: by the dtype of
+        an operand it does not compute on, or as a view of memory that was cast."""
+        facts = self.facts[node.name]
+        moved = facts.is_view and facts.memory in self.float32_memory
+        return moved or any(_differs(self.new[m], m) for m in metadata)
 
     def color(self, node: fx.Node) -> Color:
         return self.paints[node.name].color

@@ -90,13 +90,15 @@ def written_inputs(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
 
 
 def shared_outputs(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
-    """Outputs that share memory with an input or with one another go on sharing it."""
+    """Outputs that share memory with an input or with one another go on sharing it. The operator
+    that made the memory may compute low all the same; its result is then cast on the spot."""
     returned = [n for o in _named(scene, "output") for n in scene.flow.predecessors(o)]
     count = Counter(scene.facts[name].memory for name in returned)
     paints = {
-        name: Paint(Color.DENY, "output shares memory with", f.memory)
+        name: Paint(Color.DENY, "output shares memory with", f.memory, shares=True)
         for name in _open(scene, painted)
         if count[(f := scene.facts[name]).memory] > (0 if f.external else 1)
+        if f.is_view or scene.colors[name] is not Color.ALLOW
     }
     for name in _named(scene, "getitem"):
         if name in paints:
@@ -254,26 +256,31 @@ def follow_parent(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
 
 
 def shared_memory(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
-    """Views and in-place results of one piece of written memory have one precision: float32 if
-    any of them must, else that of the operator that made it, if that is decided."""
-    members: dict[str, list[str]] = {}
-    for name, f in scene.facts.items():
-        if f.written and not f.external:
-            members.setdefault(f.memory, []).append(name)
+    """Views and in-place results of one piece of written memory, and what writes into it, have
+    one precision: float32 if any of them must, else low if any must. The operator that made the
+    memory keeps its colour."""
     paints: Paints = {}
-    for owner, names in members.items():
-        fixed = {n: painted[n].color for n in names if n in painted}
-        float32 = next((n for n in names if fixed.get(n) in (Color.DENY, Color.KEEP)), None)
-        low = next((n for n in names if fixed.get(n) is Color.ALLOW), None)
+    for owner, names in _members(scene).items():
+        colors = {n: painted[n].color for n in names if n in painted}
+        float32 = next((n for n, c in colors.items() if c in (Color.DENY, Color.KEEP)), None)
+        low = next((n for n, c in colors.items() if c is Color.ALLOW), None)
         decided = Color.DENY if float32 else Color.ALLOW
         for name in names if float32 or low else ():
-            if name != owner or owner not in painted:
-                if painted.get(name, _NOTHING).color not in (decided, Color.KEEP):
-                    paints[name] = Paint(decided, "shares memory with", str(float32 or low))
+            is_settled = colors.get(name) in (decided, Color.KEEP)
+            if not is_settled and (name != owner or owner not in painted):
+                paints[name] = Paint(decided, "shares memory with", str(float32 or low))
     return paints
 
 
-_NOTHING = Paint(Color.CLEAR, "")
+def _members(scene: Scene) -> dict[str, list[str]]:
+    """By the owner of each memory that is written and not an input's: what lives in it or writes
+    into it."""
+    members: dict[str, list[str]] = {}
+    for name, f in scene.facts.items():
+        for owner in dict.fromkeys((f.memory, *f.writes)):
+            if scene.facts[owner].written and not scene.facts[owner].external:
+                members.setdefault(owner, []).append(name)
+    return members
 
 
 def _open(scene: Scene, painted: Mapping[str, Paint], *colors: Color | None) -> Iterator[str]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.aten import CAST, CLAMP, storages, tensors_of, written_operands
@@ -132,8 +131,6 @@ def writes_reach_their_memory(
     """An operator that wrote into a value still does, not into a cast of it."""
     ours = _nodes(emitted)
     for old in captured.graph.nodes:
-        if not isinstance(old.target, OpOverload) or not old.target._schema.is_mutable:
-            continue
         targets = written_operands(captured, old), written_operands(emitted, ours[old.name])
         for was, now in zip(*targets, strict=True):
             is_owner_cast = was.name in plan.facts and plan.facts[was.name].memory == was.name

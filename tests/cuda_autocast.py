@@ -1,0 +1,296 @@
+"""A captured graph under autocast by CUDA's rules, to set our plans beside.
+
+Fake tensors claim to be on a CUDA device, so that this needs none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from amp_graph.capture.aten import CAST, bodies_of, tensors_of
+from amp_graph.capture.fake import size_hint
+from amp_graph.flow import flow_graph
+from amp_graph.ir import Cast, Color, Plan
+
+INPUTS = ("placeholder", "get_attr")
+LOW = (torch.bfloat16, torch.float16)
+RECURRENT = frozenset(["aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"])
+
+
+@dataclass
+class Casts:
+    """Casts between float32 and a low precision: how many, and bytes by the operator that asked
+    for them. `unreplayed` holds the operators whose result was taken from the capture."""
+
+    count: int = 0
+    by_op: Counter[str] = field(default_factory=Counter)
+    unreplayed: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def bytes(self) -> int:
+        return self.by_op.total()
+
+    def __iadd__(self, other: Casts) -> Casts:
+        self.count += other.count
+        self.by_op += other.by_op
+        self.unreplayed += other.unreplayed
+        return self
+
+    def add(self, op: str, source: torch.Tensor, result: torch.Tensor) -> None:
+        pair = {source.dtype, result.dtype}
+        if torch.float32 in pair and not pair.isdisjoint(LOW):
+            self.count += 1
+            self.by_op[op] += source.numel() * (source.element_size() + result.element_size())
+
+
+OUTPUT = "outputs stay float32"
+BOUNDARY = "bodies take and return float32"
+PROMOTION = "promotion, which kernels do themselves"
+REDUCTION = "reductions, whose kernels widen"
+REASONS = (OUTPUT, BOUNDARY, PROMOTION, REDUCTION)
+# Autocast asks these for a float32 result and lets them read low precision.
+WIDENING = ("sum", "prod", "cumsum", "cumprod", "norm")
+
+
+def our_casts(plan: Plan, is_body: bool = False) -> Casts:
+    """The casts of a plan and its bodies, each under the reason why autocast needs none, or
+    under the operator that it is for."""
+    found = Casts()
+    flow = flow_graph(plan.facts)
+    for cast in plan.casts:
+        found.count += 1
+        found.by_op[_asked_by(plan, flow, cast, is_body)] += cast.bytes
+    for body in plan.bodies.values():
+        found += our_casts(body, is_body=True)
+    return found
+
+
+def _asked_by(plan: Plan, flow: nx.DiGraph, cast: Cast, is_body: bool) -> str:
+    """The cast joins one operator whose precision was not free to another."""
+    facts = plan.facts
+    reader = facts[_walk(plan, cast.readers[0], flow.successors)]
+    origin = _walk(plan, cast.value, flow.predecessors)
+    while plan.paints[origin].rule == "promoted by" and plan.paints[origin].because:
+        origin = _walk(plan, plan.paints[origin].because, flow.predecessors)
+    source = facts[origin]
+    if reader.op == "output":
+        return BOUNDARY if is_body else OUTPUT
+    from_outside = is_body and source.op == "placeholder" and not source.is_parameter
+    if from_outside or any("." not in op and op not in INPUTS for op in (source.op, reader.op)):
+        return BOUNDARY
+    if cast.dtype is not torch.float32:
+        return reader.op
+    mixed = any(n not in plan.low and not facts[n].is_scalar for n in reader.reads)
+    if reader.op.startswith("aten.copy_.") or (reader.promotes and mixed):
+        return PROMOTION
+    return REDUCTION if reader.op.split(".")[1] in WIDENING else reader.op
+
+
+def _walk(plan: Plan, name: str, towards: Callable[[str], Iterable[str]]) -> str:
+    while plan.paints[name].color in (Color.INFER, Color.CLEAR) or plan.facts[name].op == "getitem":
+        following = next(iter(towards(name)), None)
+        if following is None:
+            break
+        name = following
+    return name
+
+
+def excess(ours: Casts, theirs: Casts) -> dict[str, int]:
+    """What our casts are for and autocast's are not, the most bytes first."""
+    return dict((ours.by_op - theirs.by_op).most_common())
+
+
+def unexplained(ours: Casts, theirs: Casts) -> int:
+    """The bytes by which ours exceed autocast's after all that autocast leaves to kernels or to
+    the reader of low-precision outputs."""
+    return ours.bytes - sum(ours.by_op[reason] for reason in REASONS) - theirs.bytes
+
+
+def autocast_casts(captured: fx.GraphModule, dtype: torch.dtype) -> Casts:
+    """The casts of one run of a captured graph under autocast to `dtype` on CUDA."""
+    found = Casts()
+    shape_env = ShapeEnv()
+    fake_mode = FakeTensorMode(shape_env=shape_env, static_shapes=True, allow_non_fake_inputs=True)
+    with torch.no_grad(), fake_mode, _cuda_autocast(dtype):
+        _Replay(captured, dtype, found).replay()
+    return found
+
+
+@contextlib.contextmanager
+def _cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
+    """`torch.autocast("cuda")`, which switches itself off where there is no such device."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+
+
+class _Replay(fx.Interpreter):
+    """Runs a graph on fake CUDA tensors.
+
+    Autocast keeps the casts of weights that require a gradient. A fake weight cannot require
+    one without a CUDA build, so casts of one weight are counted once here.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, dtype: torch.dtype, found: Casts, kept: set[int] | None = None
+    ):
+        super().__init__(module)
+        self.dtype, self.found = dtype, found
+        self.kept = set() if kept is None else kept  # weights cast already
+        self.weights: dict[int, torch.Tensor] = {}
+        self.regions: list[tuple[bool, torch.dtype]] = []
+
+    def replay(self, given: list[Any] | None = None) -> Any:
+        values = iter(given or ())
+        result = None
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder" and given is not None:
+                value = next(values)
+            elif node.op == "output":
+                result = self.map_nodes_to_values(node.args[0], node)
+                continue
+            else:
+                value = self.value_of(node)
+            self.env[node] = value
+            if node.meta.get("is_parameter"):
+                self.weights[id(value)] = value
+        return result
+
+    def value_of(self, node: fx.Node) -> Any:
+        if node.op in ("placeholder", "get_attr"):
+            return _on_cuda(node.meta.get("val"))
+        if node.target in (_enter_autocast, _exit_autocast):
+            return self.region(node)
+        if isinstance(node.target, HigherOrderOperator):
+            return self.higher_order(node)
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        args, kwargs = tree_map(_cuda_device, (args, kwargs))
+        name = str(node.target)
+        if getattr(node.target, "_schema", None) and node.target._schema.name in RECURRENT:
+            return self.recurrent(node, args)
+        with _Counting(self, name, _converts(node)) as counting:
+            try:
+                return node.target(*args, **kwargs)
+            except RuntimeError:
+                if node.target is operator.getitem:
+                    raise
+                self.found.unreplayed[name] += 1
+        first = next((v for v in tree_leaves(args) if isinstance(v, torch.Tensor)), None)
+        asked = kwargs.get("dtype") or (first.dtype if first is not None else torch.float32)
+        dtype = counting.cast_to or asked
+        return tree_map(lambda v: _in_dtype(v, dtype), _on_cuda(node.meta.get("val")))
+
+    def recurrent(self, node: fx.Node, args: Any) -> Any:
+        """With cuDNN, autocast casts input, state and all weights, and the results stay low."""
+        for value in tree_leaves(args):
+            if isinstance(value, torch.Tensor) and value.dtype is torch.float32:
+                self.found.add(str(node.target), value, CAST(value, dtype=self.dtype))
+        return tree_map(lambda v: _in_dtype(v, self.dtype), _on_cuda(node.meta["val"]))
+
+    def region(self, node: fx.Node) -> Any:
+        """An autocast region of the model's own code."""
+        if node.target is _enter_autocast:
+            _, dtype, enabled, *_ = node.args
+            self.regions.append(
+                (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
+            )
+            before = dtype or self.regions[-1][1]
+        else:
+            enabled, before = self.regions.pop()
+        torch.set_autocast_enabled("cuda", bool(enabled))
+        torch.set_autocast_dtype("cuda", before)
+        return None
+
+    def higher_order(self, node: fx.Node) -> Any:
+        """Replay the first body on the operands that are as many as it takes, else on its own
+        captured inputs; the results have the dtypes that the body gives them."""
+        results: Any = None
+        for index, body in enumerate(bodies_of(self.module, node).values()):
+            inner = _Replay(body, self.dtype, self.found, self.kept)
+            inner.weights = self.weights
+            wanted = [n for n in body.graph.nodes if n.op == "placeholder"]
+            operands = [self.env[n] for n in node.all_input_nodes if n.op != "get_attr"]
+            result = inner.replay(operands if len(operands) == len(wanted) else None)
+            results = result if index == 0 else results
+        captured = _on_cuda(node.meta.get("val"))
+        return _with_dtypes(captured, results)
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self, replay: _Replay, op: str, is_own_cast: bool):
+        super().__init__()
+        self.replay, self.op, self.is_own_cast = replay, op, is_own_cast
+        self.cast_to: torch.dtype | None = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is CAST and not self.is_own_cast:
+            self.cast_to = result.dtype
+            source, kept = args[0], (id(args[0]), result.dtype)
+            if id(source) not in self.replay.weights:
+                self.replay.found.add(self.op, source, result)
+            elif kept not in self.replay.kept:
+                self.replay.kept.add(kept)
+                self.replay.found.add(self.op, source, result)
+        return result
+
+
+def _converts(node: fx.Node) -> bool:
+    """Whether the model itself converts between dtypes here, with or without autocast."""
+    before = [t.dtype for n in node.all_input_nodes for t in tensors_of(n)][:1]
+    is_conversion = str(node.target).startswith(("aten.to.", "aten._to_copy.", "aten.type_as."))
+    return is_conversion and before != [t.dtype for t in tensors_of(node)]
+
+
+def _on_cuda(value: Any) -> Any:
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.SymInt):
+            return size_hint(leaf)
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        sizes, strides = ([size_hint(s) for s in x] for x in (leaf.shape, leaf.stride()))
+        return torch.empty_strided(sizes, strides, dtype=leaf.dtype, device="cuda")
+
+    return tree_map(move, value)
+
+
+def _cuda_device(value: Any) -> Any:
+    is_cpu = isinstance(value, torch.device) and value.type == "cpu"
+    return torch.device("cuda") if is_cpu else value
+
+
+def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """A captured float32 result as it is under autocast."""
+    is_float32 = isinstance(value, torch.Tensor) and value.dtype is torch.float32
+    return value.to(dtype) if is_float32 and dtype in LOW else value
+
+
+def _with_dtypes(captured: Any, results: Any) -> Any:
+    ours, theirs = tree_leaves(captured), tree_leaves(results)
+    if len(ours) != len(theirs):
+        return captured
+    dtypes = iter([getattr(t, "dtype", None) for t in theirs])
+    return tree_map(lambda v: v.to(d) if (d := next(dtypes)) else v, captured)
