@@ -31,7 +31,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import zoo
-from cuda_autocast import excess, unexplained
+from cuda_autocast import REASONS, excess, unexplained
 from grappler import Comparison, compare
 
 REASONS_SHOWN = 3
@@ -52,7 +52,7 @@ def table_of(results: dict[str, Comparison]) -> Table:
             f"{r.autocast.count}",
             kilobytes(r.autocast.bytes),
             *map(kilobytes, numbers),
-            reasons(r),
+            why_above(r),
             style="red" if r.moved > r.greedy_moved or unexplained(r.ours, r.autocast) > 0 else "",
         )
     return table
@@ -62,7 +62,7 @@ def kilobytes(count: int) -> str:
     return f"{count / 1e3:.1f}"
 
 
-def reasons(r: Comparison) -> str:
+def why_above(r: Comparison) -> str:
     """What the excess consists of, most bytes first; empty where there is none."""
     if r.ours.bytes <= r.autocast.bytes:
         return "(more casts, fewer bytes)" if r.ours.count > r.autocast.count else ""
@@ -80,12 +80,15 @@ def summary(results: dict[str, Comparison]) -> list[str]:
     casts_above = sum(r.ours.count > r.autocast.count for r in found)
     dark = [n for n, r in results.items() if unexplained(r.ours, r.autocast) > 0]
     total = sum(r.ours.bytes for r in found) / max(sum(r.autocast.bytes for r in found), 1)
+    reasons = {name: sum(r.ours.by_op[name] for r in found) for name in REASONS}
+    reasons = {name: f"{kilobytes(size)} kB" for name, size in reasons.items() if size}
     refused = {n: r.refused for n, r in results.items() if r.refused}
     unreplayed = sum((r.autocast.unreplayed for r in found), Counter())
     return [
         f"bytes moved: at most greedy's in {held} of {len(found)} models, fewer in {fewer}",
         f"above autocast: {bytes_above} models in cast bytes, {casts_above} in casts; all cast "
         f"bytes together are {total:.2f} times autocast's",
+        f"of ours, what autocast does without: {reasons}",
         f"unexplained: {', '.join(dark) or 'none'}",
         f"chosen to be low, then refused: {refused or 'none'}",
         f"replayed by rule, having no fake kernel without a GPU: {dict(unreplayed) or 'none'}",

@@ -29,6 +29,7 @@ from amp_graph.ir import Cast, Color, Plan
 
 INPUTS = ("placeholder", "get_attr")
 LOW = (torch.bfloat16, torch.float16)
+Kept = set[tuple[int, torch.dtype]]
 RECURRENT = frozenset(["aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"])
 
 
@@ -124,8 +125,7 @@ def unexplained(ours: Casts, theirs: Casts) -> int:
 def autocast_casts(captured: fx.GraphModule, dtype: torch.dtype) -> Casts:
     """The casts of one run of a captured graph under autocast to `dtype` on CUDA."""
     found = Casts()
-    shape_env = ShapeEnv()
-    fake_mode = FakeTensorMode(shape_env=shape_env, static_shapes=True, allow_non_fake_inputs=True)
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
     with torch.no_grad(), fake_mode, _cuda_autocast(dtype):
         _Replay(captured, dtype, found).replay()
     return found
@@ -155,7 +155,7 @@ class _Replay(fx.Interpreter):
     """
 
     def __init__(
-        self, module: fx.GraphModule, dtype: torch.dtype, found: Casts, kept: set[int] | None = None
+        self, module: fx.GraphModule, dtype: torch.dtype, found: Casts, kept: Kept | None = None
     ):
         super().__init__(module)
         self.dtype, self.found = dtype, found

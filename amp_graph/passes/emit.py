@@ -167,7 +167,7 @@ class _Emitter:
         if precision is torch.float32:
             refused = results != captured
         else:
-            refused = results == [torch.float32] and self.color(node) is not Color.ALLOW
+            refused = results == [torch.float32] and self.paints[node.name].color is not Color.ALLOW
         if refused:
             raise CannotReplay
         self.append(node, *self.written_operands(node, precision, as_they_are), value)
@@ -241,7 +241,10 @@ class _Emitter:
 
     def call(self, target: OpOverload, args: Any, kwargs: Any, name: str, of: fx.Node) -> fx.Node:
         node = self.graph.create_node("call_function", target, args, kwargs, name)
-        node.meta = {**of.meta, "val": target(*fx.node.map_arg(args, _value), **kwargs)}
+        node.meta = {
+            **of.meta,
+            "val": target(*fx.node.map_arg(args, lambda n: n.meta["val"]), **kwargs),
+        }
         return node
 
     def needs_float32_memory(self, node: fx.Node) -> bool:
@@ -254,27 +257,21 @@ class _Emitter:
     def must_be_replayed(self, node: fx.Node, metadata: set[fx.Node]) -> bool:
         """Whether a float32 node may return something else than when captured: by the dtype of
         an operand it does not compute on, or as a view of memory that was cast."""
-        facts = self.facts[node.name]
-        moved = facts.is_view and facts.memory in self.float32_memory
+        f = self.facts[node.name]
+        moved = f.is_view and f.memory in self.float32_memory
         return moved or any(_differs(self.new[m], m) for m in metadata)
-
-    def color(self, node: fx.Node) -> Color:
-        return self.paints[node.name].color
 
     def operands_computed_on(self, node: fx.Node) -> set[fx.Node]:
         listing = self.lists.lookup(node.target) if isinstance(node.target, OpOverload) else None
         if listing is None:
             return set(node.all_input_nodes)
-        named = [v for k, v in arguments(node).items() if listing.computes_on(k)]
-        return {leaf for leaf in tree_leaves(named) if isinstance(leaf, fx.Node)}
+        return _operands_named(node, listing.computes_on)
 
     def metadata_operands(self, node: fx.Node) -> set[fx.Node]:
         """Operands of which the operator reads shape and dtype alone."""
         listing = self.lists.lookup(node.target)
-        if listing is None or not listing.metadata_args:
-            return set()
-        named = [v for k, v in arguments(node).items() if k in listing.metadata_args]
-        return {leaf for leaf in tree_leaves(named) if isinstance(leaf, fx.Node)}
+        metadata_args = listing.metadata_args if listing else ()
+        return _operands_named(node, metadata_args.__contains__) if metadata_args else set()
 
     def unpromoted_operands(self, node: fx.Node) -> set[fx.Node]:
         """0-dimensional operands beside larger ones: type promotion ignores them, and so a scale
@@ -288,8 +285,9 @@ class _Emitter:
         return {a for a in node.all_input_nodes if a.name in small and not _differs(self.new[a], a)}
 
 
-def _value(node: fx.Node) -> Any:
-    return node.meta["val"]
+def _operands_named(node: fx.Node, chosen: Callable[[str], bool]) -> set[fx.Node]:
+    named = [value for name, value in arguments(node).items() if chosen(name)]
+    return {leaf for leaf in tree_leaves(named) if isinstance(leaf, fx.Node)}
 
 
 def _tuples(node: fx.Node) -> set[fx.Node]:

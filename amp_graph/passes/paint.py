@@ -92,7 +92,8 @@ def written_inputs(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
 def shared_outputs(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
     """Outputs that share memory with an input or with one another go on sharing it. The operator
     that made the memory may compute low all the same; its result is then cast on the spot."""
-    returned = [n for o in _named(scene, "output") for n in scene.flow.predecessors(o)]
+    outputs = [n for n, f in scene.facts.items() if f.op == "output"]
+    returned = [n for o in outputs for n in scene.flow.predecessors(o)]
     count = Counter(scene.facts[name].memory for name in returned)
     paints = {
         name: Paint(Color.DENY, "output shares memory with", f.memory, shares=True)
@@ -100,14 +101,9 @@ def shared_outputs(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
         if count[(f := scene.facts[name]).memory] > (0 if f.external else 1)
         if f.is_view or scene.colors[name] is not Color.ALLOW
     }
-    for name in _named(scene, "getitem"):
-        if name in paints:
-            paints.update(dict.fromkeys(scene.flow.predecessors(name), paints[name]))
+    for name in paints.keys() & {n for n, f in scene.facts.items() if f.op == "getitem"}:
+        paints.update(dict.fromkeys(scene.flow.predecessors(name), paints[name]))
     return paints
-
-
-def _named(scene: Scene, op: str) -> list[str]:
-    return [name for name, f in scene.facts.items() if f.op == op]
 
 
 def missing_kernels(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
@@ -155,12 +151,9 @@ def listed(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
     paints = {}
     for name in _open(scene, painted, Color.ALLOW, Color.DENY, None):
         f, color = scene.facts[name], scene.colors[name]
-        paints[name] = Paint(color, "listed", f.group) if color else _unlisted(f)
+        unlisted = Paint(Color.DENY, "on no list", f.op)
+        paints[name] = Paint(color, "listed", f.group) if color else unlisted
     return paints
-
-
-def _unlisted(f: NodeFacts) -> Paint:
-    return Paint(Color.DENY, "on no list", f.op)
 
 
 def deny_spreads(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
