@@ -120,12 +120,10 @@ class _Emitter:
             self.append(node, args, kwargs, node.meta.get("val"))
             return
         unpromoted = self.unpromoted_operands(node) if precision is self.dtype else set()
-        attempts: list[set[fx.Node]] = [metadata | unpromoted, metadata, set()]
-        for attempt, as_they_are in enumerate(attempts):
-            if as_they_are not in attempts[:attempt]:
-                with contextlib.suppress(CannotReplay):
-                    self.replay_and_append(node, precision, as_they_are)
-                    return
+        for as_they_are in (metadata | unpromoted, metadata, set()):
+            with contextlib.suppress(CannotReplay):
+                self.replay_and_append(node, precision, as_they_are)
+                return
         raise CannotReplay
 
     def value_of(self, node: fx.Node) -> Any:
