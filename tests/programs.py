@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -134,21 +134,31 @@ def programs(draw: st.DrawFn) -> Program:
     kinds = ["weight", *draw(st.lists(st.sampled_from([*INPUTS]), min_size=1, max_size=4))]
     program = Program((*kinds, "weight", "integers", "mask"), (("matmul", (0, len(kinds))),))
     values = _values_if_sound(program)
-    for group in draw(st.lists(st.sampled_from(GROUPS), min_size=4, max_size=MAX_STEPS)):
-        name = draw(st.sampled_from(group))
-        choices = [*itertools.product(*(_fitting(values, role) for role in OPERANDS[name]))]
-        start = draw(st.integers(0, len(choices) - 1)) if choices else 0
-        for operands in (choices[start:] + choices[:start])[:TRIES]:
-            longer = Program(program.inputs, (*program.steps, (name, operands)))
+    for group in draw(st.lists(st.sampled_from([*GROUPS, None]), min_size=4, max_size=MAX_STEPS)):
+        if group is None:  # an earlier step once more, perhaps on memory written since
+            candidates = [draw(st.sampled_from(program.steps))]
+        else:
+            name = draw(st.sampled_from(group))
+            choices = [*itertools.product(*(_fitting(values, role) for role in OPERANDS[name]))]
+            start = draw(st.integers(0, len(choices) - 1)) if choices else 0
+            candidates = [(name, c) for c in (choices[start:] + choices[:start])[:TRIES]]
+        for step in candidates:
+            longer = Program(program.inputs, (*program.steps, step))
             found = _values_if_sound(longer)
             if found is not None:
                 program, values = longer, found
                 break
-    made = list(range(len(program.inputs), len(values)))
-    outputs = draw(st.lists(st.sampled_from(made), min_size=1, max_size=3, unique=True))
-    if draw(st.integers(0, 9)) == 0:
-        outputs.append(draw(st.integers(0, len(values) - 1)))
-    return Program(program.inputs, program.steps, (made[-1], *outputs))
+    return replace(program, outputs=draw(_outputs(program, values)))
+
+
+def _outputs(program: Program, values: Sequence[Tensor]) -> st.SearchStrategy[tuple[int, ...]]:
+    """One value of each piece of memory made, the last one among them, or any values at all."""
+    made = range(len(program.inputs), len(values))
+    apart = [*{values[i].untyped_storage()._cdata: i for i in made}.values()]
+    several = st.lists(st.sampled_from(apart), min_size=1, max_size=4, unique=True)
+    anything = st.lists(st.sampled_from(range(len(values))), min_size=1, max_size=3)
+    chosen = st.one_of(several, several, several, anything)
+    return chosen.map(lambda indices: tuple(dict.fromkeys([apart[-1], *indices])))
 
 
 def _fitting(values: Sequence[Tensor], role: str) -> list[int]:

@@ -83,6 +83,28 @@ def test_a_graph_that_cannot_be_retraced_runs_under_autocast(
     assert plan.fallback and "planted in retrace" in plan.fallback and "autocast" in plan.fallback
 
 
+def test_a_failed_retrace_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                return self.layer(x)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("planted in make_fx")
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(sys.modules["amp_graph.capture.retrace"], "make_fx", broken)
+    model = amp_graph.convert(Region())
+    model(X)
+    assert "planted in make_fx" in (amp_graph.plans(model)[0].fallback or "")
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+
+
 @pytest.mark.filterwarnings("ignore:nothing of Net")
 def test_an_emitted_graph_that_does_not_run(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers written before the failure are as one run of the original leaves them."""

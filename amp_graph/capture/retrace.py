@@ -42,7 +42,11 @@ def retrace(module: fx.GraphModule, names: Mapping[str, str] | None = None) -> f
     refers to it; a graph of a part of the model spells paths from there on, or not at all.
     Raises CaptureError where the graph cannot be traced on fake tensors.
     """
-    traced = _Retracer(module).run()
+    retracer = _Retracer(module, names or {})
+    try:
+        traced = retracer.run()
+    finally:
+        retracer.leave_autocast()
     for node in traced.graph.nodes:
         node.meta["module_path"] = _module_path(node, names or {})
     return traced
@@ -83,8 +87,10 @@ class _Retracer:
     """One retrace. `new` maps a node of the old graph to its node (or constant) in the new one,
     `fake` to its value on fake tensors; both are complete for all nodes already visited."""
 
-    def __init__(self, module: fx.GraphModule):
+    def __init__(self, module: fx.GraphModule, names: Mapping[str, str]):
         self.module = module
+        self.names = names
+        self.autocasts: list[Any] = []  # the autocast regions that the trace is inside of
         self.root = torch.nn.Module()
         self.graph = fx.Graph()
         self.new: dict[fx.Node, Any] = {}
@@ -119,9 +125,10 @@ class _Retracer:
         if node.op == "get_attr":
             return self.attribute(node)
         if node.target is _enter_autocast:
-            return _enter_autocast(*node.args)
+            self.autocasts.append(_enter_autocast(*node.args))
+            return self.autocasts[-1]
         if node.target is _exit_autocast:
-            return _exit_autocast(self.fake[node.args[0]])  # type: ignore[index]
+            return _exit_autocast(self.autocasts.pop())
         if node.target is torch._C._set_grad_enabled:
             return torch._C._set_grad_enabled(*node.args)
         if node.target is operator.getitem:
@@ -130,10 +137,15 @@ class _Retracer:
             raise CaptureError(f"cannot retrace '{node.name}': its value was not captured")
         return node.meta["example_value"]
 
+    def leave_autocast(self) -> None:
+        """Leave the regions that a failed trace did not get out of."""
+        while self.autocasts:
+            _exit_autocast(self.autocasts.pop())
+
     def attribute(self, node: fx.Node) -> Any:
         value = get_attribute(self.module, str(node.target))
         if isinstance(value, fx.GraphModule):
-            self.root.add_module(str(node.target), _retrace_body(value))
+            self.root.add_module(str(node.target), _retrace_body(value, self.names))
             return None
         set_attribute(self.root, str(node.target), value)
         return self.as_fake(value)
@@ -187,9 +199,9 @@ class _Retracer:
                     local[node].meta["val"] = self.as_fake(value)
 
 
-def _retrace_body(body: fx.GraphModule) -> fx.GraphModule:
+def _retrace_body(body: fx.GraphModule, names: Mapping[str, str]) -> fx.GraphModule:
     """A body that cannot be retraced runs as it is."""
     try:
-        return retrace(body)
+        return retrace(body, names)
     except Exception:
         return body
