@@ -138,3 +138,22 @@ class Plan:
     def cast_bytes(self) -> int:
         """Bytes read and written by all casts, those of the bodies included."""
         return sum(c.bytes for c in self.casts) + sum(b.cast_bytes for b in self.bodies.values())
+
+
+def takes_either(
+    facts: Mapping[str, NodeFacts], paints: Mapping[str, Paint], value: str, reader: str
+) -> bool:
+    """Whether `reader` needs no cast of `value`, as its kernel promotes operands by itself.
+
+    A 0-dimensional operand beside larger ones does not decide the result's type. And a float32
+    operator that reads float32 anyway takes a low operand beside it, as in a residual stream;
+    not a wide value, which would arrive rounded.
+    """
+    if not facts[reader].promotes:
+        return False
+    others = [o for o in facts[reader].reads if o != value and not facts[o].is_scalar]
+    if facts[value].is_scalar:
+        return bool(others)
+    if paints[reader].color is not Color.DENY or paints[value].wide:
+        return False
+    return any(paints[o].color in (Color.DENY, Color.KEEP) for o in others)

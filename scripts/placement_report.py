@@ -10,7 +10,7 @@ what operators that were free to be low move in float32.
 
 A model above autocast says why: what our casts are for that autocast's are not. Autocast returns
 low-precision outputs where ours stay float32, and leaves promotion to kernels that read mixed
-operands. What these do not account for is shown as unexplained.
+operands; `grappler.REASONS` holds all such reasons. The rest is shown as unexplained.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import zoo
-from cuda_autocast import REASONS, excess, unexplained
-from grappler import Comparison, compare
+from grappler import REASONS, Comparison, compare, excess, unexplained
 
 REASONS_SHOWN = 3
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
@@ -24,10 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_graph.capture.aten import CAST, bodies_of, tensors_of
 from amp_graph.capture.fake import size_hint
-from amp_graph.flow import flow_graph
-from amp_graph.ir import Cast, Color, Plan
 
-INPUTS = ("placeholder", "get_attr")
 LOW = (torch.bfloat16, torch.float16)
 Kept = set[tuple[int, torch.dtype]]
 RECURRENT = frozenset(["aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"])
@@ -57,69 +53,6 @@ class Casts:
         if torch.float32 in pair and not pair.isdisjoint(LOW):
             self.count += 1
             self.by_op[op] += source.numel() * (source.element_size() + result.element_size())
-
-
-OUTPUT = "outputs stay float32"
-BOUNDARY = "bodies take and return float32"
-PROMOTION = "promotion, which kernels do themselves"
-REDUCTION = "reductions, whose kernels widen"
-REASONS = (OUTPUT, BOUNDARY, PROMOTION, REDUCTION)
-# Autocast asks these for a float32 result and lets them read low precision.
-WIDENING = ("sum", "prod", "cumsum", "cumprod", "norm")
-
-
-def our_casts(plan: Plan, is_body: bool = False) -> Casts:
-    """The casts of a plan and its bodies, each under the reason why autocast needs none, or
-    under the operator that it is for."""
-    found = Casts()
-    flow = flow_graph(plan.facts)
-    for cast in plan.casts:
-        found.count += 1
-        found.by_op[_asked_by(plan, flow, cast, is_body)] += cast.bytes
-    for body in plan.bodies.values():
-        found += our_casts(body, is_body=True)
-    return found
-
-
-def _asked_by(plan: Plan, flow: nx.DiGraph, cast: Cast, is_body: bool) -> str:
-    """The cast joins one operator whose precision was not free to another."""
-    facts = plan.facts
-    reader = facts[_walk(plan, cast.readers[0], flow.successors)]
-    origin = _walk(plan, cast.value, flow.predecessors)
-    while plan.paints[origin].rule == "promoted by" and plan.paints[origin].because:
-        origin = _walk(plan, plan.paints[origin].because, flow.predecessors)
-    source = facts[origin]
-    if reader.op == "output":
-        return BOUNDARY if is_body else OUTPUT
-    from_outside = is_body and source.op == "placeholder" and not source.is_parameter
-    if from_outside or any("." not in op and op not in INPUTS for op in (source.op, reader.op)):
-        return BOUNDARY
-    if cast.dtype is not torch.float32:
-        return reader.op
-    mixed = any(n not in plan.low and not facts[n].is_scalar for n in reader.reads)
-    if reader.op.startswith("aten.copy_.") or (reader.promotes and mixed):
-        return PROMOTION
-    return REDUCTION if reader.op.split(".")[1] in WIDENING else reader.op
-
-
-def _walk(plan: Plan, name: str, towards: Callable[[str], Iterable[str]]) -> str:
-    while plan.paints[name].color in (Color.INFER, Color.CLEAR) or plan.facts[name].op == "getitem":
-        following = next(iter(towards(name)), None)
-        if following is None:
-            break
-        name = following
-    return name
-
-
-def excess(ours: Casts, theirs: Casts) -> dict[str, int]:
-    """What our casts are for and autocast's are not, the most bytes first."""
-    return dict((ours.by_op - theirs.by_op).most_common())
-
-
-def unexplained(ours: Casts, theirs: Casts) -> int:
-    """The bytes by which ours exceed autocast's after all that autocast leaves to kernels or to
-    the reader of low-precision outputs."""
-    return ours.bytes - sum(ours.by_op[reason] for reason in REASONS) - theirs.bytes
 
 
 def autocast_casts(captured: fx.GraphModule, dtype: torch.dtype) -> Casts:

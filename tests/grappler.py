@@ -1,28 +1,108 @@
-"""The greedy fill of TensorFlow's grappler on our painted colours, to set our plans beside.
+"""Our plans beside autocast, with what each of our casts is for, and beside a greedy fill.
 
-It is held to what binds us too: values that go together have one precision, and no float32
-reader gets a value rounded that was whole.
+The fill is that of TensorFlow's grappler on our painted colours. It is held to what binds us too:
+values that go together have one precision, and no float32 reader gets a value rounded that was
+whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from unittest import mock
 
 import networkx as nx
-from cuda_autocast import Casts, autocast_casts, our_casts
+import torch
+from cuda_autocast import Casts, autocast_casts
 from torch import fx, nn
 
 import amp_graph
 from amp_graph.flow import flow_graph
-from amp_graph.ir import Color, NodeFacts, Paint, Plan
+from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan
 from amp_graph.passes.place_casts import casts_for, place_casts, traffic
 from amp_graph.rewrite import rewrite
 
+INPUTS = ("placeholder", "get_attr")
 FREE = (Color.INFER, Color.CLEAR)
 Facts = Mapping[str, NodeFacts]
 Paints = Mapping[str, Paint]
+
+
+OUTPUT = "outputs stay float32"
+BOUNDARY = "bodies take and return float32"
+PROMOTION = "promotion, which kernels do themselves"
+REDUCTION = "reductions, whose kernels widen"
+KEPT = "operators that run as captured"
+UNRULED = "float32 where autocast has no rule"
+REASONS = (OUTPUT, BOUNDARY, PROMOTION, REDUCTION, KEPT, UNRULED)
+# Autocast asks these for a float32 result and lets them read low precision.
+WIDENING = ("sum", "prod", "cumsum", "cumprod", "norm")
+
+
+def our_casts(plan: Plan, is_body: bool = False) -> Casts:
+    """The casts of a plan and its bodies, each under the reason why autocast needs none, or
+    under the operator that it is for."""
+    found = Casts()
+    flow = flow_graph(plan.facts)
+    for cast in plan.casts:
+        found.count += 1
+        found.by_op[_asked_by(plan, flow, cast, is_body)] += cast.bytes
+    for body in plan.bodies.values():
+        found += our_casts(body, is_body=True)
+    return found
+
+
+def _asked_by(plan: Plan, flow: nx.DiGraph, cast: Cast, is_body: bool) -> str:
+    """The cast joins one operator whose precision was not free to another."""
+    facts = plan.facts
+    reader = facts[_walk(plan, cast.readers[0], flow.successors)]
+    origin = _walk(plan, cast.value, flow.predecessors)
+    while (
+        plan.paints[origin].rule in ("promoted by", "downstream of") and plan.paints[origin].because
+    ):
+        origin = _walk(plan, plan.paints[origin].because, flow.predecessors)
+    source = facts[origin]
+    if reader.op == "output":
+        return BOUNDARY if is_body else OUTPUT
+    from_outside = is_body and source.op == "placeholder" and not source.is_parameter
+    if from_outside or any("." not in op and op not in INPUTS for op in (source.op, reader.op)):
+        return BOUNDARY
+    if cast.dtype is not torch.float32:
+        denied = plan.paints[origin].rule == "listed" and plan.paints[origin].color is Color.DENY
+        return UNRULED if denied and not _has_rule(source.op) else reader.op
+    mixed = any(n not in plan.low and not facts[n].is_scalar for n in reader.reads)
+    if reader.op.startswith("aten.copy_.") or (reader.promotes and mixed):
+        return PROMOTION
+    if reader.op.split(".")[1] in WIDENING:
+        return REDUCTION
+    if plan.paints[reader.name].color is Color.KEEP:
+        return KEPT
+    return reader.op if _has_rule(reader.op) else UNRULED
+
+
+def _has_rule(op: str) -> bool:
+    name = op.replace(".", "::", 1).removesuffix(".default")
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
+
+
+def _walk(plan: Plan, name: str, towards: Callable[[str], Iterable[str]]) -> str:
+    while plan.paints[name].color in (Color.INFER, Color.CLEAR) or plan.facts[name].op == "getitem":
+        following = next(iter(towards(name)), None)
+        if following is None:
+            break
+        name = following
+    return name
+
+
+def excess(ours: Casts, theirs: Casts) -> dict[str, int]:
+    """What our casts are for and autocast's are not, the most bytes first."""
+    return dict((ours.by_op - theirs.by_op).most_common())
+
+
+def unexplained(ours: Casts, theirs: Casts) -> int:
+    """The bytes by which ours exceed autocast's after all that autocast leaves to kernels or to
+    the reader of low-precision outputs."""
+    return ours.bytes - sum(ours.by_op[reason] for reason in REASONS) - theirs.bytes
 
 
 @dataclass

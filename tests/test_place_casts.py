@@ -20,7 +20,7 @@ from amp_graph.passes.place_casts import place_casts
 
 FREE = (Color.INFER, Color.CLEAR)
 LOW = torch.bfloat16
-SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+SETTINGS = {"derandomize": True, "deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,17 @@ class Problem:
         return [f.name for f in self.facts.values() if value in f.reads]
 
     def needs_cast(self, value: str, reader: str) -> bool:
-        """A 0-dimensional operand beside larger ones stays as it is; a result of several is
-        taken out of its tuple in whatever precision that has."""
+        """Not to take a part out of a tuple, nor where operands of two dtypes may meet: a
+        0-dimensional one beside a larger one, or a low one beside one that is surely float32."""
         f = self.facts[reader]
-        beside_larger = any(self.facts[r].tensors[0].shape for r in f.reads if r != value)
-        scalar = self.facts[value].tensors[0].shape == ()
-        return f.op != "getitem" and not (scalar and f.promotes and beside_larger)
+        if f.op == "getitem" or not f.promotes:
+            return f.op != "getitem"
+        larger = [r for r in f.reads if r != value and self.facts[r].tensors[0].shape]
+        if self.facts[value].tensors[0].shape == ():
+            return not larger
+        beside_float32 = any(self.paints[r].color in (Color.DENY, Color.KEEP) for r in larger)
+        in_float32 = self.paints[reader].color is Color.DENY
+        return not (in_float32 and beside_float32 and not self.paints[value].wide)
 
     def crossings(self, low: frozenset[str]) -> dict[str, tuple[str, ...]]:
         """Every value that is read on the other side, and who reads it there."""

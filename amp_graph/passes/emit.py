@@ -35,7 +35,7 @@ from amp_graph.capture.aten import (
     written_operands,
 )
 from amp_graph.capture.fake import CannotReplay, replay, replaying
-from amp_graph.ir import Cast, Color, NodeFacts, Paint
+from amp_graph.ir import Cast, Color, NodeFacts, Paint, takes_either
 from amp_graph.oplists import OpLists
 
 
@@ -115,12 +115,12 @@ class _Emitter:
             self.append(node, args, kwargs, self.value_of(node))
             return
         metadata = self.metadata_operands(node)
-        if precision is torch.float32 and not self.must_be_replayed(node, metadata):
+        either = {a for a in node.all_input_nodes if self.takes_either(a, node)}
+        if precision is torch.float32 and not self.must_be_replayed(node, metadata | either):
             args, kwargs = self.written_operands(node, precision, metadata)
             self.append(node, args, kwargs, node.meta.get("val"))
             return
-        unpromoted = self.unpromoted_operands(node) if precision is self.dtype else set()
-        for as_they_are in (metadata | unpromoted, metadata, set()):
+        for as_they_are in (metadata | either, metadata, set()):
             with contextlib.suppress(CannotReplay):
                 self.replay_and_append(node, precision, as_they_are)
                 return
@@ -252,12 +252,15 @@ class _Emitter:
             return False
         return _differs(self.new[node], node)
 
-    def must_be_replayed(self, node: fx.Node, metadata: set[fx.Node]) -> bool:
+    def must_be_replayed(self, node: fx.Node, as_they_are: set[fx.Node]) -> bool:
         """Whether a float32 node may return something else than when captured: by the dtype of
-        an operand it does not compute on, or as a view of memory that was cast."""
+        an operand that it is given as it is, or as a view of memory that was cast."""
         f = self.facts[node.name]
         moved = f.is_view and f.memory in self.float32_memory
-        return moved or any(_differs(self.new[m], m) for m in metadata)
+        return moved or any(_differs(self.new[a], a) for a in as_they_are)
+
+    def takes_either(self, value: fx.Node, reader: fx.Node) -> bool:
+        return takes_either(self.facts, self.paints, value.name, reader.name)
 
     def operands_computed_on(self, node: fx.Node) -> set[fx.Node]:
         listing = self.lists.lookup(node.target) if isinstance(node.target, OpOverload) else None
@@ -270,17 +273,6 @@ class _Emitter:
         listing = self.lists.lookup(node.target)
         metadata_args = listing.metadata_args if listing else ()
         return _operands_named(node, metadata_args.__contains__) if metadata_args else set()
-
-    def unpromoted_operands(self, node: fx.Node) -> set[fx.Node]:
-        """0-dimensional operands beside larger ones: type promotion ignores them, and so a scale
-        keeps its exact value."""
-        if not self.facts[node.name].promotes:
-            return set()
-        reads = self.facts[node.name].reads
-        small = {r for r in reads if self.facts[r].is_scalar}
-        if len(small) == len(reads):
-            return set()
-        return {a for a in node.all_input_nodes if a.name in small and not _differs(self.new[a], a)}
 
 
 def _operands_named(node: fx.Node, chosen: Callable[[str], bool]) -> set[fx.Node]:

@@ -24,7 +24,7 @@ import networkx as nx
 import torch
 from networkx.algorithms.flow import boykov_kolmogorov
 
-from amp_graph.ir import Cast, Color, NodeFacts, Paint
+from amp_graph.ir import Cast, Color, NodeFacts, Paint, takes_either
 
 CAST_BYTES = 4 + 2  # read one precision, write the other
 TRAFFIC_BYTES = 2  # what an element costs more in float32, each time it is read or written
@@ -55,7 +55,7 @@ def casts_for(
     casts = []
     for name, f in facts.items():
         readers = [r for r in flow.successors(name) if (r in low) != (name in low)]
-        readers = [r for r in readers if _needs_cast(facts, name, r)]
+        readers = [r for r in readers if _needs_cast(facts, paints, name, r)]
         if readers:
             target = torch.float32 if name in low else dtype
             saturate = name not in low and paints[name].huge
@@ -70,13 +70,8 @@ def traffic(f: NodeFacts, facts: Facts) -> int:
     return TRAFFIC_BYTES * (f.numel + sum(facts[r].numel for r in f.reads))
 
 
-def _needs_cast(facts: Facts, value: str, reader: str) -> bool:
-    """A 0-dimensional operand beside larger ones does not take part in type promotion."""
-    if facts[reader].op == "getitem":
-        return False
-    others = (facts[r] for r in facts[reader].reads if r != value)
-    ignored = facts[reader].promotes and any(not o.is_scalar for o in others)
-    return not (facts[value].is_scalar and ignored)
+def _needs_cast(facts: Facts, paints: Paints, value: str, reader: str) -> bool:
+    return facts[reader].op != "getitem" and not takes_either(facts, paints, value, reader)
 
 
 def _units(facts: Facts, flow: nx.DiGraph, paints: Paints) -> dict[str, str]:
@@ -118,7 +113,7 @@ def _network(
             network.add_node(unit)
             _add(network, LOW, unit, traffic(facts[name], facts))
     for name, f in facts.items():
-        readers = {side(r) for r in flow.successors(name) if _needs_cast(facts, name, r)}
+        readers = {side(r) for r in flow.successors(name) if _needs_cast(facts, paints, name, r)}
         producer = side(name)
         if not (readers | {producer}) - {LOW, FLOAT32}:
             continue

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.aten import CAST, CLAMP, storages, tensors_of, written_operands
 from amp_graph.errors import VerifyError
-from amp_graph.ir import Color, NodeFacts, Plan
+from amp_graph.ir import Color, NodeFacts, Plan, takes_either
 
 Check = Callable[[fx.GraphModule, fx.GraphModule, Plan], Iterator[str]]
 
@@ -146,7 +146,7 @@ def _stored_as(plan: Plan, name: str) -> bool:
 def colors_are_honoured(
     captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
 ) -> Iterator[str]:
-    """Denied and kept operators read what they read when captured."""
+    """Denied and kept operators read what they read when captured, unless they take either."""
     ours = _nodes(emitted)
     for old in captured.graph.nodes:
         color = plan.paints[old.name].color
@@ -155,6 +155,8 @@ def colors_are_honoured(
         if plan.facts[old.name].op == "getitem":
             continue
         for was, now in zip(old.all_input_nodes, ours[old.name].all_input_nodes, strict=False):
+            if takes_either(plan.facts, plan.paints, was.name, old.name):
+                continue
             if _float_dtypes(was) != _float_dtypes(now) and was.name in plan.facts[old.name].reads:
                 yield f"'{old.name}' is {color.value} but reads {now.name} in {_float_dtypes(now)}"
 
