@@ -113,17 +113,24 @@ def raises(function, inputs) -> bool:
     return False
 
 
+def failure(module, inputs) -> Exception | None:
+    try:
+        run(module, inputs)
+    except Exception as error:
+        return error
+    return None
+
+
 def clones(tensors):
     return [t.detach().clone() for t in tensors]
 
 
 def check(captured, emitted, inputs, dtype, where):
-    try:
-        reference, reference_grads = run(captured, inputs)
-    except Exception:
-        with pytest.raises(Exception):  # noqa: B017 - whatever the original raises
-            run(emitted, inputs)
+    original = failure(captured, inputs)
+    if original is not None:
+        assert type(failure(emitted, inputs)) is type(original), where
         return
+    reference, reference_grads = run(captured, inputs)
     result, grads = run(emitted, inputs)
     rounded = [t.to(dtype).to(t.dtype) if t.dtype is torch.float32 else t for t in inputs]
     try:

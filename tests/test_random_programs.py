@@ -70,13 +70,13 @@ def check(program: Program, policy: Policy) -> None:
             assert_as_close(ours, exact, low, 2 * eps, f"gradient {i}")
 
 
-@settings(SETTINGS, max_examples=300)
+@settings(SETTINGS, max_examples=240)
 @given(programs())
 def test_random_programs_in_bfloat16(program):
     check(program, BFLOAT16)
 
 
-@settings(SETTINGS, max_examples=100)
+@settings(SETTINGS, max_examples=60)
 @given(programs())
 def test_random_programs_in_float16(program):
     check(program, FLOAT16)
