@@ -7,7 +7,8 @@ Three shapes of graph: a chain of linear layers and activations, transformer blo
 float32 residual stream, and blocks around a stream whose precision is free. A block is captured
 once and then repeated, with fake tensors of its own for every node. The last columns compare a
 size with the one before it: ten times the nodes should take no more than twelve times the time.
-Ends with an error if a stage takes more.
+Ends with an error if a stage takes more. Times are the process's own, so that what else the
+computer does counts little.
 """
 
 from __future__ import annotations
@@ -142,9 +143,9 @@ def timed_stages(module: fx.GraphModule, policy: Policy) -> Iterator[float]:
     def timed(function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
         gc.collect()
         gc.disable()  # as timeit does: its pauses grow with all that is alive
-        start = time.perf_counter()
+        start = time.process_time()
         result = function(*args)
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
         gc.enable()
         return result, seconds
 
