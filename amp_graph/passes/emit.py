@@ -91,6 +91,7 @@ class _Emitter:
         self.cached: dict[str, dict[tuple[fx.Node, torch.dtype], fx.Node]] = defaultdict(dict)
         self.casts: dict[fx.Node, Cast] = {}
         self.refused: set[str] = set()
+        self.moved: set[str] = set()  # memories that are a cast of what their operator returned
         self.float32_memory = {
             memory for f in facts.values() if f.name not in low for memory in f.writes
         } | {f.memory for f in facts.values() if paints[f.name].shares}
@@ -107,6 +108,7 @@ class _Emitter:
             low = self.new[node]
             self.new[node] = self.cast(node, torch.float32, node.name)
             self.cached[node.name][node, self.dtype] = low
+            self.moved.add(node.name)
 
     def write(self, node: fx.Node, precision: torch.dtype) -> None:
         """Write one node that gets its float32 operands in `precision`."""
@@ -256,7 +258,7 @@ class _Emitter:
         """Whether a float32 node may return something else than when captured: by the dtype of
         an operand that it is given as it is, or as a view of memory that was cast."""
         f = self.facts[node.name]
-        moved = f.is_view and f.memory in self.float32_memory
+        moved = f.is_view and f.memory in self.moved
         return moved or any(_differs(self.new[a], a) for a in as_they_are)
 
     def takes_either(self, value: fx.Node, reader: fx.Node) -> bool:
