@@ -71,7 +71,7 @@ def _facts(node: fx.Node, lists: OpLists, memory: _Memory, region: str) -> NodeF
         is_parameter=bool(node.meta.get("is_parameter")),
         user_cast=_is_user_cast(node),
         scalars=tuple(_scalars(node)),
-        fixed=region or _fixed(node, memory),
+        fixed=region or _fixed(node),
         module_path=node.meta.get("module_path", ""),
         source=_source(node),
     )
@@ -119,7 +119,7 @@ def _scalars(node: fx.Node) -> Iterator[float]:
             yield float(value)
 
 
-def _fixed(node: fx.Node, memory: _Memory) -> str:
+def _fixed(node: fx.Node) -> str:
     if node.op in ("placeholder", "get_attr", "output"):
         return node.op
     if isinstance(node.target, HigherOrderOperator):

@@ -113,13 +113,13 @@ class _Emitter:
     def write(self, node: fx.Node, precision: torch.dtype) -> None:
         """Write one node that gets its float32 operands in `precision`."""
         if not isinstance(node.target, OpOverload):
-            args, kwargs = self.written_operands(node, torch.float32, _tuples(node))
+            args, kwargs = self.emitted_operands(node, torch.float32, _tuples(node))
             self.append(node, args, kwargs, self.value_of(node))
             return
         metadata = self.metadata_operands(node)
         either = {a for a in node.all_input_nodes if self.takes_either(a, node)}
         if precision is torch.float32 and not self.must_be_replayed(node, metadata | either):
-            args, kwargs = self.written_operands(node, precision, metadata)
+            args, kwargs = self.emitted_operands(node, precision, metadata)
             self.append(node, args, kwargs, node.meta.get("val"))
             return
         for as_they_are in (metadata | either, metadata, set()):
@@ -170,9 +170,9 @@ class _Emitter:
             refused = results == [torch.float32] and self.paints[node.name].color is not Color.ALLOW
         if refused:
             raise CannotReplay
-        self.append(node, *self.written_operands(node, precision, as_they_are), value)
+        self.append(node, *self.emitted_operands(node, precision, as_they_are), value)
 
-    def written_operands(
+    def emitted_operands(
         self, node: fx.Node, precision: torch.dtype, as_they_are: set[fx.Node]
     ) -> tuple[Any, Any]:
         """The arguments as emitted nodes; casts that are not there yet are written."""

@@ -24,6 +24,7 @@ from amp_graph.oplists import OpLists
 from amp_graph.policy import Policy
 
 Facts = Mapping[str, NodeFacts]
+Overrides = Mapping[str, tuple[Color, str]]
 FREE = (Color.INFER, Color.CLEAR)
 
 
@@ -35,8 +36,8 @@ class Scene:
     facts: Facts
     flow: nx.DiGraph
     colors: Mapping[str, Color | None]
+    overrides: Overrides
     lists: OpLists
-    policy: Policy
     dtype: torch.dtype
 
 
@@ -48,7 +49,9 @@ def paint(
     facts: Facts, flow: nx.DiGraph, lists: OpLists, policy: Policy, dtype: torch.dtype
 ) -> Paints:
     """Return a Paint for every node, in graph order."""
-    scene = Scene(facts, flow, _colors(facts, policy), lists, policy, dtype)
+    operators = {name: f for name, f in facts.items() if f.op != "getitem"}
+    overrides = {name: o for name, f in operators.items() if (o := policy.override_for(f))}
+    scene = Scene(facts, flow, _colors(facts, overrides), overrides, lists, dtype)
     painted: Paints = {}
     for rule in RULES:
         painted.update(rule(scene, painted))
@@ -59,14 +62,11 @@ def paint(
     }
 
 
-def _colors(facts: Facts, policy: Policy) -> dict[str, Color | None]:
+def _colors(facts: Facts, overrides: Overrides) -> dict[str, Color | None]:
     """List colours with the user's overrides; an operator that computes in float32 on
     low-precision tensors is as free as an infer one, its arithmetic being the same either way."""
-    colors: dict[str, Color | None] = {}
-    for name, f in facts.items():
-        override = policy.override_for(f) if f.op != "getitem" else None
-        colors[name] = override[0] if override else Color.INFER if f.low_storage else f.color
-    return colors
+    listed = {n: Color.INFER if f.low_storage else f.color for n, f in facts.items()}
+    return listed | {name: color for name, (color, _) in overrides.items()}
 
 
 def _free(scene: Scene, name: str) -> Paint:
@@ -119,9 +119,9 @@ def missing_kernels(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
 def user_overrides(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
     paints = {}
     for name in _open(scene, painted):
-        override = scene.policy.override_for(scene.facts[name])
-        if scene.facts[name].op != "getitem" and override and override[0] not in FREE:
-            paints[name] = Paint(override[0], "override", override[1])
+        color, because = scene.overrides.get(name, (Color.CLEAR, ""))
+        if color not in FREE:
+            paints[name] = Paint(color, "override", because)
     return paints
 
 

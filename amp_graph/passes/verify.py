@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.aten import CAST, CLAMP, storages, tensors_of, written_operands
 from amp_graph.errors import VerifyError
-from amp_graph.ir import Color, NodeFacts, Plan, takes_either
+from amp_graph.ir import Color, Plan, takes_either
 
 Check = Callable[[fx.GraphModule, fx.GraphModule, Plan], Iterator[str]]
 
@@ -185,7 +185,7 @@ def one_cast_per_value(
     seen: set[tuple[str, torch.dtype]] = set()
     for cast in plan.casts:
         key = (cast.value, cast.dtype)
-        if key in seen and not _facts(plan, cast.value).written:
+        if key in seen and not plan.facts[cast.value].written:
             yield f"'{cast.value}' is cast to {cast.dtype} twice"
         seen.add(key)
 
@@ -196,7 +196,7 @@ def no_cast_of_a_cast(
     casts = {n for n in emitted.graph.nodes if n.target is CAST and n.name not in plan.facts}
     for node in casts:
         source = node.args[0]
-        if source in casts and not _facts(plan, _origin(node, plan)).written:
+        if source in casts and not plan.facts[_origin(node, plan)].written:
             yield f"'{node.name}' casts '{source}', which is a cast"
 
 
@@ -204,10 +204,6 @@ def _origin(node: fx.Node, plan: Plan) -> str:
     while node.name not in plan.facts:
         node = node.args[0]  # type: ignore[assignment]
     return node.name
-
-
-def _facts(plan: Plan, name: str) -> NodeFacts:
-    return plan.facts[name]
 
 
 def _outputs(module: fx.GraphModule) -> list[fx.Node]:
