@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
+from amp_graph.boundary import Boundary, Scale
 from amp_graph.capture.retrace import retrace
 from amp_graph.ir import Plan
+from amp_graph.nonfinite import run_watched
+from amp_graph.passes.lift_weights import lift_weights
 from amp_graph.policy import Policy
 from amp_graph.rewrite import device_types, rewrite
 from amp_graph.runtime import Guarded, under_autocast, warn, without_autocast
+from amp_graph.weights import LowPrecisionWeights
 
 
 class Compiler:
     """Rewrites every graph that Dynamo hands over; keeps their plans in order of capture."""
 
-    def __init__(self, policy: Policy):
+    def __init__(self, policy: Policy, scale: Scale | None = None):
         self.policy = policy
+        self._scale = scale
         self.lists = policy.load_lists()
         self._plans: list[Plan] = []
+        self._weights = LowPrecisionWeights()
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -44,14 +51,24 @@ class Compiler:
         devices |= device_types(aten)
         try:
             emitted, plan = rewrite(aten, self.policy, self.lists)
+            lifted, weights = lift_weights(emitted, plan)
         except Exception as error:
             self._plans.append(Plan(self.policy.dtype_for(devices)))
             self._fall_back(len(self._plans) - 1, f"{type(error).__name__}: {error}")
             return graph.forward
         self._plans.append(plan)
         index = len(self._plans) - 1
+        watched = partial(run_watched, lifted, plan.facts)
+        boundary = Boundary(
+            without_autocast(lifted.forward, devices),
+            self._weights,
+            self._scale,
+            weights,
+            _parameters_read(lifted),
+            without_autocast(watched, devices),
+        )
         return Guarded(
-            without_autocast(emitted.forward, devices),
+            boundary,
             graph.forward,
             _inputs_at_risk(plan),
             lambda reason: self._fall_back(index, reason),
@@ -63,7 +80,8 @@ class Compiler:
         dtype = self.policy.dtype_for(devices)
         reason = f"not retraced to ATen ({type(error).__name__}: {error}); runs under autocast"
         self._plans.append(Plan(dtype, fallback=reason.replace("\n", " ")))
-        return under_autocast(graph.forward, devices, dtype)
+        run = under_autocast(graph.forward, devices, dtype)
+        return Boundary(run, self._weights, self._scale) if self._scale else run
 
     def _fall_back(self, index: int, reason: str) -> None:
         plan = self._plans[index]
@@ -73,6 +91,12 @@ class Compiler:
 
 def _devices_of(inputs: Sequence[Any]) -> frozenset[str]:
     return frozenset(x.device.type for x in inputs if isinstance(x, torch.Tensor))
+
+
+def _parameters_read(module: fx.GraphModule) -> list[int]:
+    """Positions of the inputs that are parameters and that the graph itself reads."""
+    inputs = module.graph.find_nodes(op="placeholder")
+    return [i for i, n in enumerate(inputs) if n.meta.get("is_parameter") and n.users]
 
 
 def _inputs_at_risk(plan: Plan) -> list[int]:

@@ -18,9 +18,12 @@ from amp_graph.capture.dynamo import (
     frames_seen,
 )
 from amp_graph.compiler import Compiler
+from amp_graph.graph_scale import GraphScale
 from amp_graph.ir import Plan
+from amp_graph.loss_scale import LossScale
 from amp_graph.policy import Policy
 from amp_graph.runtime import Outside, under_autocast, warn, without_autocast
+from amp_graph.training import drop_scale, use_scale
 
 SLOT = "_call_impl"  # the method of nn.Module that a conversion stands in front of
 AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
@@ -34,11 +37,17 @@ class Conversion(Compiler):
     """
 
     def __init__(self, module: nn.Module, policy: Policy):
-        super().__init__(policy)
         self.module = module
+        self.scale = _new_scale(policy.loss_scale_for(policy.dtype_for(_devices(module))))
+        super().__init__(policy, self.scale)
         self._watch: Outside | None = Outside(self.lists) if can_watch() else None
         self._is_new = True
         self._capture(without_autocast, AUTOCAST_DEVICES)
+
+    def close(self) -> None:
+        """Called when the model is restored."""
+        if self.scale is not None:
+            drop_scale(self.scale)
 
     def _capture(self, around: Callable[..., Callable[..., Any]], *how: Any) -> None:
         """Capture from now on, with the Python code between graphs run in `around`."""
@@ -49,6 +58,8 @@ class Conversion(Compiler):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not can_capture():
             return self._own_code()(*args, **kwargs)
+        if self.scale is not None and torch.is_grad_enabled():
+            self.scale.begin_forward()
         frames = frames_seen()
         try:
             with self._watch or contextlib.nullcontext():
@@ -100,7 +111,7 @@ class Conversion(Compiler):
         return bool(self.policy.keep_float32 or self.policy.overrides)
 
     def _devices(self) -> tuple[frozenset[str], torch.dtype]:
-        devices = frozenset(p.device.type for p in self.module.parameters())
+        devices = _devices(self.module)
         return devices, self.policy.dtype_for(devices)
 
     def capture_now(self, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
@@ -139,12 +150,26 @@ class Conversion(Compiler):
         """Called while the model is copied, when its copy exists but is not filled in yet."""
         module = memo[id(self.module)]
         module.__dict__[SLOT] = conversion = Conversion(module, self.policy)
+        if self.scale is not None and conversion.scale is not None:
+            conversion.scale.go_on_from(self.scale.config, self.scale.state)
         return conversion
 
     def __reduce__(self) -> Any:
         """Pickled as the method that it stands in front of, so that the model loads plain, also
         where this package is not installed."""
         return getattr, (self.module, SLOT)
+
+
+def _devices(module: nn.Module) -> frozenset[str]:
+    return frozenset(p.device.type for p in module.parameters())
+
+
+def _new_scale(config: LossScale | None) -> GraphScale | None:
+    if config is None:
+        return None
+    scale = GraphScale(config)
+    use_scale(scale)
+    return scale
 
 
 def _converts(plan: Plan) -> bool:

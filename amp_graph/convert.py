@@ -3,69 +3,154 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import fx, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
 
 from amp_graph.compiler import Compiler
 from amp_graph.conversion import SLOT, Conversion
 from amp_graph.errors import AmpGraphError
+from amp_graph.found_inf import found_inf
+from amp_graph.graph_scale import GraphScale
 from amp_graph.ir import Plan
 from amp_graph.policy import Policy, as_policy
 from amp_graph.runtime import warn
+from amp_graph.training import attach
 
 Model = TypeVar("Model", bound=nn.Module)
+Optimizers = TypeVar("Optimizers", Optimizer, list[Optimizer], tuple[Optimizer, ...])
 
 
+@overload
 def convert(
     model: Model,
+    optimizer: None = None,
     *,
     policy: Policy | str | torch.dtype | None = None,
     example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
-) -> Model:
+) -> Model: ...
+@overload
+def convert(
+    model: Model,
+    optimizer: Optimizers,
+    *,
+    policy: Policy | str | torch.dtype | None = None,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+) -> tuple[Model, Optimizers]: ...
+def convert(
+    model: Model,
+    optimizer: Any = None,
+    *,
+    policy: Policy | str | torch.dtype | None = None,
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+) -> Any:
     """Make `model` compute in mixed precision, in place, and return it.
 
     Parameters, `state_dict`, class, attributes and output dtypes stay as they are. The model is
     captured at its first call and again for new kinds of input, or at once on `example_inputs`
     (positional arguments as a sequence, keyword arguments as a mapping). The policy is
-    "float16", "bfloat16", a `Policy`, or None: float16 on CUDA, bfloat16 elsewhere.
+    "float16", "bfloat16", a `Policy`, or None: float16 on CUDA, bfloat16 elsewhere. Of a wrapper
+    such as DistributedDataParallel the module inside is converted.
 
-    A model converted already is returned as it is, with a warning. Raises AmpGraphError for
-    what cannot be converted and PolicyError or ListError for a policy that makes no sense.
+    In float16 gradients are scaled inside the graphs, and optimizers skip a step whose gradients
+    overflowed. That holds for every `torch.optim.Optimizer` that steps the model's parameters.
+    Pass `optimizer`, one or a list, to have the loss scale saved in and loaded from its
+    `state_dict()`, and to have its `step()` return whether it stepped; the pair (model, optimizer)
+    is returned then, both the objects that were given.
+
+    A model converted already stays as it is, with a warning. Raises AmpGraphError for what cannot
+    be converted and PolicyError or ListError for a policy that makes no sense.
     """
     _check_model(model)
+    inner = unwrapped(model)
     policy = as_policy(policy)
-    if is_converted(model):
-        warn(f"{type(model).__name__} is converted already; restore() it to change its policy")
-        return model
-    model.__dict__[SLOT] = conversion = Conversion(model, policy)
-    if example_inputs is not None:
-        conversion.capture_now(example_inputs)
-    return model
+    optimizers = _checked(optimizer, inner)
+    if is_converted(inner):
+        warn(f"{type(inner).__name__} is converted already; restore() it to change its policy")
+    else:
+        inner.__dict__[SLOT] = Conversion(inner, policy)
+        if example_inputs is not None:
+            inner.__dict__[SLOT].capture_now(example_inputs)
+    for each in optimizers:
+        attach(each, inner.__dict__[SLOT].scale)
+    return model if optimizer is None else (model, optimizer)
 
 
 def restore(model: Model) -> Model:
     """Undo `convert`: the model runs its own code again. Raises AmpGraphError if not converted."""
-    if not is_converted(model):
-        raise AmpGraphError(f"{type(model).__name__} is not converted; there is nothing to restore")
-    del model.__dict__[SLOT]
+    _conversion_of(model).close()
+    del unwrapped(model).__dict__[SLOT]
+    return model
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside of PyTorch's data-parallel wrappers."""
+    while isinstance(model, (DataParallel, DistributedDataParallel)):
+        model = model.module
     return model
 
 
 def is_converted(model: nn.Module) -> bool:
-    """Whether `model` itself was converted (not a module inside or around it)."""
-    return isinstance(model.__dict__.get(SLOT), Conversion)
+    """Whether `model` itself was converted (not a module inside it)."""
+    return isinstance(unwrapped(model).__dict__.get(SLOT), Conversion)
 
 
 def plans(model: nn.Module) -> tuple[Plan, ...]:
     """The plans of the graphs captured from a converted model so far, in order of capture."""
+    return _conversion_of(model).plans
+
+
+def scale_of(model: nn.Module) -> GraphScale | None:
+    """The loss scale inside a converted model's graphs; None if its gradients are not scaled.
+
+    It has `get_scale()`, and `state_dict()` and `load_state_dict()` in GradScaler's format.
+    """
+    return _conversion_of(model).scale
+
+
+def has_finite_gradients(model: nn.Module) -> bool:
+    """Whether to go on with an update of one's own: no gradient of the model overflowed.
+
+    For training without a `torch.optim.Optimizer`, which would ask by itself. Call it once per
+    update: the loss scale is adjusted accordingly.
+    """
+    found = found_inf(model.parameters())
+    scale = scale_of(model)
+    if scale is not None:
+        scale.stepped(found)
+    return not found
+
+
+def _conversion_of(model: nn.Module) -> Conversion:
     if not is_converted(model):
         raise AmpGraphError(
             f"{type(model).__name__} is not converted; call amp_graph.convert first"
         )
-    conversion: Conversion = model.__dict__[SLOT]
-    return conversion.plans
+    conversion: Conversion = unwrapped(model).__dict__[SLOT]
+    return conversion
+
+
+def _checked(optimizer: Any, model: nn.Module) -> list[Optimizer]:
+    """The optimizers given, of which each must step some of the model's parameters."""
+    if optimizer is None:
+        return []
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    own = {id(p) for p in model.parameters()}
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise AmpGraphError(
+                f"convert(model, optimizer) takes a torch.optim.Optimizer or a list of them, not "
+                f"{type(each).__name__}; for an update of your own see has_finite_gradients"
+            )
+        if not any(id(p) in own for group in each.param_groups for p in group["params"]):
+            raise AmpGraphError(
+                f"{type(each).__name__} steps no parameter of {type(model).__name__}; make it "
+                f"from this model's parameters()"
+            )
+    return optimizers
 
 
 def backend(

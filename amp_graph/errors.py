@@ -19,3 +19,11 @@ class CaptureError(AmpGraphError):
 
 class VerifyError(AmpGraphError):
     """A rewritten graph failed one of the checks it must pass."""
+
+
+class CheckpointError(AmpGraphError):
+    """A saved state is damaged, or is not one of this package."""
+
+
+class OverflowAbort(AmpGraphError):
+    """Too many optimizer steps in a row were skipped, because gradients were not finite."""

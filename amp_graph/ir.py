@@ -81,6 +81,11 @@ class NodeFacts:
         return sum(t.numel for t in self.tensors if t.dtype is torch.float32)
 
     @property
+    def is_weight(self) -> bool:
+        """Whether casts of it are lifted out of the graph: a parameter that is only read."""
+        return self.is_parameter and not self.written
+
+    @property
     def is_scalar(self) -> bool:
         return len(self.tensors) == 1 and self.tensors[0].shape == ()
 
@@ -107,7 +112,8 @@ class Cast:
     """One conversion of one value, shared by all of `readers`.
 
     `bytes` counts what it reads and writes. A saturating cast maps finite numbers beyond the
-    low precision's range to its largest number instead of to infinity.
+    low precision's range to its largest number instead of to infinity. A weight is cast outside
+    of the graph, together with all others.
     """
 
     value: str
@@ -115,6 +121,7 @@ class Cast:
     readers: tuple[str, ...]
     bytes: int
     saturate: bool = False
+    is_weight: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,8 +143,14 @@ class Plan:
 
     @property
     def cast_bytes(self) -> int:
-        """Bytes read and written by all casts, those of the bodies included."""
-        return sum(c.bytes for c in self.casts) + sum(b.cast_bytes for b in self.bodies.values())
+        """Bytes read and written by the casts in the graph and in its bodies, weights apart."""
+        own = sum(c.bytes for c in self.casts if not c.is_weight)
+        return own + sum(b.cast_bytes for b in self.bodies.values())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes read and written to bring all low-precision weights up to date."""
+        return sum(c.bytes for c in self.casts if c.is_weight)
 
 
 def takes_either(

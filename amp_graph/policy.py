@@ -10,6 +10,7 @@ import torch
 
 from amp_graph.errors import PolicyError
 from amp_graph.ir import Color, NodeFacts
+from amp_graph.loss_scale import LossScale
 from amp_graph.oplists import OpLists, UserLists, load_lists
 
 LOW_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -66,6 +67,9 @@ class Policy:
     overrides: exceptions for single nodes or modules; the first that matches wins.
     keep_float32: globs of module paths that stay in float32 altogether.
     output_dtype: the dtype of the model's float32 outputs; None keeps float32.
+    loss_scale: "dynamic" scales gradients inside the graphs in float16 and not in bfloat16, whose
+        range is float32's. A LossScale, or a number for a static scale, scales in either. None
+        scales in neither.
     """
 
     dtype: torch.dtype | str | None = None
@@ -73,6 +77,7 @@ class Policy:
     overrides: tuple[Override, ...] = ()
     keep_float32: tuple[str, ...] = ()
     output_dtype: torch.dtype | None = None
+    loss_scale: LossScale | float | str | None = "dynamic"
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
@@ -84,6 +89,13 @@ class Policy:
                 raise PolicyError(f"overrides must hold Override objects, not {override!r}")
         if self.output_dtype is not None and not isinstance(self.output_dtype, torch.dtype):
             raise PolicyError(f"output_dtype must be a torch.dtype, not {self.output_dtype!r}")
+        if isinstance(self.loss_scale, (int, float)) and not isinstance(self.loss_scale, bool):
+            object.__setattr__(self, "loss_scale", LossScale.static(float(self.loss_scale)))
+        elif self.loss_scale != "dynamic" and not isinstance(self.loss_scale, LossScale | None):
+            raise PolicyError(
+                f"loss_scale must be 'dynamic', a number, a LossScale or None, "
+                f"not {self.loss_scale!r}"
+            )
 
     def dtype_for(self, device_types: Iterable[str]) -> torch.dtype:
         """The low precision for a graph on these devices."""
@@ -91,6 +103,13 @@ class Policy:
             return self.dtype
         fast = FLOAT16_DEVICES.intersection(device_types)
         return torch.float16 if fast else torch.bfloat16
+
+    def loss_scale_for(self, dtype: torch.dtype) -> LossScale | None:
+        """How gradients are scaled in graphs of this low precision; None: they are not."""
+        if self.loss_scale == "dynamic":
+            return LossScale() if dtype is torch.float16 else None
+        assert not isinstance(self.loss_scale, (str, float))
+        return self.loss_scale
 
     def override_for(self, facts: NodeFacts) -> tuple[Color, str] | None:
         """The colour the user gave this node and the words that say so."""

@@ -236,7 +236,8 @@ class _Emitter:
         cast = self.call(CAST, (new,), {"dtype": dtype}, f"{arg.name}_{suffix}", arg)
         numel = sum(t.numel for t in self.facts[arg.name].tensors)
         size = numel * (value.dtype.itemsize + dtype.itemsize)
-        self.casts[cast] = Cast(arg.name, dtype, (), size, saturate)
+        is_weight = self.facts[arg.name].is_weight
+        self.casts[cast] = Cast(arg.name, dtype, (), size, saturate, is_weight)
         return cast
 
     def call(self, target: OpOverload, args: Any, kwargs: Any, name: str, of: fx.Node) -> fx.Node:

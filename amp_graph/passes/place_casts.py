@@ -11,7 +11,8 @@ readers, through one auxiliary node per direction:
     producer --bytes--> up(value) --inf--> each reader      cut when the producer is low
     each reader --inf--> down(value) --bytes--> producer    cut when the producer is float32
 
-and a free node pays for the traffic it would cause in float32. Each connected free region is
+and a free node pays for the traffic it would cause in float32. Casts of parameters are free: they
+are made outside of the graph, all at once (see `lift_weights`). Each connected free region is
 solved on its own; equal cuts fall to float32. (The construction is the one of project selection,
 Picard 1976; auxiliary nodes for shared transfers as in Stone 1977.)
 """
@@ -59,7 +60,8 @@ def casts_for(
         if readers:
             target = torch.float32 if name in low else dtype
             saturate = name not in low and paints[name].huge
-            casts.append(Cast(name, target, tuple(readers), f.numel * CAST_BYTES, saturate))
+            size = f.numel * CAST_BYTES
+            casts.append(Cast(name, target, tuple(readers), size, saturate, f.is_weight))
     return tuple(casts)
 
 
@@ -117,7 +119,7 @@ def _network(
         producer = side(name)
         if not (readers | {producer}) - {LOW, FLOAT32}:
             continue
-        bytes_moved = f.numel * CAST_BYTES
+        bytes_moved = 0 if f.is_weight else f.numel * CAST_BYTES
         up, down = ("up", name), ("down", name)
         if producer != FLOAT32 and readers - {LOW, producer}:
             rounds = paints[name].wide and producer != LOW

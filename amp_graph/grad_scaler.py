@@ -1,0 +1,169 @@
+"""Explicit loss scaling, for scripts written that way.
+
+`GradScaler` has the methods of `torch.amp.GradScaler` and the state machine of `LossScale`. Models
+under an explicit scaler, ours or PyTorch's, do not scale inside their graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_graph.errors import AmpGraphError
+from amp_graph.found_inf import found_inf
+from amp_graph.loss_scale import LossScale, ScaleState, load_state, save_state
+
+
+class GradScaler:
+    """Scale losses by hand: `torch.amp.GradScaler` with a floor, a ceiling, hysteresis.
+
+        scaler = amp_graph.GradScaler()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)      # optional, to clip
+        scaler.step(optimizer)          # skipped if gradients overflowed
+        scaler.update()
+
+    `device` is accepted for compatibility; scale and checks live where the gradients are. Further
+    keyword arguments are those of `LossScale`.
+    """
+
+    def __init__(
+        self,
+        device: Any = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        **bounds: Any,
+    ):
+        self._config = LossScale(
+            init_scale, growth_factor, backoff_factor, growth_interval, **bounds
+        )
+        self._state = self._config.start()
+        self._enabled = enabled
+        self._found: dict[int, Tensor] = {}  # of each optimizer unscaled since the last update
+        self._stepped: set[int] = set()
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss, or each of an iterable of losses, by the scale."""
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            return outputs * self._state_on(outputs.device).scale.to(outputs.dtype)
+        if isinstance(outputs, Iterable):
+            scaled = [self.scale(value) for value in outputs]
+            return scaled if isinstance(outputs, list) else tuple(scaled)
+        raise AmpGraphError(f"GradScaler.scale takes tensors, not {type(outputs).__name__}")
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of an optimizer's parameters by the scale, in place."""
+        if not self._enabled:
+            return
+        if id(optimizer) in self._found:
+            raise AmpGraphError("unscale_() was called for this optimizer since the last update()")
+        if id(optimizer) in self._stepped:
+            raise AmpGraphError("unscale_() comes before step()")
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._found[id(optimizer)] = found_inf(parameters, self._state.scale.reciprocal())
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step the optimizer unless its gradients overflowed; return what its `step` returns."""
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if id(optimizer) in self._stepped:
+            raise AmpGraphError("step() was called for this optimizer since the last update()")
+        if id(optimizer) not in self._found:
+            self.unscale_(optimizer)
+        self._stepped.add(id(optimizer))
+        return None if bool(self._found[id(optimizer)]) else optimizer.step(*args, **kwargs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adjust the scale, once all optimizers have stepped; or set it."""
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            value = torch.tensor(float(new_scale), device=self._state.scale.device)
+            self._state = self._state._replace(scale=value)
+        elif not self._found:
+            raise AmpGraphError("update() before any step(): no gradients were checked")
+        else:
+            found = torch.stack([f.to(self._state.scale.device) for f in self._found.values()])
+            self._state = self._config.adjust(self._state, found.amax())
+        self._found, self._stepped = {}, set()
+
+    def get_scale(self) -> float:
+        return float(self._state.scale) if self._enabled else 1.0
+
+    def get_growth_factor(self) -> float:
+        return self._config.growth_factor
+
+    def get_backoff_factor(self) -> float:
+        return self._config.backoff_factor
+
+    def get_growth_interval(self) -> int:
+        return self._config.growth_interval
+
+    def is_enabled(self) -> bool:
+        return self._enabled
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, which `torch.amp.GradScaler.load_state_dict` takes too."""
+        return save_state(self._config, self._state) if self._enabled else {}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Go on from a state saved here or by torch.amp.GradScaler. Raises CheckpointError."""
+        if self._enabled:
+            self._config, self._state = load_state(self._config, state_dict)
+
+    def _state_on(self, device: torch.device) -> ScaleState:
+        if self._state.scale.device != device:
+            self._state = self._state.to(device)
+        return self._state
+
+
+@contextlib.contextmanager
+def scale_loss(loss: Tensor, optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[Tensor]:
+    """Apex's `with scale_loss(loss, optimizer) as scaled: scaled.backward()`.
+
+    The graphs of converted models scale by themselves, so the loss is handed out as it is; after
+    the block, as with Apex, gradients are true, and the optimizer skips the step on overflow.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise AmpGraphError(f"scale_loss takes optimizers, not {type(each).__name__}")
+    yield loss
+
+
+EXPLICIT = (GradScaler, torch.amp.GradScaler)
+STEPS = frozenset({GradScaler.step.__code__, torch.amp.GradScaler.step.__code__})
+STEP_DEPTH = 16  # frames between a scaler's step() and an optimizer's hooks, wrappers included
+
+
+def is_grad_scaler_stepping(frame: FrameType | None) -> bool:
+    """Whether the call in this frame comes from an enabled scaler's `step`."""
+    for _ in range(STEP_DEPTH):
+        if frame is None:
+            return False
+        if frame.f_code in STEPS:
+            return bool(frame.f_locals["self"].is_enabled())
+        frame = frame.f_back
+    return False
+
+
+def is_grad_scaler_around() -> bool:
+    """Whether the process holds an enabled scaler. Walks all objects once: tens of milliseconds."""
+    return any(scaler.is_enabled() for scaler in _instances())
+
+
+def _instances() -> Iterator[Any]:
+    # By type(): isinstance() would ask proxies for their __class__, which may run anything.
+    return (o for o in gc.get_objects() if issubclass(type(o), EXPLICIT))

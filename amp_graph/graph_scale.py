@@ -1,0 +1,147 @@
+"""The loss scale of one converted model: what its graphs multiply gradients by, and its rounds.
+
+A round is what lies between two training forwards with an optimizer step in between. The scale is
+adjusted when a round ends, once for all optimizers that stepped in it, as `GradScaler.update` is;
+never during a backward pass, where the factor that came in must be the one that goes out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_graph.errors import OverflowAbort
+from amp_graph.grad_scaler import is_grad_scaler_around
+from amp_graph.loss_scale import LossScale, ScaleState, load_state, save_state
+from amp_graph.nonfinite import FirstNonfinite
+from amp_graph.runtime import warn
+
+UNSEEN_FORWARDS = 100
+_serials = itertools.count()
+
+
+class GraphScale:
+    """The loss scale inside the graphs of one converted model."""
+
+    def __init__(self, config: LossScale):
+        self.config = config
+        self.serial = next(_serials)  # checkpoints list scales in order of creation
+        self.watch: FirstNonfinite | None = None  # set while the graphs are to be looked into
+        self.driven_by_grad_scaler = False
+        self._unseen = UNSEEN_FORWARDS  # training forwards left to see an optimizer step
+        self._state = config.start()
+        self._pending: Tensor | None = None  # found_inf of the round that has not ended
+        self._factors: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._parameters: dict[int, weakref.ref[Tensor]] = {}
+        self._skipped = _Readback()
+
+    def is_on(self) -> bool:
+        return not self.driven_by_grad_scaler
+
+    def factor(self, device: torch.device) -> Tensor:
+        """S on a device, 0-dimensional, float32."""
+        return self._factors_on(device)[0]
+
+    def inverse(self, device: torch.device) -> Tensor:
+        """1/S on a device, 0-dimensional, float32."""
+        return self._factors_on(device)[1]
+
+    def _factors_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        found = self._factors.get(device)
+        if found is None:
+            scale = self._state.scale.to(device, non_blocking=True)
+            found = self._factors[device] = scale, scale.reciprocal()
+        return found
+
+    def entered(self, parameters: Iterable[Tensor]) -> None:
+        """Take note of parameters whose gradients are scaled from now on."""
+        self._parameters.update((id(p), weakref.ref(p)) for p in parameters)
+
+    def covers(self, parameter: Tensor) -> bool:
+        found = self._parameters.get(id(parameter))
+        return found is not None and found() is parameter
+
+    def stepped(self, found_inf: Tensor) -> None:
+        """Take note that an optimizer stepped (0) or had to skip (1) in this round."""
+        self._unseen = -1
+        if self._pending is not None:
+            found_inf = torch.maximum(self._pending, found_inf.to(self._pending.device))
+        self._pending = found_inf
+
+    def begin_forward(self) -> None:
+        """End the round, if there was a step in it. Raises OverflowAbort."""
+        if self._unseen == UNSEEN_FORWARDS:
+            self.driven_by_grad_scaler = is_grad_scaler_around()
+        self._unseen -= self._unseen >= 0
+        if self._unseen == 0 and self.is_on():
+            warn(
+                f"no torch.optim.Optimizer has stepped the parameters of a model in float16 in "
+                f"{UNSEEN_FORWARDS} training forwards, so nobody skips the steps whose gradients "
+                f"overflow. Before an update of your own, ask amp_graph.has_finite_gradients(model)"
+            )
+        if self._pending is None or torch._C._current_graph_task_id() != -1:
+            return
+        self._state, self._pending = self.state, None
+        self._factors.clear()
+        self._skipped.follow(self._state.skipped)
+        if self.config.abort_after is None or self._skipped.latest < self.config.abort_after:
+            self.watch = None
+        elif self.watch is None:
+            self.watch = FirstNonfinite()
+        else:
+            watched, self.watch = self.watch, None
+            raise OverflowAbort(
+                f"{self._skipped.latest} optimizer steps in a row were skipped because gradients "
+                f"were not finite, the loss scale is down to {self.get_scale():g}; {watched}. "
+                f"Keep that operator in float32 (Policy.overrides) or lower the learning rate; "
+                f"LossScale(abort_after=None) goes on regardless"
+            )
+
+    @property
+    def state(self) -> ScaleState:
+        """The state as it is once the round has ended."""
+        if self._pending is None:
+            return self._state
+        return self.config.adjust(self._state.to(self._pending.device), self._pending)
+
+    def get_scale(self) -> float:
+        """The loss scale as a number; waits for the device."""
+        return float(self.state.scale) if self.is_on() else 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """A state that `load_state_dict` and `torch.amp.GradScaler.load_state_dict` take."""
+        return save_state(self.config, self.state)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from a saved state, `GradScaler.state_dict()` too. Raises CheckpointError."""
+        self.go_on_from(*load_state(self.config, state))
+
+    def go_on_from(self, config: LossScale, state: ScaleState) -> None:
+        self.config, self._state, self._pending = config, state, None
+        self._factors.clear()
+
+
+class _Readback:
+    """The latest value of a device's counter that has arrived on the host, without waiting."""
+
+    def __init__(self) -> None:
+        self.latest = 0
+        self._sent: tuple[Tensor, Any] | None = None
+
+    def follow(self, counter: Tensor) -> None:
+        if counter.device.type == "cpu":
+            self.latest = int(counter)
+            return
+        if self._sent is not None and self._sent[1].query():
+            self.latest = int(self._sent[0])
+            self._sent = None
+        if self._sent is None:
+            arrived = torch.Event(counter.device)
+            value = counter.to("cpu", non_blocking=True)
+            arrived.record()
+            self._sent = value, arrived

@@ -1,0 +1,139 @@
+"""The loss scale as a pure state machine: what it is, and what it is after an optimizer step.
+
+Micikevicius et al., "Mixed Precision Training" (2018), section 3.2, in the dynamic form that
+`torch.amp.GradScaler` made usual, with the bounds that it lacks: its scale can reach exactly 0
+(seen in torch 2.13), after which the next finite step writes NaN into the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp_graph.errors import CheckpointError, PolicyError
+
+
+class ScaleState(NamedTuple):
+    """A loss scale at one moment: 0-dimensional float32 tensors on one device, never written to.
+
+    scale: what gradients are multiplied by.
+    clean: steps since the scale last changed or a step was skipped.
+    skipped: steps skipped in a row.
+    """
+
+    scale: Tensor
+    clean: Tensor
+    skipped: Tensor
+
+    def to(self, device: torch.device) -> ScaleState:
+        return ScaleState(*(value.to(device, non_blocking=True) for value in self))
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """How a loss scale starts and changes.
+
+    init_scale, growth_factor, backoff_factor, growth_interval: as in `torch.amp.GradScaler`: the
+        scale is multiplied by `backoff_factor` when gradients overflow, and by `growth_factor`
+        after `growth_interval` steps without.
+    floor, ceiling: the scale stays between them.
+    hysteresis: how many overflows in a row it takes to back off.
+    abort_after: after so many skipped steps in a row the optimizer's step raises OverflowAbort,
+        which names the first operator whose value or gradient was not finite. None: never.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    floor: float = 2.0**-14
+    ceiling: float = 2.0**24
+    hysteresis: int = 1
+    abort_after: int | None = 500
+
+    def __post_init__(self) -> None:
+        for name in ("init_scale", "growth_factor", "backoff_factor", "floor", "ceiling"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+                raise PolicyError(f"LossScale: {name} must be a positive number, not {value!r}")
+        if not self.floor <= self.init_scale <= self.ceiling:
+            raise PolicyError(
+                f"LossScale: init_scale {self.init_scale:g} must lie between floor "
+                f"{self.floor:g} and ceiling {self.ceiling:g}"
+            )
+        if self.growth_factor < 1 or self.backoff_factor > 1:
+            raise PolicyError("LossScale: growth_factor is below 1 or backoff_factor above")
+        for name in ("growth_interval", "hysteresis", "abort_after"):
+            value = getattr(self, name)
+            if not (value is None and name == "abort_after") and not _is_count(value):
+                raise PolicyError(f"LossScale: {name} must be a count above 0, not {value!r}")
+
+    @classmethod
+    def static(cls, scale: float, abort_after: int | None = 500) -> LossScale:
+        """A scale that never changes (NVCaffe's global_grad_scale)."""
+        return cls(scale, 1.0, 1.0, floor=scale, ceiling=scale, abort_after=abort_after)
+
+    def start(self) -> ScaleState:
+        return ScaleState(*(torch.tensor(float(v)) for v in (self.init_scale, 0, 0)))
+
+    def adjust(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
+        """The state after an optimizer step; `found_inf` is 1 if it was skipped, else 0.
+
+        Works on the state's device without waiting for it.
+        """
+        skipped = (state.skipped + 1) * found_inf
+        clean = (state.clean + 1) * (1 - found_inf)
+        grows = clean == self.growth_interval
+        backs_off = skipped >= self.hysteresis
+        scale = torch.where(grows, state.scale * self.growth_factor, state.scale)
+        scale = torch.where(backs_off, scale * self.backoff_factor, scale)
+        return ScaleState(
+            scale.clamp(self.floor, self.ceiling), torch.where(grows, 0.0, clean), skipped
+        )
+
+
+FACTOR_KEYS = ("growth_factor", "backoff_factor", "growth_interval")
+
+
+def save_state(config: LossScale, state: ScaleState) -> dict[str, Any]:
+    """A dict of plain numbers that `GradScaler.load_state_dict` takes too."""
+    scale, clean, skipped = (float(value) for value in state)
+    saved = {"scale": scale, "_growth_tracker": int(clean), "skipped_in_a_row": int(skipped)}
+    return saved | {key: getattr(config, key) for key in FACTOR_KEYS}
+
+
+def load_state(config: LossScale, saved: Any) -> tuple[LossScale, ScaleState]:
+    """What `save_state` or `GradScaler.state_dict` saved. Raises CheckpointError.
+
+    The factors are taken from what was saved, as GradScaler does; the bounds stay.
+    """
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f"not the state of a loss scale: {saved!r}")
+    missing = [k for k in ("scale", "_growth_tracker", *FACTOR_KEYS) if k not in saved]
+    if missing:
+        raise CheckpointError(f"the state of the loss scale lacks {', '.join(missing)}")
+    scale, clean = saved["scale"], saved["_growth_tracker"]
+    skipped = saved.get("skipped_in_a_row", 0)
+    if not isinstance(scale, (int, float)) or not config.floor <= scale <= config.ceiling:
+        raise CheckpointError(
+            f"the saved loss scale is {scale!r}; the policy's is between {config.floor:g} and "
+            f"{config.ceiling:g}"
+        )
+    for key, value in (("_growth_tracker", clean), ("skipped_in_a_row", skipped)):
+        if not isinstance(value, int) or value < 0:
+            raise CheckpointError(f"the state of the loss scale has {key} {value!r}")
+    kept = {f.name: getattr(config, f.name) for f in fields(config)}
+    try:
+        loaded = LossScale(**kept | {key: saved[key] for key in FACTOR_KEYS})
+    except (PolicyError, TypeError) as error:
+        raise CheckpointError(f"the state of the loss scale makes no sense: {error}") from None
+    return loaded, ScaleState(*(torch.tensor(float(v)) for v in (scale, clean, skipped)))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

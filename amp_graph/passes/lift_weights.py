@@ -1,0 +1,44 @@
+"""Lift weights: take the casts of parameters out of the graph, which gets their results instead.
+
+    x_low = _to_copy(x, dtype=bfloat16)         x_low = _to_copy(x, dtype=bfloat16)
+    w_low = _to_copy(w, dtype=bfloat16)         mm    = mm(x_low, w_bfloat16)
+    mm    = mm(x_low, w_low)
+    inputs: x, w                                inputs: x, w, w_bfloat16
+
+All low-precision weights can then be made in one fused call, and their gradients widened in one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from amp_graph.capture.aten import CAST
+from amp_graph.ir import Plan
+
+
+def lift_weights(
+    emitted: fx.GraphModule, plan: Plan
+) -> tuple[fx.GraphModule, tuple[tuple[int, torch.dtype], ...]]:
+    """Return the graph with an input more for each cast of a parameter, and for each of those
+    inputs, in order, the position of its parameter among the graph's inputs and its dtype.
+
+    `emitted` is left as it was. A parameter that the graph writes to keeps its casts.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    inputs = [n for n in emitted.graph.nodes if n.op == "placeholder"]
+    for node in inputs:
+        copies[node] = graph.node_copy(node)
+    weights: list[tuple[int, torch.dtype]] = []
+    casts = [n for n in emitted.graph.nodes if n.target is CAST and n.name not in plan.facts]
+    for cast in casts:
+        source = cast.all_input_nodes[0]
+        if source in copies and plan.facts[source.name].is_weight:
+            copies[cast] = graph.placeholder(cast.name)
+            copies[cast].meta = {**cast.meta, "is_parameter": False}
+            weights.append((inputs.index(source), cast.meta["val"].dtype))
+    for node in emitted.graph.nodes:
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(emitted, graph, class_name="AmpGraph"), tuple(weights)
