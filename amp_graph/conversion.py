@@ -21,6 +21,7 @@ from amp_graph.compiler import Compiler
 from amp_graph.graph_scale import GraphScale
 from amp_graph.ir import Plan
 from amp_graph.loss_scale import LossScale
+from amp_graph.own_code import own_code
 from amp_graph.policy import Policy
 from amp_graph.runtime import Outside, under_autocast, warn, without_autocast
 from amp_graph.training import drop_scale, use_scale
@@ -57,7 +58,7 @@ class Conversion(Compiler):
     @torch.compiler.disable(reason="a model converted by amp_graph captures its own graphs")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not can_capture():
-            return self._own_code()(*args, **kwargs)
+            return own_code(self.module, *self._devices(), None)(*args, **kwargs)
         if self.scale is not None and torch.is_grad_enabled():
             self.scale.begin_forward()
         frames = frames_seen()
@@ -98,7 +99,10 @@ class Conversion(Compiler):
             devices, dtype = self._devices()
             reason = f"code between graphs ({found}) is not captured; runs under autocast"
             self._plans.append(Plan(dtype, fallback=reason))
-            self._capture(under_autocast, devices, dtype)
+            if self.scale is None:
+                self._capture(under_autocast, devices, dtype)
+            else:  # gradients are scaled within graphs, so that code between them must be in one
+                self._call = self._own_code()
         elif not self._plans:
             warn(f"nothing of {name} was captured, so nothing was converted")
         elif not any(_converts(plan) for plan in self._plans):
@@ -129,8 +133,7 @@ class Conversion(Compiler):
 
     def _own_code(self) -> Callable[..., Any]:
         """The model's own code under autocast, for what Dynamo cannot capture."""
-        own_call: Callable[..., Any] = type(self.module)._call_impl.__get__(self.module)
-        return under_autocast(own_call, *self._devices())
+        return own_code(self.module, *self._devices(), self.scale)
 
     def _uncaptured(self, error: Exception) -> Callable[..., Any]:
         """From now on the whole model runs its own code under autocast."""
