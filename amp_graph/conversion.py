@@ -20,7 +20,6 @@ from amp_graph.capture.dynamo import (
 from amp_graph.compiler import Compiler
 from amp_graph.graph_scale import GraphScale
 from amp_graph.ir import Plan
-from amp_graph.loss_scale import LossScale
 from amp_graph.own_code import own_code
 from amp_graph.policy import Policy
 from amp_graph.runtime import Outside, under_autocast, warn, without_autocast
@@ -37,9 +36,11 @@ class Conversion(Compiler):
     the model carries a conversion of its own, a pickle carries the plain model.
     """
 
-    def __init__(self, module: nn.Module, policy: Policy):
+    def __init__(self, module: nn.Module, policy: Policy, scale: GraphScale | None):
         self.module = module
-        self.scale = _new_scale(policy.loss_scale_for(policy.dtype_for(_devices(module))))
+        self.scale = scale
+        if scale is not None:
+            use_scale(scale)
         super().__init__(policy, self.scale)
         self._watch: Outside | None = Outside(self.lists) if can_watch() else None
         self._is_new = True
@@ -115,8 +116,7 @@ class Conversion(Compiler):
         return bool(self.policy.keep_float32 or self.policy.overrides)
 
     def _devices(self) -> tuple[frozenset[str], torch.dtype]:
-        devices = _devices(self.module)
-        return devices, self.policy.dtype_for(devices)
+        return devices_and_dtype(self.module, self.policy)
 
     def capture_now(self, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
         """Run the model once for its graphs; buffers and random state are put back."""
@@ -152,9 +152,8 @@ class Conversion(Compiler):
     def __deepcopy__(self, memo: dict[int, Any]) -> Conversion:
         """Called while the model is copied, when its copy exists but is not filled in yet."""
         module = memo[id(self.module)]
-        module.__dict__[SLOT] = conversion = Conversion(module, self.policy)
-        if self.scale is not None and conversion.scale is not None:
-            conversion.scale.go_on_from(self.scale.config, self.scale.state)
+        scale = self.scale.copy() if self.scale else None
+        module.__dict__[SLOT] = conversion = Conversion(module, self.policy, scale)
         return conversion
 
     def __reduce__(self) -> Any:
@@ -163,16 +162,10 @@ class Conversion(Compiler):
         return getattr, (self.module, SLOT)
 
 
-def _devices(module: nn.Module) -> frozenset[str]:
-    return frozenset(p.device.type for p in module.parameters())
-
-
-def _new_scale(config: LossScale | None) -> GraphScale | None:
-    if config is None:
-        return None
-    scale = GraphScale(config)
-    use_scale(scale)
-    return scale
+def devices_and_dtype(module: nn.Module, policy: Policy) -> tuple[frozenset[str], torch.dtype]:
+    """Where a model's parameters are, and the low precision that the policy has for there."""
+    devices = frozenset(p.device.type for p in module.parameters())
+    return devices, policy.dtype_for(devices)
 
 
 def _converts(plan: Plan) -> bool:
