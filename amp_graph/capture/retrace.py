@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -41,7 +41,31 @@ from amp_graph.errors import CaptureError
 
 KERNEL_CHOICE = (_sdpa_kernel, _backend_from_string)
 MODE_SETTERS = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast, *KERNEL_CHOICE)
-NOTES = {ATTENTION: note_kernel}
+
+
+def convert_like(
+    tensor: torch.Tensor,
+    other: torch.Tensor,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Any:
+    """A conversion to the type of another tensor, by naming that type: casting the other one must
+    not change it, nor cost anything. `Tensor.to(other)` is spelled so by PyTorch itself."""
+    if tensor.layout is not other.layout:
+        return NotImplemented
+    if (tensor.dtype, tensor.device) == (other.dtype, other.device):
+        if not copy and memory_format in (None, torch.preserve_format):
+            return tensor
+    target = (other.device, other.dtype, non_blocking, copy)
+    return tensor.to(*target, memory_format=memory_format or torch.preserve_format)
+
+
+DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
+    ATTENTION: note_kernel,
+    torch.ops.aten.to.other: convert_like,
+    torch.ops.aten.type_as.default: convert_like,
+}
 
 
 def retrace(module: fx.GraphModule, names: Mapping[str, str] | None = None) -> fx.GraphModule:
@@ -76,7 +100,7 @@ def _module_path(node: fx.Node, names: Mapping[str, str]) -> str:
 
 def trace(function: Callable[..., Any], args: Sequence[Any]) -> fx.GraphModule:
     """Capture a plain function of tensors as an ATen graph, without Dynamo."""
-    tracer = make_fx(function, NOTES, pre_dispatch=True, tracing_mode="fake")
+    tracer = make_fx(function, DECOMPOSITIONS, pre_dispatch=True, tracing_mode="fake")
     with fx_traceback.preserve_node_meta():
         graph_module: fx.GraphModule = tracer(*args)
     return graph_module
@@ -190,7 +214,7 @@ class _Retracer:
             results[:] = [interpreter.env[node] for node in outputs]
             return list(results)
 
-        traced = make_fx(run, NOTES, pre_dispatch=True, _allow_non_fake_inputs=True)(
+        traced = make_fx(run, DECOMPOSITIONS, pre_dispatch=True, _allow_non_fake_inputs=True)(
             *(self.fake[node] for node in inputs)
         )
         self.inline(traced, inputs, outputs)
