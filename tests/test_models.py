@@ -7,10 +7,8 @@ captures the model four times: in train mode, as a deep copy, in eval mode, at a
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from zoo.measure import autocast, errors, excess, ratio, step, steps
 import amp_graph
 from amp_graph.ir import Plan
 
+pytestmark = pytest.mark.usefixtures("whole_models")
 CASES = zoo.cases()
 BATCHES = 20
 LOW_SHARE = 0.9
@@ -38,17 +37,6 @@ EXPECTED_FALLBACK = {
     "translator": "nn.Transformer looks into its mask, and Dynamo does not resume inside torch.nn: "
     "runs under autocast",
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    torch._dynamo.reset()
-    gc.collect()
 
 
 @pytest.fixture(scope="session")
