@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import amp_graph
-from amp_graph.capture.attention import ATTENTION, attention
+from amp_graph.capture.attention import ATTENTION, attention, widens
 from amp_graph.capture.retrace import trace
 
 whole = nn.functional.scaled_dot_product_attention
@@ -151,6 +151,41 @@ def test_what_takes_a_fused_kernel_stays_whole(call: str) -> None:
     args, options = WHOLE[call]()
     result = rewrite_call(*args, **options)
     assert is_whole(result) and result.is_low("scaled_dot_product_attention")
+
+
+CUDA = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.cuda,  # not yet run on a device
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda t: t,
+    "heads next to each other": lambda t: t.transpose(-2, -3).contiguous().transpose(-2, -3),
+    "numbers of a head apart": lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("call", SPLIT | WHOLE)
+def test_the_kernel_asked_for_is_the_kernel_taken(call: str, layout: str, device: str) -> None:
+    args, options = (SPLIT | WHOLE)[call]()
+    given = [LAYOUTS[layout](t.to(device)) for t in args]
+    mask = options.pop("attn_mask", None)
+    if mask is not None:
+        mask = mask.to(device)
+        given.append(mask)
+
+    def function(*tensors: torch.Tensor) -> torch.Tensor:
+        return whole(*tensors, **options)
+
+    taken = torch._fused_sdp_choice(
+        *(t if t.dtype is torch.bool else t.half() for t in given), **options
+    )
+    noted = [widens(n) for n in trace(function, given).graph.nodes if n.target is ATTENTION]
+    assert noted == [taken == SDPBackend.MATH.value]
 
 
 def test_without_gradients_a_mask_takes_a_fused_kernel() -> None:
