@@ -56,9 +56,9 @@ def paint(
     for rule in RULES:
         painted.update(rule(scene, painted))
     wide, huge = _wide(scene, painted)[0], _huge(scene, painted)
-    return {
-        name: replace(painted.get(name) or _free(scene, name), wide=name in wide, huge=name in huge)
-        for name in facts
+    paints = {name: painted.get(name) or _free(scene, name) for name in facts}
+    return paints | {
+        name: replace(paints[name], wide=name in wide, huge=name in huge) for name in wide | huge
     }
 
 
