@@ -160,31 +160,6 @@ def test_a_factory_shaped_like_a_low_value_keeps_its_own_precision():
     assert torch.equal(ours[1], theirs[1])
 
 
-@pytest.mark.parametrize("like", [torch.ops.aten.to.other, torch.ops.aten.type_as.default])
-@pytest.mark.parametrize("convert", [lambda t: t, lambda t: t > 0.5], ids=["float", "bool"])
-def test_a_tensor_that_gives_its_type_alone_is_not_cast(like, convert) -> None:
-    """Neither from the low precision it was made in, nor to the one its type is asked in."""
-
-    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        product = (x @ w).relu()
-        return like(convert(x), product).exp(), like(convert(x), w) @ product
-
-    result = run(function, X, W, weights=1)
-    assert [f.reads for f in result.plan.facts.values() if "type_as" in f.op] == []
-    assert "relu -> float32" not in result.casts()
-    (exact, rounded), expected = result(X, W), function(X, W)
-    assert torch.equal(exact, expected[0])
-    torch.testing.assert_close(rounded, expected[1], rtol=0.02, atol=0.02)
-
-
-def test_type_as_in_float32_does_not_round():
-    def function(x, w):
-        return w.type_as(x @ w) + 0, w
-
-    result = run(function, X, W)
-    assert torch.equal(result(X, W)[0], W)
-
-
 def test_scalars_of_no_dimensions_are_not_cast():
     def function(x, w, scale):
         return ((x @ w) * scale + scale) @ w
