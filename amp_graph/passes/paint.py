@@ -49,8 +49,8 @@ def paint(
     facts: Facts, flow: nx.DiGraph, lists: OpLists, policy: Policy, dtype: torch.dtype
 ) -> Paints:
     """Return a Paint for every node, in graph order."""
-    operators = {name: f for name, f in facts.items() if f.op != "getitem"}
-    overrides = {name: o for name, f in operators.items() if (o := policy.override_for(f))}
+    operators = (f for f in facts.values() if f.op != "getitem")
+    overrides = {f.name: o for f in operators if (o := policy.override_for(f))}
     scene = Scene(facts, flow, _colors(facts, overrides), overrides, lists, dtype)
     painted: Paints = {}
     for rule in RULES:
@@ -65,8 +65,9 @@ def paint(
 def _colors(facts: Facts, overrides: Overrides) -> dict[str, Color | None]:
     """List colours with the user's overrides; an operator that computes in float32 on
     low-precision tensors is as free as an infer one, its arithmetic being the same either way."""
-    listed = {n: Color.INFER if f.low_storage else f.color for n, f in facts.items()}
-    return listed | {name: color for name, (color, _) in overrides.items()}
+    colors = {n: Color.INFER if f.low_storage else f.color for n, f in facts.items()}
+    colors.update((name, color) for name, (color, _) in overrides.items())
+    return colors
 
 
 def _free(scene: Scene, name: str) -> Paint:
@@ -204,8 +205,9 @@ def _wide(scene: Scene, painted: Mapping[str, Paint]) -> tuple[set[str], Paints]
     wide: set[str] = set()
     low_reaches: set[str] = set()
     paints: Paints = {}
+    scalars = {name for name, f in scene.facts.items() if f.is_scalar}
     for name, f in scene.facts.items():
-        operands = [p for p in f.reads if not scene.facts[p].is_scalar]
+        operands = [p for p in f.reads if p not in scalars]
         wide_operand = next((p for p in operands if p in wide), None)
         reached = any(p in low_reaches for p in operands)
         color = painted[name].color if name in painted else scene.colors[name]
