@@ -5,10 +5,12 @@ from amp_graph.errors import (
     AmpGraphError,
     CaptureError,
     ListError,
+    PlanError,
     PolicyError,
     VerifyError,
 )
 from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan, TensorFacts
+from amp_graph.plan_file import load_plan, save_plan
 from amp_graph.policy import Override, Policy
 from amp_graph.runtime import ConversionWarning
 
@@ -25,12 +27,15 @@ __all__ = [
     "Override",
     "Paint",
     "Plan",
+    "PlanError",
     "Policy",
     "PolicyError",
     "TensorFacts",
     "VerifyError",
     "convert",
     "is_converted",
+    "load_plan",
     "plans",
     "restore",
+    "save_plan",
 ]

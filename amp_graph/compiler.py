@@ -4,29 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
 from amp_graph.capture.retrace import retrace
+from amp_graph.errors import PlanError
 from amp_graph.ir import Plan
+from amp_graph.pins import Saved, pins_for
 from amp_graph.policy import Policy
-from amp_graph.rewrite import device_types, rewrite
+from amp_graph.rewrite import device_types, outline, rewrite
 from amp_graph.runtime import Guarded, under_autocast, warn, without_autocast
+
+Graphs: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
 
 
 class Compiler:
     """Rewrites every graph that Dynamo hands over; keeps their plans in order of capture."""
 
-    def __init__(self, policy: Policy):
+    def __init__(self, policy: Policy, saved: Saved | None = None):
         self.policy = policy
         self.lists = policy.load_lists()
+        self.saved = saved
         self._plans: list[Plan] = []
+        self._graphs: dict[int, Graphs] = {}
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         return tuple(self._plans)
+
+    @property
+    def graphs(self) -> tuple[Graphs | None, ...]:
+        """Beside each plan its graph as captured and as emitted; None where there is none."""
+        return tuple(self._graphs.get(i) for i in range(len(self._plans)))
 
     def module_names(self) -> dict[str, str]:
         """The path of each module of the model by its id; see `retrace`."""
@@ -42,20 +53,29 @@ class Compiler:
         except Exception as error:
             return self._not_retraced(graph, devices, error)
         devices |= device_types(aten)
+        undecided = outline(aten, self.lists, self.policy.dtype_for(devices))
+        pins = pins_for(self.saved, undecided) if self.saved else None
         try:
-            emitted, plan = rewrite(aten, self.policy, self.lists)
+            emitted, plan = rewrite(aten, self.policy, self.lists, pins)
+        except PlanError:
+            raise
         except Exception as error:
-            self._plans.append(Plan(self.policy.dtype_for(devices)))
+            self._keep(undecided, aten, aten)
             self._fall_back(len(self._plans) - 1, f"{type(error).__name__}: {error}")
             return graph.forward
-        self._plans.append(plan)
-        index = len(self._plans) - 1
+        index = self._keep(plan, aten, emitted)
         return Guarded(
             without_autocast(emitted.forward, devices),
             graph.forward,
             _inputs_at_risk(plan),
             lambda reason: self._fall_back(index, reason),
         )
+
+    def _keep(self, plan: Plan, captured: fx.GraphModule, emitted: fx.GraphModule) -> int:
+        self._plans.append(plan)
+        index = len(self._plans) - 1
+        self._graphs[index] = (captured, emitted)
+        return index
 
     def _not_retraced(
         self, graph: fx.GraphModule, devices: frozenset[str], error: Exception

@@ -18,7 +18,9 @@ from amp_graph.capture.dynamo import (
     frames_seen,
 )
 from amp_graph.compiler import Compiler
+from amp_graph.errors import PlanError
 from amp_graph.ir import Plan
+from amp_graph.pins import Saved
 from amp_graph.policy import Policy
 from amp_graph.runtime import Outside, under_autocast, warn, without_autocast
 
@@ -33,8 +35,8 @@ class Conversion(Compiler):
     the model carries a conversion of its own, a pickle carries the plain model.
     """
 
-    def __init__(self, module: nn.Module, policy: Policy):
-        super().__init__(policy)
+    def __init__(self, module: nn.Module, policy: Policy, saved: Saved | None = None):
+        super().__init__(policy, saved)
         self.module = module
         self._watch: Outside | None = Outside(self.lists) if can_watch() else None
         self._is_new = True
@@ -123,6 +125,11 @@ class Conversion(Compiler):
 
     def _uncaptured(self, error: Exception) -> Callable[..., Any]:
         """From now on the whole model runs its own code under autocast."""
+        cause = getattr(error, "inner_exception", None)
+        if isinstance(cause, PlanError):
+            around, how = self._around
+            self._capture(around, *how)
+            raise cause from None
         name = type(self.module).__name__
         reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         _, dtype = self._devices()
@@ -138,7 +145,7 @@ class Conversion(Compiler):
     def __deepcopy__(self, memo: dict[int, Any]) -> Conversion:
         """Called while the model is copied, when its copy exists but is not filled in yet."""
         module = memo[id(self.module)]
-        module.__dict__[SLOT] = conversion = Conversion(module, self.policy)
+        module.__dict__[SLOT] = conversion = Conversion(module, self.policy, self.saved)
         return conversion
 
     def __reduce__(self) -> Any:

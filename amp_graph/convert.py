@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -10,8 +11,10 @@ from torch import fx, nn
 
 from amp_graph.compiler import Compiler
 from amp_graph.conversion import SLOT, Conversion
-from amp_graph.errors import AmpGraphError
+from amp_graph.errors import AmpGraphError, PlanError
 from amp_graph.ir import Plan
+from amp_graph.pins import Saved
+from amp_graph.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, as_policy
 from amp_graph.runtime import warn
 
@@ -23,6 +26,7 @@ def convert(
     *,
     policy: Policy | str | torch.dtype | None = None,
     example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+    plan: PlanSource | None = None,
 ) -> Model:
     """Make `model` compute in mixed precision, in place, and return it.
 
@@ -30,6 +34,9 @@ def convert(
     captured at its first call and again for new kinds of input, or at once on `example_inputs`
     (positional arguments as a sequence, keyword arguments as a mapping). The policy is
     "float16", "bfloat16", a `Policy`, or None: float16 on CUDA, bfloat16 elsewhere.
+
+    `plan` is a file that `save_plan` wrote, or plans: their decisions beat the lists. A graph that
+    none of them is for raises PlanError when it is captured.
 
     A model converted already is returned as it is, with a warning. Raises AmpGraphError for
     what cannot be converted and PolicyError or ListError for a policy that makes no sense.
@@ -39,10 +46,27 @@ def convert(
     if is_converted(model):
         warn(f"{type(model).__name__} is converted already; restore() it to change its policy")
         return model
-    model.__dict__[SLOT] = conversion = Conversion(model, policy)
+    saved = None if plan is None else as_plans(plan)
+    policy = policy if saved is None else _in_dtype_of(saved, policy)
+    model.__dict__[SLOT] = conversion = Conversion(model, policy, saved)
     if example_inputs is not None:
-        conversion.capture_now(example_inputs)
+        try:
+            conversion.capture_now(example_inputs)
+        except PlanError:
+            restore(model)
+            raise
     return model
+
+
+def _in_dtype_of(saved: Saved, policy: Policy) -> Policy:
+    """The policy with the low precision of the saved plans, which it may not contradict."""
+    dtypes = {plan.dtype for plan in saved.plans}
+    if policy.dtype is None:
+        return replace(policy, dtype=saved.plans[0].dtype) if len(dtypes) == 1 else policy
+    if dtypes != {policy.dtype}:
+        found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        raise PlanError(f"{saved.origin}: is in {found}, and the policy asks for {policy.dtype}")
+    return policy
 
 
 def restore(model: Model) -> Model:
