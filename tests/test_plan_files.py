@@ -22,7 +22,9 @@ from amp_graph.pins import fingerprint
 from amp_graph.plan_schema import schema
 
 SCHEMA = Path(__file__).parent.parent / "docs" / "plan.schema.json"
-IN_SUITE = "linear residual convnet lstm checkpointed custom_function own_autocast gpt2 switch bert vit t5".split()
+IN_SUITE = """
+    linear residual convnet lstm checkpointed custom_function own_autocast gpt2 switch bert vit t5
+""".split()
 
 
 @pytest.fixture(autouse=True)
