@@ -9,6 +9,7 @@ from amp_graph.errors import (
     PolicyError,
     VerifyError,
 )
+from amp_graph.inspection.explain import explain
 from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan, TensorFacts
 from amp_graph.plan_file import load_plan, save_plan
 from amp_graph.policy import Override, Policy
@@ -33,6 +34,7 @@ __all__ = [
     "TensorFacts",
     "VerifyError",
     "convert",
+    "explain",
     "is_converted",
     "load_plan",
     "plans",

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from amp_graph.capture.dynamo import break_in
 from amp_graph.capture.retrace import retrace
 from amp_graph.errors import PlanError
 from amp_graph.ir import Plan
@@ -29,6 +30,7 @@ class Compiler:
         self.saved = saved
         self._plans: list[Plan] = []
         self._graphs: dict[int, Graphs] = {}
+        self._breaks: list[str] = []
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -39,6 +41,11 @@ class Compiler:
         """Beside each plan its graph as captured and as emitted; None where there is none."""
         return tuple(self._graphs.get(i) for i in range(len(self._plans)))
 
+    @property
+    def breaks(self) -> tuple[str, ...]:
+        """Where and why a graph ended before the model did, in order of capture."""
+        return tuple(self._breaks)
+
     def module_names(self) -> dict[str, str]:
         """The path of each module of the model by its id; see `retrace`."""
         return {}
@@ -48,6 +55,7 @@ class Compiler:
         a graph that cannot be retraced runs under autocast, one that cannot be rewritten as it
         was captured."""
         devices = _devices_of(example_inputs)
+        self._breaks += break_in(graph)
         try:
             aten = retrace(graph, self.module_names())
         except Exception as error:

@@ -65,7 +65,7 @@ def _facts(node: fx.Node, lists: OpLists, memory: _Memory, region: str) -> NodeF
         promotes=bool(listing and listing.promotes),
         reads=tuple(dict.fromkeys(n.name for n in _reads(node, listing))),
         operands=tuple(n.name for n in node.all_input_nodes),
-        tensors=tuple(_tensor_facts(t) for t in tensors_of(node)),
+        tensors=tuple(tensor_facts(t) for t in tensors_of(node)),
         memory=origin.name,
         written=memory.is_written(node),
         writes=memory.written_by(node),
@@ -80,7 +80,7 @@ def _facts(node: fx.Node, lists: OpLists, memory: _Memory, region: str) -> NodeF
     )
 
 
-def _tensor_facts(tensor: torch.Tensor) -> TensorFacts:
+def tensor_facts(tensor: torch.Tensor) -> TensorFacts:
     shape = tuple(int(s) if isinstance(s, int) else str(s) for s in tensor.shape)
     numel = 1
     for size in tensor.shape:
