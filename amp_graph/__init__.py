@@ -9,6 +9,7 @@ from amp_graph.errors import (
     PolicyError,
     VerifyError,
 )
+from amp_graph.inspection.dump import dump
 from amp_graph.inspection.explain import explain
 from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan, TensorFacts
 from amp_graph.plan_file import load_plan, save_plan
@@ -34,6 +35,7 @@ __all__ = [
     "TensorFacts",
     "VerifyError",
     "convert",
+    "dump",
     "explain",
     "is_converted",
     "load_plan",

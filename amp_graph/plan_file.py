@@ -24,6 +24,7 @@ from torch import nn
 
 from amp_graph.errors import PlanError
 from amp_graph.ir import Plan
+from amp_graph.json_schema import describe, schema
 from amp_graph.pins import Saved, fingerprint
 from amp_graph.plain_json import decode, encode
 
@@ -78,6 +79,17 @@ def load_plan(path: str | Path) -> tuple[Plan, ...]:
     if not isinstance(plans, list) or not plans:
         raise PlanError(f"{path}: 'plans' must be an array with at least one plan")
     return tuple(_decode_plan(p, f"{path}: plans[{i}]") for i, p in enumerate(plans))
+
+
+def plan_schema() -> dict[str, Any]:
+    """The JSON schema of a plan file, as in `docs/plan.schema.json`."""
+    definitions: dict[str, Any] = {}
+    plans = {"type": "array", "minItems": 1, "items": describe(Plan, definitions)}
+    mark = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
+    plan = definitions["Plan"]
+    plan["properties"] = {"fingerprint": mark, **plan["properties"]}
+    plan["required"] = ["fingerprint", *plan["required"]]
+    return schema(FORMAT, SCHEMA, {"torch": {"type": "string"}, "plans": plans}, definitions)
 
 
 def as_plans(plan: PlanSource) -> Saved:

@@ -1,5 +1,7 @@
 """The report: its figures equal what a run dispatches, and it says what could be changed."""
 
+# ruff: noqa: E501
+
 from __future__ import annotations
 
 import warnings
@@ -188,7 +190,7 @@ Most rewarding changes
   1. an override keeps operators in float32: module=second
      would free 2 operators, 400 B moved less, 512 FLOP in low precision
      narrow or remove the override
-  2. exp (aten.exp at test_explain.py:147) is denied, and what computes on its values with it
+  2. exp (aten.exp at test_explain.py:149) is denied, and what computes on its values with it
      would free 2 operators, 256 B moved less
      if its values stay in a small range: Policy(lists={"deny": {"mine": {"why": "...", "bounded": True,
      "ops": ["aten.exp"]}}})

@@ -19,7 +19,7 @@ import amp_graph
 from amp_graph import ConversionWarning, Override, PlanError, Policy
 from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan, TensorFacts
 from amp_graph.pins import fingerprint
-from amp_graph.plan_schema import schema
+from amp_graph.plan_file import plan_schema
 
 SCHEMA = Path(__file__).parent.parent / "docs" / "plan.schema.json"
 IN_SUITE = """
@@ -97,7 +97,7 @@ def round_trip(case: zoo.Case, path: Path) -> None:
     first = run(case)
     amp_graph.save_plan(amp_graph.plans(first), path)
     assert amp_graph.load_plan(path) == amp_graph.plans(first)
-    jsonschema.validate(json.loads(path.read_text()), schema())
+    jsonschema.validate(json.loads(path.read_text()), plan_schema())
     torch._dynamo.reset()
     assert amp_graph.plans(run(case, path)) == amp_graph.plans(first)
 
@@ -112,11 +112,11 @@ def run(case: zoo.Case, plan: Path | None = None) -> nn.Module:
 
 
 def test_the_schema_document_is_the_one_of_the_code() -> None:
-    text = json.dumps(schema(), indent=2) + "\n"
+    text = json.dumps(plan_schema(), indent=2) + "\n"
     if os.environ.get("EXPECTTEST_ACCEPT"):
         SCHEMA.write_text(text)
     assert SCHEMA.read_text() == text, "EXPECTTEST_ACCEPT=1 renews docs/plan.schema.json"
-    jsonschema.Draft202012Validator.check_schema(schema())
+    jsonschema.Draft202012Validator.check_schema(plan_schema())
 
 
 def test_a_node_is_one_line(saved: Path) -> None:
@@ -214,94 +214,3 @@ def test_a_colour_that_cannot_be(saved: Path, x: torch.Tensor) -> None:
 def test_another_precision_than_the_policys(saved: Path) -> None:
     with pytest.raises(PlanError, match="is in bfloat16, and the policy asks for"):
         amp_graph.convert(Net(), policy="float16", plan=saved)
-
-
-def drop(*path: Any) -> Any:
-    def change(table: Any) -> None:
-        for key in path[:-1]:
-            table = table[key]
-        del table[path[-1]]
-
-    return change
-
-
-def put(value: Any, *path: Any) -> Any:
-    def change(table: Any) -> None:
-        for key in path[:-1]:
-            table = table[key]
-        table[path[-1]] = value
-
-    return change
-
-
-PLAN = ("plans", 0)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (put("other", "format"), 'does not say "format"'),
-        (put(2, "schema"), "this version reads schema 1"),
-        (drop("schema"), "this version reads schema 1"),
-        (put([], "plans"), "at least one plan"),
-        (put({}, "plans"), "at least one plan"),
-        (put([3], "plans"), r"plans\[0\]: must be an object"),
-        (put("float9", *PLAN, "dtype"), r"plans\[0\].dtype: 'float9' is none of.* Did you mean"),
-        (put(["float32"], *PLAN, "dtype"), "none of known"),
-        (put("denny", *PLAN, "paints", "linear", "color"), "paints.linear.color: 'denny' is none"),
-        (put(1, *PLAN, "paints", "linear", "colour"), "unknown key 'colour'. Did you mean 'color'"),
-        (drop(*PLAN, "paints", "linear", "rule"), "paints.linear: 'rule' is missing"),
-        (put({"color": "deny", "rule": "x"}, *PLAN, "paints", "ghost"), "has no node 'ghost'"),
-        (put("x", *PLAN, "facts", "linear", "op"), "are not for editing"),
-        (drop(*PLAN, "facts", "linear"), "are not for editing"),
-        (put("0" * 64, *PLAN, "fingerprint"), "are not for editing"),
-        (drop(*PLAN, "fingerprint"), "are not for editing"),
-        (put([[]], *PLAN, "casts"), r"casts\[0\]: must be an object, not \[\]"),
-        (put(True, *PLAN, "casts", 0, "bytes"), "casts.0..bytes: must be int, not True"),
-        (put(7, *PLAN, "low"), "low: must be an array"),
-    ],
-)
-def test_a_file_with_a_mistake(saved: Path, change: Any, message: str) -> None:
-    edit(saved, change)
-    refused(saved, message)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "cut off"),
-        (b"\x80\x04\x95K\x00.", "not a plan"),
-        (b"[" * 100_000, "not a plan"),
-        (b"[]", "does not say"),
-        (b"null", "does not say"),
-        (b"{}", "does not say"),
-    ],
-    ids=["empty", "pickle", "deep", "array", "null", "object"],
-)
-def test_a_foreign_file(saved: Path, content: bytes, message: str) -> None:
-    saved.write_bytes(content)
-    refused(saved, message)
-
-
-def test_a_file_cut_off_anywhere(saved: Path) -> None:
-    content = saved.read_bytes()
-    for length in range(1, len(content) - 2, 997):
-        saved.write_bytes(content[:length])
-        refused(saved, "cut off")
-
-
-def test_a_file_that_is_missing(tmp_path: Path) -> None:
-    refused(tmp_path / "none.json", "cannot be read: No such file")
-
-
-def test_what_is_no_plan() -> None:
-    with pytest.raises(PlanError, match="a plan is a file, a Plan or several Plans"):
-        amp_graph.convert(Net(), plan=Net())  # type: ignore[arg-type]
-
-
-def refused(path: Path, message: str) -> None:
-    model = Net()
-    attributes = set(vars(model))
-    with pytest.raises(PlanError, match=message):
-        amp_graph.convert(model, plan=path)
-    assert set(vars(model)) == attributes

@@ -76,11 +76,12 @@ def captured_call(module: nn.Module, compile_graph: GraphCompiler) -> Callable[.
 
 
 def break_in(graph: fx.GraphModule) -> list[str]:
-    """Where and why Dynamo ended this graph early, if it did: "net.py:12: print is not traced"."""
+    """Where and why Dynamo ended this graph early, if it did: "net.py:12, print(x): why"."""
     ending: Any = getattr(graph, "compile_subgraph_reason", None)
     if not getattr(ending, "graph_break", False):
         return []
-    where = [f"{f.filename.rpartition('/')[2]}:{f.lineno}: " for f in ending.user_stack[-1:]]
+    frames = ending.user_stack[-1:]
+    where = [f"{f.filename.rpartition('/')[2]}:{f.lineno}, {f.line}: " for f in frames]
     reason = str(ending.reason).strip().splitlines()
     return [f"{''.join(where)}{reason[0] if reason else 'unknown reason'}"]
 

@@ -175,11 +175,11 @@ class _Writer:
         )
 
     def _math(self, facts: NodeFacts) -> str:
+        if _kind(facts) != "operator" or facts.op == "getitem":
+            return ""
         if facts.name in self.plan.low and not facts.low_storage:
             return dtype_name(self.plan.dtype)
-        if facts.op in ("output", "placeholder", "get_attr") or not facts.reads:
-            return ""
-        return "float32"
+        return "float32" if facts.reads else ""
 
     def _cast(self, node: fx.Node) -> Node:
         """A cast, or the clamp in front of a saturating one."""
@@ -193,7 +193,7 @@ class _Writer:
         is_cast = node.target is CAST
         return Node(
             name=node.name,
-            label=node.name,
+            label=self.labels[value.name] + node.name.removeprefix(value.name),
             op=short_op(op_name(node)),
             kind="cast",
             storage=dtype_name(to),

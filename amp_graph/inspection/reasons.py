@@ -70,6 +70,9 @@ def _steps(
         seen.add(name)
         paint = plan.paints[name]
         yield Reason(name, _text(plan, name, paint, listings, spelled))
+        if paint.rule in ("free", "float32 math inside") and name in listings:
+            entry = listings[name]
+            yield Reason(name, f"on the {entry.color.value} list, {_entry(entry)}")
         if refused(plan, name):
             yield Reason(name, "but its kernel refused low-precision operands")
         if paint.because not in plan.facts:
@@ -86,10 +89,9 @@ def _text(
 ) -> str:
     listing = listings.get(name)
     if paint.rule == "listed" and listing is not None:
-        place = f"group '{listing.group}' ({listing.file})"
-        return f"on the {paint.color.value} list, {place}: {listing.why}"
+        return f"on the {paint.color.value} list, {_entry(listing)}"
     if paint.rule in ("free", "float32 math inside"):
-        return _free(plan, plan.facts[name], paint, listing)
+        return _free(plan, plan.facts[name], paint)
     words = WORDS.get(paint.rule)
     if words is None:
         return f"{paint.rule}: {paint.because}" if paint.because else paint.rule
@@ -98,12 +100,12 @@ def _text(
     return words.format(node=node, because=paint.because, dtype=dtype)
 
 
-def _free(plan: Plan, facts: NodeFacts, paint: Paint, listing: Listing | None) -> str:
+def _free(plan: Plan, facts: NodeFacts, paint: Paint) -> str:
     side = str(plan.dtype).removeprefix("torch.") if facts.name in plan.low else "float32"
-    chosen = f"free to go either way; {side} moves the fewest bytes here"
-    if listing is None:
-        return chosen
-    entry = f"list entry {listing.color.value} '{listing.group}' ({listing.file}): {listing.why}"
     if paint.rule == "float32 math inside":
-        return f"computes in float32 on tensors stored either way; {side} is cheapest here. {entry}"
-    return f"{chosen}. {entry}"
+        return f"computes in float32 on tensors stored either way; {side} moves the fewest bytes"
+    return f"free to go either way; {side} moves the fewest bytes here"
+
+
+def _entry(listing: Listing) -> str:
+    return f"group '{listing.group}' ({listing.file}): {listing.why}"

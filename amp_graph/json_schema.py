@@ -1,4 +1,4 @@
-"""The JSON schema of a plan file, made from the same fields that plans are read by."""
+"""JSON schemas of dataclasses, made from the same fields that files are read and written by."""
 
 from __future__ import annotations
 
@@ -11,49 +11,37 @@ from typing import Any
 
 import torch
 
-from amp_graph.ir import Plan
 from amp_graph.plain_json import DTYPES, NOT_FINITE
-from amp_graph.plan_file import FORMAT, SCHEMA
 
 PLAIN = {str: "string", int: "integer", bool: "boolean", types.NoneType: "null"}
 
 
-def schema() -> dict[str, Any]:
-    """The schema as a JSON object (draft 2020-12)."""
-    definitions: dict[str, Any] = {}
-    plan = _describe(Plan, definitions)
-    mark = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
-    definitions["Plan"]["properties"] = {
-        "fingerprint": mark,
-        **definitions["Plan"]["properties"],
-    }
-    definitions["Plan"]["required"].insert(0, "fingerprint")
+def schema(
+    form: str, version: int, content: Mapping[str, Any], definitions: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The schema (draft 2020-12) of a file that says its format and version, and has `content`."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": FORMAT,
+        "title": form,
         "type": "object",
-        "properties": {
-            "format": {"const": FORMAT},
-            "schema": {"const": SCHEMA},
-            "torch": {"type": "string"},
-            "plans": {"type": "array", "minItems": 1, "items": plan},
-        },
-        "required": ["format", "schema", "plans"],
+        "properties": {"format": {"const": form}, "schema": {"const": version}, **content},
+        "required": ["format", "schema", *content],
         "$defs": dict(sorted(definitions.items())),
     }
 
 
-def _describe(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+def describe(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a value of type `kind`; those of dataclasses go into `definitions`."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if is_dataclass(kind):
         return _describe_fields(kind, definitions)
     if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [_describe(k, definitions) for k in inner]}
+        return {"anyOf": [describe(k, definitions) for k in inner]}
     if origin is not None and issubclass(origin, Mapping):
-        return {"type": "object", "additionalProperties": _describe(inner[1], definitions)}
+        return {"type": "object", "additionalProperties": describe(inner[1], definitions)}
     if origin is not None:
         unique = {"uniqueItems": True} if origin is frozenset else {}
-        return {"type": "array", "items": _describe(inner[0], definitions), **unique}
+        return {"type": "array", "items": describe(inner[0], definitions), **unique}
     if kind is torch.dtype:
         return {"enum": sorted(DTYPES)}
     if issubclass(kind, enum.Enum):
@@ -70,7 +58,7 @@ def _describe_fields(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     definition = definitions[kind.__name__] = {"type": "object"}
     hints = typing.get_type_hints(kind)
     definition |= {
-        "properties": {f.name: _describe(hints[f.name], definitions) for f in fields(kind)},
+        "properties": {f.name: describe(hints[f.name], definitions) for f in fields(kind)},
         "required": [
             f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING
         ],
