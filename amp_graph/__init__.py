@@ -12,6 +12,7 @@ from amp_graph.errors import (
 from amp_graph.inspection.dump import dump
 from amp_graph.inspection.explain import explain
 from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan, TensorFacts
+from amp_graph.numerics.nonfinite import NonFinite, find_nonfinite
 from amp_graph.plan_file import load_plan, save_plan
 from amp_graph.policy import Override, Policy
 from amp_graph.runtime import ConversionWarning
@@ -26,6 +27,7 @@ __all__ = [
     "ConversionWarning",
     "ListError",
     "NodeFacts",
+    "NonFinite",
     "Override",
     "Paint",
     "Plan",
@@ -37,6 +39,7 @@ __all__ = [
     "convert",
     "dump",
     "explain",
+    "find_nonfinite",
     "is_converted",
     "load_plan",
     "plans",

@@ -45,7 +45,8 @@ def graph_schema() -> dict[str, Any]:
 def graph_dot(graph: AnnotatedGraph) -> str:
     """The graph and those inside it, in the DOT language."""
     lines = [f"digraph {_quoted(graph.name)} {{", "  rankdir=TB; ranksep=0.3; nodesep=0.2;"]
-    lines.append('  node [shape=box, style="filled,rounded", fontname="sans-serif", fontsize=10];')
+    lines.append('  node [shape=box, style="filled,rounded", color="#b8bec8"];')
+    lines.append('  node [fontname="sans-serif", fontsize=10];')
     lines.append('  edge [color="#8a8f98", arrowsize=0.6];')
     for i, inner in enumerate(graph.everything()):
         lines += [f"  {line}" for line in _dot_cluster(inner, i)]
