@@ -42,7 +42,7 @@ class Planted(nn.Module):
         if self.fault == "harmless":
             x = x + torch.exp(torch.zeros_like(x).log())
         if self.fault == "checkpoint":
-            x = checkpoint(lambda y: y * 3e4, x, use_reentrant=False)
+            x = checkpoint(lambda y: self.layers[0](y) * 3e4, x, use_reentrant=False)
         x = torch.relu(self.layers[2](x))
         return self.layers[3](x)
 
@@ -110,7 +110,7 @@ def test_inside_a_checkpoint() -> None:
     found = find("checkpoint")
     assert found is not None
     assert (found.operator, found.phase) == ("aten.mul.Tensor", "forward")
-    assert found.source.startswith(line_of("y * 3e4"))
+    assert found.source.startswith(line_of("(y) * 3e4"))
 
 
 def test_what_comes_in_from_outside() -> None:
