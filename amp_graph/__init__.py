@@ -12,6 +12,8 @@ from amp_graph.errors import (
 from amp_graph.inspection.dump import dump
 from amp_graph.inspection.explain import explain
 from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan, TensorFacts
+from amp_graph.numerics.calibrate import Calibration, calibrate
+from amp_graph.numerics.compare import Comparison, compare
 from amp_graph.numerics.nonfinite import NonFinite, find_nonfinite
 from amp_graph.plan_file import load_plan, save_plan
 from amp_graph.policy import Override, Policy
@@ -21,9 +23,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AmpGraphError",
+    "Calibration",
     "CaptureError",
     "Cast",
     "Color",
+    "Comparison",
     "ConversionWarning",
     "ListError",
     "NodeFacts",
@@ -36,6 +40,8 @@ __all__ = [
     "PolicyError",
     "TensorFacts",
     "VerifyError",
+    "calibrate",
+    "compare",
     "convert",
     "dump",
     "explain",
