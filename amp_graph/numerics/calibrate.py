@@ -30,10 +30,12 @@ from amp_graph.plan_file import save_plan
 from amp_graph.rewrite import rewrite
 
 RULE = "calibrated"
+SLIGHT = 0.01  # a smaller share of underflow is not worth naming as the reason
 
 Node = tuple[int, str, str]
 """A node that could be denied: its graph, the path of the body in it, its name."""
 Progress = Callable[[int, float], None]
+Meets = Callable[[Sequence[Node]], bool]
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,7 @@ def calibrate(
             f"the bound {bound:g} cannot be met: with all {len(reasons)} low-precision nodes in "
             f"float32 the error is {after:g}. Is the model random, or float32 itself not finite?"
         )
-    denied = tuple(
-        (graph, _path(body, name), reasons[n]) for n in chosen for graph, body, name in [n]
-    )
+    denied = tuple((n[0], _path(n[1], n[2]), reasons[n]) for n in chosen)
     return Calibration(search.plans(chosen, reasons), denied, bound, before, after, search.trials)
 
 
@@ -187,10 +187,8 @@ class _Search:
                 rewritten.append((plan, None))
                 continue
             pins = _pins(plan, paints, "")
-            rerun = self.rerun
-            module, new = rewrite(
-                graphs[0], replace(rerun.policy, dtype=plan.dtype), rerun.lists, pins
-            )
+            policy = replace(self.rerun.policy, dtype=plan.dtype)
+            module, new = rewrite(graphs[0], policy, self.rerun.lists, pins)
             rewritten.append((new, module))
         return rewritten
 
@@ -205,9 +203,7 @@ def _pins(plan: Plan, paints: Mapping[tuple[str, str], Paint], body: str) -> Pin
     return Pins(own, False, "calibrate", bodies)
 
 
-def _smallest(
-    suspects: tuple[Node, ...], meets: Callable[[Sequence[Node]], bool]
-) -> tuple[Node, ...]:
+def _smallest(suspects: tuple[Node, ...], meets: Meets) -> tuple[Node, ...]:
     """A part of `suspects` that meets the bound, and of which every node is needed."""
     if not meets(suspects):
         return suspects
@@ -218,7 +214,7 @@ def _smallest(
     return _needed(suspects[:enough], meets)
 
 
-def _needed(nodes: tuple[Node, ...], meets: Callable[[Sequence[Node]], bool]) -> tuple[Node, ...]:
+def _needed(nodes: tuple[Node, ...], meets: Meets) -> tuple[Node, ...]:
     """Leave out ever smaller parts for as long as the rest still meets the bound."""
     size = max(1, len(nodes) // 2)
     while True:
@@ -256,13 +252,14 @@ def _harm(node: NodeNumerics | None) -> tuple[bool, float, float]:
 def _reason(node: NodeNumerics | None) -> str:
     if node is None:
         return "needed to meet the bound"
-    sides = [("", node.forward)] + ([("gradient ", node.backward)] if node.backward else [])
-    for name, side in sides:
+    sides = [("values", node.forward)]
+    sides += [("gradients", node.backward)] if node.backward is not None else []
+    for what, side in sides:
         if side.overflow:
-            return f"{side.overflow:.1%} of its {name or 'value'}s overflow".replace(" s ", "s ")
-    for name, side in sides:
-        if side.underflow > 0.01:
-            return f"{side.underflow:.1%} of its {name or 'value'}s underflow".replace(" s ", "s ")
+            return f"{side.overflow:.1%} of its {what} overflow"
+    for what, side in sides:
+        if side.underflow > SLIGHT:
+            return f"{side.underflow:.1%} of its {what} underflow"
     return f"adds an error of {node.added:.2g}"
 
 
