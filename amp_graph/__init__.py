@@ -9,6 +9,7 @@ from amp_graph.errors import (
     PolicyError,
     VerifyError,
 )
+from amp_graph.inspection.difference import diff
 from amp_graph.inspection.dump import dump
 from amp_graph.inspection.explain import explain
 from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan, TensorFacts
@@ -43,6 +44,7 @@ __all__ = [
     "calibrate",
     "compare",
     "convert",
+    "diff",
     "dump",
     "explain",
     "find_nonfinite",
