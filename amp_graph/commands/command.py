@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from amp_graph.factory import Subject, subject
 from amp_graph.numerics.rerun import call_with, unchanged
 from amp_graph.policy import LOW_DTYPES, Policy
 
-out = Console()
+out = Console(width=None if sys.stdout.isatty() else 120)
 progress_out = Console(stderr=True)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,10 +109,10 @@ class Comparison:
 
         return text(self)
 
-    def __rich__(self) -> Any:
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from amp_graph.numerics.report import table
 
-        return table(self)
+        yield table(self, options.max_width)
 
 
 def compare(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import jinja2
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -14,7 +16,8 @@ from amp_graph.inspection.spelling import percent
 from amp_graph.numerics.compare import Comparison, NodeNumerics
 from amp_graph.numerics.statistics import Statistics
 
-WIDTH = 120
+WIDTH = 120  # of the plain text
+WIDE = 110  # with less, the range and the dtype are left out
 SHOWN = 12
 # float16: normal numbers from 2^-14 to just below 2^16, subnormal ones down to 2^-24.
 NORMAL, SUBNORMAL, LARGEST = -14, -24, 15
@@ -23,12 +26,13 @@ NORMAL, SUBNORMAL, LARGEST = -14, -24, 15
 def text(comparison: Comparison) -> str:
     """The table without colours."""
     out = io.StringIO()
-    Console(file=out, width=WIDTH, no_color=True, highlight=False).print(table(comparison))
+    Console(file=out, width=WIDTH, no_color=True, highlight=False).print(table(comparison, WIDTH))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def table(comparison: Comparison) -> RenderableType:
-    """The errors of the whole, the worst nodes, and the gradients that do not fit float16."""
+def table(comparison: Comparison, width: int) -> RenderableType:
+    """The errors of the whole, the worst nodes, and the gradients that do not fit float16; with
+    fewer columns where `width` is small."""
     scale = f", loss scale {comparison.loss_scale:g}" if comparison.loss_scale != 1 else ""
     parts: list[RenderableType] = [
         Text(f"{comparison.model}: {comparison.dtype} against float32{scale}", style="bold"),
@@ -39,35 +43,26 @@ def table(comparison: Comparison) -> RenderableType:
     ]
     worst = [n for n in comparison.worst(SHOWN) if n.badness > (False, 0.0, 0.0)]
     if worst:
-        parts += [Text("\nWorst nodes", style="bold"), Padding(_nodes(worst), (0, 0, 0, 2))]
+        parts += [Text("\nWorst nodes", style="bold"), Padding(_nodes(worst, width), (0, 0, 0, 2))]
     lost = comparison.underflows(SHOWN // 2)
     if lost:
-        parts += [Text("\nMost underflow", style="bold"), Padding(_nodes(lost), (0, 0, 0, 2))]
+        parts += [
+            Text("\nMost underflow", style="bold"),
+            Padding(_nodes(lost, width), (0, 0, 0, 2)),
+        ]
     if comparison.gradient_exponents:
         parts.append(Text(f"\n{_gradients(comparison)}"))
     return Group(*parts)
 
 
-def _nodes(nodes: tuple[NodeNumerics, ...] | list[NodeNumerics]) -> Table:
+def _nodes(nodes: Sequence[NodeNumerics], width: int) -> Table:
     found = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("node", "dtype"):
-        found.add_column(heading, no_wrap=True)
-    for heading in ("error", "added", "over", "under"):
-        found.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("range", "gradient", "line"):
-        found.add_column(heading, no_wrap=True)
-    for n in nodes:
-        found.add_row(
-            Text(n.label),
-            n.dtype,
-            _error(n.forward.error),
-            _error(n.added),
-            percent(n.forward.overflow, 1),
-            percent(n.forward.underflow, 1),
-            _range(n.forward),
-            _backward(n.backward),
-            Text(n.source.partition(" ")[0]),
-        )
+    columns = COLUMNS if width >= WIDE else [c for c in COLUMNS if c.always]
+    for column in columns:
+        justify: JustifyMethod = "right" if column.right else "left"
+        found.add_column(column.heading, justify=justify, no_wrap=True)
+    for node in nodes:
+        found.add_row(*(Text(column.cell(node)) for column in columns))
     return found
 
 
@@ -98,6 +93,29 @@ def _gradients(comparison: Comparison) -> str:
         f"float16 {percent(below, total)} would be zero, {percent(subnormal, total)} lose digits, "
         f"{percent(above, total)} overflow; {comparison.gradient_zeros:,} are zero anyway."
     )
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the table of nodes."""
+
+    heading: str
+    cell: Callable[[NodeNumerics], str]
+    right: bool = False
+    always: bool = True
+
+
+COLUMNS = (
+    Column("node", lambda n: n.label),
+    Column("dtype", lambda n: n.dtype, always=False),
+    Column("error", lambda n: _error(n.forward.error), right=True),
+    Column("added", lambda n: _error(n.added), right=True),
+    Column("over", lambda n: percent(n.forward.overflow, 1), right=True),
+    Column("under", lambda n: percent(n.forward.underflow, 1), right=True),
+    Column("range", lambda n: _range(n.forward), always=False),
+    Column("gradient", lambda n: _backward(n.backward)),
+    Column("line", lambda n: n.source.partition(" ")[0]),
+)
 
 
 def histogram(comparison: Comparison) -> str:
