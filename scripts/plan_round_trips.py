@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import zoo
 
 import amp_graph
+from amp_graph.inspection.source import annotated_model, conversion_of
 
 
 def converted(case: zoo.Case, plan: Path | None = None) -> torch.nn.Module:
@@ -36,6 +37,12 @@ def round_trip(case: zoo.Case, folder: Path) -> str:
     plans = amp_graph.plans(first)
     written = amp_graph.dump(first, folder)
     str(amp_graph.explain(first))
+    for graph, graphs in zip(
+        annotated_model(first).after, conversion_of(first).graphs, strict=True
+    ):
+        names = [n.name for n in graphs[1].graph.nodes] if graphs and graph.nodes else []
+        assert [n.name for n in graph.nodes] == names, "a node is missing"
+        assert all(n.why and n.chain for g in graph.everything() for n in g.nodes), "no reason"
     assert amp_graph.load_plan(folder / "plan.json") == plans, "the file holds other plans"
     again = converted(case, folder / "plan.json")
     assert amp_graph.plans(again) == plans, str(amp_graph.diff(plans, amp_graph.plans(again)))

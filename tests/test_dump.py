@@ -126,3 +126,19 @@ def test_a_graph_left_as_captured_is_dumped_with_the_reason(tmp_path: Path) -> N
     assert "runs as captured: planted <b>" in (tmp_path / "graph0.after.txt").read_text()
     assert "cast" not in (tmp_path / "graph0.after.txt").read_text().partition("why")[2]
     assert "planted <b>" not in (tmp_path / "index.html").read_text()
+
+
+def test_a_node_that_is_called_like_its_group_is_not_the_reason_of_others() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).softmax(-1).softmax(-1)
+
+    model = amp_graph.convert(Twice(), policy="bfloat16")
+    model(torch.zeros(4, 8))
+    nodes = {n.name: n for n in annotated_model(model).after[0].nodes}
+    assert {"softmax", "softmax_1"} <= nodes.keys()
+    assert [r.node for r in nodes["softmax_1"].chain] == ["softmax_1"]

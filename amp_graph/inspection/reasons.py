@@ -12,6 +12,18 @@ from dataclasses import dataclass
 from amp_graph.ir import Color, NodeFacts, Paint, Plan
 from amp_graph.oplists import Listing
 
+# The rules whose `because` is another node; of others it may be a group of the same name.
+NAME_A_NODE = frozenset(
+    {
+        "downstream of",
+        "promoted by",
+        "result of",
+        "shares memory with",
+        "writes into",
+        "output shares memory with",
+    }
+)
+
 WORDS = {
     "downstream of": "computes on values of {node}, which is float32 for precision",
     "promoted by": "also reads {node}, which holds full float32, and PyTorch would promote",
@@ -75,7 +87,7 @@ def _steps(
             yield Reason(name, f"on the {entry.color.value} list, {_entry(entry)}")
         if refused(plan, name):
             yield Reason(name, "but its kernel refused low-precision operands")
-        if paint.because not in plan.facts:
+        if paint.rule not in NAME_A_NODE or paint.because not in plan.facts:
             return
         name = paint.because
 
