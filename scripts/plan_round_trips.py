@@ -37,10 +37,9 @@ def round_trip(case: zoo.Case, folder: Path) -> str:
     plans = amp_graph.plans(first)
     written = amp_graph.dump(first, folder)
     str(amp_graph.explain(first))
-    for graph, graphs in zip(
-        annotated_model(first).after, conversion_of(first).graphs, strict=True
-    ):
-        names = [n.name for n in graphs[1].graph.nodes] if graphs and graph.nodes else []
+    emitted = [graphs and graphs[1] for graphs in conversion_of(first).graphs]
+    for graph, module in zip(annotated_model(first).after, emitted, strict=True):
+        names = [n.name for n in module.graph.nodes] if module and graph.nodes else []
         assert [n.name for n in graph.nodes] == names, "a node is missing"
         assert all(n.why and n.chain for g in graph.everything() for n in g.nodes), "no reason"
     assert amp_graph.load_plan(folder / "plan.json") == plans, "the file holds other plans"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import xml.etree.ElementTree
@@ -13,6 +14,7 @@ import zoo
 from hypothesis import given
 from hypothesis import strategies as st
 from nets import Net
+from rich.console import Console
 from torch import nn
 
 import amp_graph
@@ -93,6 +95,32 @@ def test_the_figures_are_those_of_two_runs_by_hand() -> None:
     first = comparison.first_above(1e-4)
     assert first is not None and first.node == "linear"
     assert first.added == first.forward.error
+
+
+def test_a_graph_whose_kernel_is_missing_runs_as_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from amp_graph.numerics import rerun
+
+    run_node = rerun._Watched.run_node
+
+    def missing(self, n):
+        if n.name.endswith("_bfloat16"):
+            raise RuntimeError("not implemented for 'BFloat16'")
+        return run_node(self, n)
+
+    monkeypatch.setattr(rerun._Watched, "run_node", missing)
+    comparison = amp_graph.compare(Net(), torch.randn(4, 8), policy="bfloat16")
+    assert (comparison.outputs, comparison.gradients) == (0, 0)
+
+
+def test_the_report_fits_narrow_terminals() -> None:
+    comparison = amp_graph.compare(Planted("overflow"), inputs(), policy="float16")
+    texts = []
+    for width in (80, 130):
+        console = Console(width=width, file=io.StringIO())
+        console.print(comparison)
+        texts.append(console.file.getvalue())
+    assert "bits" not in texts[0] and "bits" in texts[1]
+    assert all("mul " in text and "test_numerics.py:" in text for text in texts)
 
 
 def test_equal_runs_have_no_error() -> None:

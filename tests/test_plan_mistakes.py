@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from nets import Net
 
 import amp_graph
-from amp_graph import PlanError
+from amp_graph import Plan, PlanError
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +115,33 @@ def test_a_file_cut_off_anywhere(saved: Path) -> None:
         refused(saved, "cut off")
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_change_is_read_or_refused(saved: Path, data: st.DataObject) -> None:
+    """Whatever is put into whichever place, the answer is plans or a PlanError."""
+    table = json.loads(saved.read_text())
+    place: Any = table
+    while True:
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        key = data.draw(st.sampled_from(keys))
+        inner = place[key]
+        if not isinstance(inner, (dict, list)) or not inner or data.draw(st.integers(0, 3)) == 0:
+            break
+        place = inner
+    place[key] = data.draw(JSON)
+    changed = saved.with_name("changed.json")
+    changed.write_text(json.dumps(table))
+    with contextlib.suppress(PlanError):
+        assert all(isinstance(p, Plan) for p in amp_graph.load_plan(changed))
+
+
 def test_a_file_that_is_missing(tmp_path: Path) -> None:
     refused(tmp_path / "none.json", "cannot be read: No such file")
 
@@ -126,3 +157,10 @@ def refused(path: Path, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         amp_graph.convert(model, plan=path)
     assert set(vars(model)) == attributes
+
+
+def test_nothing_in_a_file_is_run() -> None:
+    folder = Path(amp_graph.__file__).parent
+    for name in ("plan_file.py", "plain_json.py", "pins.py"):
+        text = (folder / name).read_text()
+        assert not re.search(r"pickle|torch\.load|import_module|\b(eval|exec)\(", text)

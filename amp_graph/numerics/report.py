@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jinja2
+import torch
 from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -41,6 +42,12 @@ def table(comparison: Comparison, width: int) -> RenderableType:
             f"{_error(comparison.loss)}, of gradients {_error(comparison.gradients)}"
         ),
     ]
+    first = comparison.first_above(torch.finfo(getattr(torch, comparison.dtype)).eps)
+    if first is not None:
+        line = first.source.partition(" ")[0]
+        parts.append(
+            Text(f"first value off by more than {comparison.dtype}'s epsilon: {first.label} {line}")
+        )
     worst = [n for n in comparison.worst(SHOWN) if n.badness > (False, 0.0, 0.0)]
     if worst:
         parts += [Text("\nWorst nodes", style="bold"), Padding(_nodes(worst, width), (0, 0, 0, 2))]

@@ -99,9 +99,14 @@ class Rerun(Compiler):
             if graphs is None:
                 return otherwise(*args) if self._mixed else graph.forward(*args)
             captured, emitted = graphs
-            module = self.replaced.get(index, emitted) if self._mixed else captured
             self._calls += 1
-            return _Watched(module, self, Place(self._calls, index, "", "")).run(*args)
+            place = Place(self._calls, index, "", "")
+            if self._mixed and self.plans[index].fallback is None:
+                try:
+                    return _Watched(self.replaced.get(index, emitted), self, place).run(*args)
+                except Exception as error:  # as in a converted model, the graph runs as captured
+                    self._fall_back(index, f"{type(error).__name__}: {error}")
+            return _Watched(captured, self, place).run(*args)
 
         return run
 
