@@ -84,11 +84,14 @@ def test_the_schema_document_is_the_one_of_the_code() -> None:
 
 def test_the_files_of_a_dump(tmp_path: Path) -> None:
     model, told = converted("checkpointed"), []
-    written = amp_graph.dump(model, tmp_path / "new" / "folder", progress=told.append)
+    written = amp_graph.dump(
+        model, tmp_path / "new" / "folder", progress=lambda name, i, n: told.append((name, i, n))
+    )
     kinds = ["txt", "json", "dot"] + (["svg"] if shutil.which("dot") else [])
     sides = [f"graph0.{side}.{kind}" for side in ("after", "before") for kind in kinds]
     expected = {"index.html", "plan.json", "model_explorer.json", *sides}
-    assert {p.name for p in written} == expected == set(told)
+    assert {p.name for p in written} == expected == {name for name, _, _ in told}
+    assert [i for _, i, _ in told] == list(range(len(told))) and told[0][2] == len(told)
     assert {p.name for p in (tmp_path / "new" / "folder").iterdir()} == expected
     assert amp_graph.load_plan(tmp_path / "new" / "folder" / "plan.json") == amp_graph.plans(model)
 

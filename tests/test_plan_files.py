@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import warnings
@@ -135,6 +136,20 @@ def test_an_edited_colour_is_honoured_and_its_casts_follow(saved: Path, x: torch
     assert "linear_1" not in plan.low
     assert not any("second" in cast.value for cast in plan.casts)
     assert any(cast.readers == ("linear_1",) for cast in plan.casts)
+
+
+def test_a_deep_copy_follows_the_plan_too(saved: Path, x: torch.Tensor) -> None:
+    edit(saved, color("linear_1", "deny"))
+    model = copy.deepcopy(amp_graph.convert(Net().eval(), plan=saved))
+    assert low_share(model, x) == 0.5
+
+
+def test_a_colour_edited_to_free_goes_where_fewer_bytes_move(saved: Path, x: torch.Tensor) -> None:
+    edit(saved, color("linear", "deny"))
+    edit(saved, color("linear_1", "clear"))
+    model = amp_graph.convert(Net().eval(), plan=saved)
+    assert low_share(model, x) == 0
+    assert amp_graph.plans(model)[0].cast_bytes == 0
 
 
 def test_saved_decisions_beat_lists_and_policy(saved: Path, x: torch.Tensor) -> None:

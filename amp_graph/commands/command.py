@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from amp_graph.convert import convert
 from amp_graph.factory import Subject, subject
@@ -64,7 +64,8 @@ def policy_of(args: Namespace) -> Policy:
 
 
 def working(description: str) -> Progress:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    """A progress bar on standard error with one task, whose length is not known yet."""
+    columns = (BarColumn(24), TextColumn("{task.description}"), TimeElapsedColumn())
     progress = Progress(*columns, console=progress_out, transient=True)
     progress.add_task(description, total=None)
     return progress

@@ -37,7 +37,7 @@ def _groups(lists: OpLists) -> Table:
     for heading in ("list", "group", "why", "operators"):
         table.add_column(heading, overflow="fold")
     for (color, group, why), names in groups.items():
-        table.add_row(color, group, Text(why), Text(", ".join(names)))
+        table.add_row(color, Text(group), Text(why), Text(", ".join(names)))
     return table
 
 

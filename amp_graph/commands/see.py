@@ -6,6 +6,8 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from rich.text import Text
+
 from amp_graph.commands.command import (
     Command,
     converted,
@@ -48,12 +50,13 @@ def _dump(args: Namespace) -> int:
     model = converted(args).model
     with working("writing") as progress:
         task = progress.task_ids[0]
-        written = dump(
-            model,
-            args.folder,
-            progress=lambda name: progress.update(task, description=f"writing {name}"),
-        )
-    out.print(f"{len(written)} files; open {Path(args.folder) / 'index.html'}", soft_wrap=True)
+
+        def tell(name: str, done: int, total: int) -> None:
+            progress.update(task, description=f"writing {name}", completed=done, total=total)
+
+        written = dump(model, args.folder, progress=tell)
+    page = Path(args.folder) / "index.html"
+    out.print(Text(f"{len(written)} files; open {page}"), soft_wrap=True)
     return 0
 
 

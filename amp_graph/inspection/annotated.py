@@ -12,7 +12,7 @@ the emitted graph is there exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -245,8 +245,8 @@ def _kind(facts: NodeFacts) -> str:
     return "output" if facts.op == "output" else "operator"
 
 
-def _names(nodes: object) -> tuple[str, ...]:
-    return tuple(n.name for n in nodes)  # type: ignore[attr-defined]
+def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    return tuple(n.name for n in nodes)
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

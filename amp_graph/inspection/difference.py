@@ -168,6 +168,6 @@ def _table(changes: tuple[Change, ...]) -> Table:
     for change in changes:
         sides = [str(side) if side else "not there" for side in (change.before, change.after)]
         table.add_row(
-            Text(change.node), Text(sides[0]), Text(sides[1]), change.source.partition(" ")[0]
+            Text(change.node), Text(sides[0]), Text(sides[1]), Text(change.source.partition(" ")[0])
         )
     return table

@@ -28,14 +28,15 @@ from amp_graph.plan_file import save_plan
 DRAWN_NODES = 800  # Graphviz takes minutes for more, and nobody can read the drawing
 DRAWING_SECONDS = 60
 
-Progress = Callable[[str], None]
+Progress = Callable[[str, int, int], None]
 
 
 def dump(
     model: nn.Module, folder: str | Path, *, progress: Progress | None = None
 ) -> tuple[Path, ...]:
     """Write all views of a converted model into `folder`, made if it is missing, and return the
-    files written. `progress` is told each file's name before it is written.
+    files written. `progress` is told each file's name before it is written, how many were
+    before it, and how many there are.
 
     Raises AmpGraphError if the model is not converted, or has not run.
     """
@@ -43,9 +44,10 @@ def dump(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, write in _files(annotated):
+    files = list(_files(annotated))
+    for i, (name, write) in enumerate(files):
         if progress is not None:
-            progress(name)
+            progress(name, i, len(files))
         if write(folder / name):
             written.append(folder / name)
     return tuple(written)
