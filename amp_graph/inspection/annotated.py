@@ -156,7 +156,7 @@ class _Writer:
             op=short_op(facts.op),
             kind=kind,
             color=paint.color.value if paint else "",
-            math=self._math(facts),
+            math=self._math(node, facts),
             storage=dtype_name(tensors[0].dtype) if tensors and facts.op != "output" else "",
             shape=shapes(facts.tensors) if facts.op != "output" else "",
             module=facts.module_path,
@@ -174,11 +174,14 @@ class _Writer:
             flops=flops_of(node),
         )
 
-    def _math(self, facts: NodeFacts) -> str:
+    def _math(self, node: fx.Node, facts: NodeFacts) -> str:
         if _kind(facts) != "operator" or facts.op == "getitem":
             return ""
         if facts.name in self.plan.low and not facts.low_storage:
             return dtype_name(self.plan.dtype)
+        if facts.fixed:  # an autocast region of the model's own, say, or float64 work
+            floats = [t.dtype for n in (node, *node.all_input_nodes) for t in tensors_of(n)]
+            return next((dtype_name(d) for d in floats if d.is_floating_point), "")
         return "float32" if facts.reads else ""
 
     def _cast(self, node: fx.Node) -> Node:
