@@ -14,13 +14,21 @@ from amp_graph.errors import (
     CheckpointError,
     ListError,
     OverflowAbort,
+    PlanError,
     PolicyError,
     VerifyError,
 )
 from amp_graph.grad_scaler import GradScaler, scale_loss
 from amp_graph.graph_scale import GraphScale
+from amp_graph.inspection.difference import diff
+from amp_graph.inspection.dump import dump
+from amp_graph.inspection.explain import explain
 from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan, TensorFacts
 from amp_graph.loss_scale import LossScale
+from amp_graph.numerics.calibrate import Calibration, calibrate
+from amp_graph.numerics.compare import Comparison, compare
+from amp_graph.numerics.nonfinite import NonFinite, find_nonfinite
+from amp_graph.plan_file import load_plan, save_plan
 from amp_graph.policy import Override, Policy
 from amp_graph.runtime import ConversionWarning
 from amp_graph.step_guard import StepCounts
@@ -30,30 +38,42 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AmpGraphError",
+    "Calibration",
     "CaptureError",
     "Cast",
     "CheckpointError",
     "Color",
+    "Comparison",
     "ConversionWarning",
     "GradScaler",
     "GraphScale",
     "ListError",
     "LossScale",
     "NodeFacts",
+    "NonFinite",
     "OverflowAbort",
     "Override",
     "Paint",
     "Plan",
+    "PlanError",
     "Policy",
     "PolicyError",
     "StepCounts",
     "TensorFacts",
     "VerifyError",
+    "calibrate",
+    "compare",
     "convert",
+    "diff",
+    "dump",
+    "explain",
+    "find_nonfinite",
     "has_finite_gradients",
     "is_converted",
+    "load_plan",
     "plans",
     "restore",
+    "save_plan",
     "scale_loss",
     "scale_of",
     "step_counts",

@@ -6,19 +6,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
 from amp_graph.boundary import Boundary
+from amp_graph.capture.dynamo import break_in
 from amp_graph.capture.retrace import retrace
+from amp_graph.errors import PlanError
 from amp_graph.graph_scale import GraphScale
 from amp_graph.ir import Plan
 from amp_graph.nonfinite import run_watched
 from amp_graph.passes.lift_weights import lift_weights
+from amp_graph.pins import Saved, pins_for
 from amp_graph.policy import Policy
-from amp_graph.rewrite import device_types, rewrite
+from amp_graph.rewrite import device_types, outline, rewrite, split_where_wide
 from amp_graph.runtime import Guarded, under_autocast, warn, without_autocast
 from amp_graph.weights import LowPrecisionWeights
 
@@ -33,18 +36,34 @@ class Record:
     scale: GraphScale | None = None
 
 
+Graphs: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
+
+
 class Compiler:
     """Rewrites every graph that Dynamo hands over; keeps their plans in order of capture."""
 
-    def __init__(self, policy: Policy, scale: GraphScale | None = None):
+    def __init__(self, policy: Policy, scale: GraphScale | None = None, saved: Saved | None = None):
         self.policy = policy
         self.record = Record(scale=scale)
         self.lists = policy.load_lists()
         self._weights = LowPrecisionWeights()
+        self.saved = saved
+        self._graphs: dict[int, Graphs] = {}
+        self._breaks: list[str] = []
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         return tuple(self.record.plans)
+
+    @property
+    def graphs(self) -> tuple[Graphs | None, ...]:
+        """Beside each plan its graph as captured and as emitted; None where there is none."""
+        return tuple(self._graphs.get(i) for i in range(len(self.record.plans)))
+
+    @property
+    def breaks(self) -> tuple[str, ...]:
+        """Where and why a graph ended before the model did, in order of capture."""
+        return tuple(self._breaks)
 
     def module_names(self) -> dict[str, str]:
         """The path of each module of the model by its id; see `retrace`."""
@@ -55,20 +74,25 @@ class Compiler:
         a graph that cannot be retraced runs under autocast, one that cannot be rewritten as it
         was captured."""
         devices = _devices_of(example_inputs)
+        self._breaks += break_in(graph)
         try:
             aten = retrace(graph, self.module_names())
+            aten = split_where_wide(aten, self.policy, self.lists)
         except Exception as error:
             return self._not_retraced(graph, devices, error)
         devices |= device_types(aten)
+        undecided = outline(aten, self.policy, self.lists)
+        pins = pins_for(self.saved, undecided) if self.saved else None
         try:
-            emitted, plan = rewrite(aten, self.policy, self.lists)
+            emitted, plan = rewrite(aten, self.policy, self.lists, pins)
             lifted, weights = lift_weights(emitted, plan)
+        except PlanError:
+            raise
         except Exception as error:
-            self.record.plans.append(Plan(self.policy.dtype_for(devices)))
+            self._keep(undecided, aten, aten)
             self._fall_back(len(self.record.plans) - 1, f"{type(error).__name__}: {error}")
             return graph.forward
-        self.record.plans.append(plan)
-        index = len(self.record.plans) - 1
+        index = self._keep(plan, aten, emitted)
         watched = partial(run_watched, lifted, plan.facts)
         boundary = Boundary(
             without_autocast(lifted.forward, devices),
@@ -84,6 +108,12 @@ class Compiler:
             _inputs_at_risk(plan),
             lambda reason: self._fall_back(index, reason),
         )
+
+    def _keep(self, plan: Plan, captured: fx.GraphModule, emitted: fx.GraphModule) -> int:
+        self.record.plans.append(plan)
+        index = len(self.record.plans) - 1
+        self._graphs[index] = (captured, emitted)
+        return index
 
     def _not_retraced(
         self, graph: fx.GraphModule, devices: frozenset[str], error: Exception

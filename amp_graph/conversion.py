@@ -18,9 +18,11 @@ from amp_graph.capture.dynamo import (
     frames_seen,
 )
 from amp_graph.compiler import Compiler
+from amp_graph.errors import PlanError
 from amp_graph.graph_scale import GraphScale
 from amp_graph.ir import Plan
 from amp_graph.own_code import can_scale, own_code
+from amp_graph.pins import Saved
 from amp_graph.policy import Policy
 from amp_graph.runtime import Outside, under_autocast, warn, without_autocast
 from amp_graph.training import drop_scale, use_scale
@@ -36,12 +38,18 @@ class Conversion(Compiler):
     the model carries a conversion of its own, a pickle carries the plain model.
     """
 
-    def __init__(self, module: nn.Module, policy: Policy, scale: GraphScale | None):
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: Policy,
+        scale: GraphScale | None,
+        saved: Saved | None = None,
+    ):
         self.module = module
         self.scale = scale
         if scale is not None:
             use_scale(scale)
-        super().__init__(policy, self.scale)
+        super().__init__(policy, scale, saved)
         self._watch: Outside | None = Outside(self.lists) if can_watch() else None
         self._is_new = True
         self._capture(without_autocast, AUTOCAST_DEVICES)
@@ -147,6 +155,11 @@ class Conversion(Compiler):
 
     def _uncaptured(self, error: Exception) -> Callable[..., Any]:
         """From now on the whole model runs its own code under autocast."""
+        cause = getattr(error, "inner_exception", None)
+        if isinstance(cause, PlanError):
+            around, how = self._around
+            self._capture(around, *how)
+            raise cause from None
         name = type(self.module).__name__
         reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         _, dtype = self._devices()
@@ -165,7 +178,8 @@ class Conversion(Compiler):
         """Called while the model is copied, when its copy exists but is not filled in yet."""
         module = memo[id(self.module)]
         scale = self.scale.copy(module.parameters) if self.scale else None
-        module.__dict__[SLOT] = conversion = Conversion(module, self.policy, scale)
+        conversion = Conversion(module, self.policy, scale, self.saved)
+        module.__dict__[SLOT] = conversion
         return conversion
 
     def __reduce__(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 import torch
@@ -12,10 +13,12 @@ from torch.optim import Optimizer
 
 from amp_graph.compiler import Compiler, Record
 from amp_graph.conversion import SLOT, Conversion, devices_and_dtype
-from amp_graph.errors import AmpGraphError
+from amp_graph.errors import AmpGraphError, PlanError
 from amp_graph.found_inf import found_inf
 from amp_graph.graph_scale import GraphScale
 from amp_graph.ir import Plan
+from amp_graph.pins import Saved
+from amp_graph.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, as_policy
 from amp_graph.runtime import warn
 from amp_graph.training import attach
@@ -31,6 +34,7 @@ def convert(
     *,
     policy: Policy | str | torch.dtype | None = None,
     example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+    plan: PlanSource | None = None,
 ) -> Model: ...
 @overload
 def convert(
@@ -39,6 +43,7 @@ def convert(
     *,
     policy: Policy | str | torch.dtype | None = None,
     example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+    plan: PlanSource | None = None,
 ) -> tuple[Model, Optimizers]: ...
 def convert(
     model: Model,
@@ -46,6 +51,7 @@ def convert(
     *,
     policy: Policy | str | torch.dtype | None = None,
     example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+    plan: PlanSource | None = None,
 ) -> Any:
     """Make `model` compute in mixed precision, in place, and return it.
 
@@ -61,6 +67,9 @@ def convert(
     `state_dict()`, and to have its `step()` return whether it stepped; the pair (model, optimizer)
     is returned then, both the objects that were given.
 
+    `plan` is a file that `save_plan` wrote, or plans: their decisions beat the lists. A graph that
+    none of them is for raises PlanError when it is captured.
+
     A model converted already stays as it is, with a warning. Raises AmpGraphError for what cannot
     be converted and PolicyError or ListError for a policy that makes no sense.
     """
@@ -71,14 +80,36 @@ def convert(
     if is_converted(inner):
         warn(f"{type(inner).__name__} is converted already; restore() it to change its policy")
     else:
-        config = policy.loss_scale_for(devices_and_dtype(inner, policy)[1])
-        scale = GraphScale(config, inner.parameters) if config else None
-        inner.__dict__[SLOT] = Conversion(inner, policy, scale)
-        if example_inputs is not None:
-            inner.__dict__[SLOT].capture_now(example_inputs)
+        _convert(inner, policy, None if plan is None else as_plans(plan), example_inputs)
     for each in optimizers:
         attach(each, inner.__dict__[SLOT].scale)
     return model if optimizer is None else (model, optimizer)
+
+
+def _convert(model: nn.Module, policy: Policy, saved: Saved | None, example_inputs: Any) -> None:
+    if saved is not None:
+        policy = _in_dtype_of(saved, policy)
+    config = policy.loss_scale_for(devices_and_dtype(model, policy)[1])
+    scale = GraphScale(config, model.parameters) if config else None
+    model.__dict__[SLOT] = conversion = Conversion(model, policy, scale, saved)
+    if example_inputs is None:
+        return
+    try:
+        conversion.capture_now(example_inputs)
+    except PlanError:
+        restore(model)
+        raise
+
+
+def _in_dtype_of(saved: Saved, policy: Policy) -> Policy:
+    """The policy with the low precision of the saved plans, which it may not contradict."""
+    dtypes = {plan.dtype for plan in saved.plans}
+    if policy.dtype is None:
+        return replace(policy, dtype=saved.plans[0].dtype) if len(dtypes) == 1 else policy
+    if dtypes != {policy.dtype}:
+        found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        raise PlanError(f"{saved.origin}: is in {found}, and the policy asks for {policy.dtype}")
+    return policy
 
 
 def restore(model: Model) -> Model:

@@ -13,6 +13,10 @@ class PolicyError(AmpGraphError):
     """A policy asks for something contradictory or impossible."""
 
 
+class PlanError(AmpGraphError):
+    """A saved plan cannot be read, or does not belong to the model."""
+
+
 class CaptureError(AmpGraphError):
     """A model could not be captured as a graph."""
 

@@ -9,6 +9,7 @@ import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -43,13 +44,14 @@ class NodeFacts:
     """What is known of one node of a captured graph before anything is decided.
 
     color, group, bounded, low_storage, promotes: the node's list entry (color None: on no list).
-    reads: the nodes whose float32 tensors it computes on.
+    reads: the nodes whose float32 tensors it computes on; `operands`: all nodes it takes.
     tensors: what it returns; one entry per tensor of a tuple.
     memory: the node that first held the storage its result lives in: itself, unless the result
         is a view of another value or was written in place.
     written: some node of the graph writes into that storage.
     writes: the memories that this node itself writes into, or may.
     fixed: why the node must run as captured, or "".
+    source, code: the line of the user's code that it came from, and that line's text.
     """
 
     name: str
@@ -60,6 +62,7 @@ class NodeFacts:
     low_storage: bool = False
     promotes: bool = False
     reads: tuple[str, ...] = ()
+    operands: tuple[str, ...] = ()
     tensors: tuple[TensorFacts, ...] = ()
     memory: str = ""
     written: bool = False
@@ -71,6 +74,7 @@ class NodeFacts:
     fixed: str = ""
     module_path: str = ""
     source: str = ""
+    code: str = ""
 
     @property
     def is_view(self) -> bool:
@@ -161,6 +165,12 @@ class Plan:
     def weight_bytes(self) -> int:
         """Bytes read and written to bring all low-precision weights up to date."""
         return sum(c.bytes for c in self.casts if c.is_weight)
+
+    def save(self, path: str | Path) -> None:
+        """Write this plan alone to a file; `amp_graph.save_plan` writes all plans of a model."""
+        from amp_graph.plan_file import save_plan
+
+        save_plan(self, path)
 
 
 def takes_either(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from amp_graph.capture.aten import bodies_of, tensors_of
+from amp_graph.errors import PlanError
 from amp_graph.flow import flow_graph
 from amp_graph.ir import Plan
 from amp_graph.oplists import OpLists
@@ -12,30 +13,33 @@ from amp_graph.passes.annotate import annotate
 from amp_graph.passes.emit import emit
 from amp_graph.passes.paint import paint
 from amp_graph.passes.place_casts import place_casts
-from amp_graph.passes.split_attention import split_attention
+from amp_graph.passes.split_attention import may_split, split_attention
 from amp_graph.passes.verify import verify
+from amp_graph.pins import Pins, honoured, pinned
 from amp_graph.policy import Policy
 
 
 def rewrite(
-    captured: fx.GraphModule, policy: Policy, lists: OpLists
+    captured: fx.GraphModule, policy: Policy, lists: OpLists, pins: Pins | None = None
 ) -> tuple[fx.GraphModule, Plan]:
     """Return the mixed-precision form of an ATen graph and the plan it follows.
 
-    `captured` is left as it was. Raises VerifyError if the result fails a check.
+    `captured` is left as it was. `pins` has decisions of a saved plan, which beat the lists.
+    Raises VerifyError if the result fails a check, PlanError if a saved decision cannot be.
     """
     dtype = policy.dtype_for(device_types(captured))
-    facts = annotate(captured, lists)
-    flow = flow_graph(facts)
-    paints = paint(facts, flow, lists, policy, dtype)
-    split = split_attention(captured, paints)
-    if split is not captured:
-        return rewrite(split, policy, lists)
+    captured = split_where_wide(captured, policy, lists)
     bodies = {
-        name: rewrite_body(body, policy, lists)
+        name: rewrite_body(body, policy, lists, pins and pins.bodies.get(name))
         for node in captured.graph.nodes
         for name, body in bodies_of(captured, node).items()
     }
+    facts = annotate(captured, lists)
+    flow = flow_graph(facts)
+    paints = paint(facts, flow, lists, policy, dtype)
+    if pins is not None:
+        saved = pinned(paints, pins)
+        paints = honoured(paint(facts, flow, lists, policy, dtype, saved), paints, pins)
     low, _ = place_casts(facts, flow, paints, dtype)
     new_bodies = {name: body for name, (body, _) in bodies.items()}
     emitted = emit(captured, facts, paints, low, dtype, lists, new_bodies)
@@ -45,12 +49,24 @@ def rewrite(
     return emitted.module, plan
 
 
+def split_where_wide(captured: fx.GraphModule, policy: Policy, lists: OpLists) -> fx.GraphModule:
+    """The graph with those calls of attention split that are painted low and that PyTorch would
+    compute in float32 inside; the graph itself if there are none."""
+    if not may_split(captured):
+        return captured
+    facts = annotate(captured, lists)
+    dtype = policy.dtype_for(device_types(captured))
+    return split_attention(captured, paint(facts, flow_graph(facts), lists, policy, dtype))
+
+
 def rewrite_body(
-    body: fx.GraphModule, policy: Policy, lists: OpLists
+    body: fx.GraphModule, policy: Policy, lists: OpLists, pins: Pins | None = None
 ) -> tuple[fx.GraphModule, Plan]:
     """As `rewrite`, but a body that fails runs as captured, and its plan says so."""
     try:
-        return rewrite(body, policy, lists)
+        return rewrite(body, policy, lists, pins)
+    except PlanError:
+        raise
     except Exception as error:
         dtype = policy.dtype_for(device_types(body))
         return body, Plan(dtype, fallback=f"{type(error).__name__}: {error}")
@@ -60,3 +76,19 @@ def device_types(module: fx.GraphModule) -> frozenset[str]:
     """The kinds of device that a graph's tensors live on."""
     found = {t.device.type for node in module.graph.nodes for t in tensors_of(node)}
     return frozenset(found or {"cpu"})
+
+
+def outline(captured: fx.GraphModule, policy: Policy, lists: OpLists) -> Plan:
+    """What is known of a captured graph and those inside it, with nothing decided. A graph that
+    cannot be annotated has an empty one; `rewrite` will say why."""
+    dtype = policy.dtype_for(device_types(captured))
+    try:
+        facts = annotate(captured, lists)
+        bodies = {
+            name: outline(split_where_wide(body, policy, lists), policy, lists)
+            for node in captured.graph.nodes
+            for name, body in bodies_of(captured, node).items()
+        }
+    except Exception:
+        return Plan(dtype)
+    return Plan(dtype, facts, bodies=bodies)

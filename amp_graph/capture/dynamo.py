@@ -8,6 +8,8 @@ lowest that users run, 2.13 what the tests use):
     torch._dynamo.utils.counters  2.13   whether Dynamo was at work
     TorchDispatchMode.ignore_compile_internals, set_is_in_mode_without_ignore_compile_internals
                                   2.13   let compiled code run under a dispatch mode
+    GraphModule.compile_subgraph_reason
+                                  2.13   why a graph ended; reports say nothing without it
     torch._C._functorch.peek_interpreter_stack
                                   2.13   whether a functorch transform is active
 """
@@ -103,6 +105,17 @@ def is_sharded(module: nn.Module) -> bool:
     """Whether `fully_shard` was applied to the module itself. Its hooks gather the parameters, in
     communication that breaks graphs, so they run outside of what is captured."""
     return SHARDED is not None and isinstance(module, SHARDED)
+
+
+def break_in(graph: fx.GraphModule) -> list[str]:
+    """Where and why Dynamo ended this graph early, if it did: "net.py:12, print(x): why"."""
+    ending: Any = getattr(graph, "compile_subgraph_reason", None)
+    if not getattr(ending, "graph_break", False):
+        return []
+    frames = ending.user_stack[-1:]
+    where = [f"{f.filename.rpartition('/')[2]}:{f.lineno}, {f.line}: " for f in frames]
+    reason = str(ending.reason).strip().splitlines()
+    return [f"{''.join(where)}{reason[0] if reason else 'unknown reason'}"]
 
 
 def frames_seen() -> int:

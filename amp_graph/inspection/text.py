@@ -9,14 +9,22 @@ It is meant for reading; programs should read the plan itself.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-import torch
-
-from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan
+from amp_graph.inspection.reasons import short_reason
+from amp_graph.inspection.spelling import (
+    byte_count,
+    count,
+    dtype_name,
+    input_kind,
+    label,
+    line_of,
+    op_name,
+    shapes,
+)
+from amp_graph.ir import Cast, Color, NodeFacts, Plan
 
 HEADINGS = ("colour", "precision", "node", "shape", "module", "line", "why")
 NODE_WIDTH = 72  # a longer list of operands is cut to this many columns
@@ -47,9 +55,9 @@ class _Row:
 
 
 def _summary(plan: Plan) -> Iterator[str]:
-    yield f"graph in {_dtype_name(plan.dtype)}: {_count(len(plan.facts), 'node')}"
-    for label, text in _facts_in_brief(plan):
-        yield f"  {label:<12}  {text}"
+    yield f"graph in {dtype_name(plan.dtype)}: {count(len(plan.facts), 'node')}"
+    for heading, text in _facts_in_brief(plan):
+        yield f"  {heading:<12}  {text}"
 
 
 def _facts_in_brief(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -59,10 +67,11 @@ def _facts_in_brief(plan: Plan) -> Iterator[tuple[str, str]]:
     low = Counter(plan.paints[name].color for name in plan.low if name in plan.paints)
     for color in (Color.ALLOW, Color.INFER, Color.CLEAR, Color.DENY):
         if painted[color]:
-            yield color.value, f"{low[color]} of {painted[color]} in {_dtype_name(plan.dtype)}"
-    yield "casts", f"{len(plan.casts)}, moving {_bytes(_own_bytes(plan))}"
+            yield color.value, f"{low[color]} of {painted[color]} in {dtype_name(plan.dtype)}"
+    yield "casts", f"{len(plan.casts)}, moving {byte_count(_own_bytes(plan))}"
     if plan.bodies:
-        yield "inner graphs", f"{', '.join(plan.bodies)}; casts moving {_bytes(_inner_bytes(plan))}"
+        moved = byte_count(_inner_bytes(plan))
+        yield "inner graphs", f"{', '.join(plan.bodies)}; casts moving {moved}"
     unlisted = _unlisted(plan)
     if unlisted:
         yield "on no list", f"{', '.join(unlisted)} (float32 as captured)"
@@ -71,7 +80,7 @@ def _facts_in_brief(plan: Plan) -> Iterator[tuple[str, str]]:
 def _unlisted(plan: Plan) -> list[str]:
     """Operators that no list knows although float32 tensors take part in them."""
     candidates = (f for f in plan.facts.values() if f.color is None and not f.fixed)
-    return sorted({_op_name(f.op) for f in candidates if f.op not in (*INPUT_OPS, "output")})
+    return sorted({op_name(f.op) for f in candidates if f.op not in (*INPUT_OPS, "output")})
 
 
 def _table(plan: Plan) -> Iterator[str]:
@@ -103,7 +112,7 @@ def _line(cells: tuple[str, ...], widths: Iterable[int]) -> str:
 
 
 def _rows(plan: Plan) -> Iterator[_Row]:
-    labels = {name: _label(facts) for name, facts in plan.facts.items()}
+    labels = {name: label(facts) for name, facts in plan.facts.items()}
     casts = _casts_by_first_reader(plan)
     bodies = {name.replace(".", "_"): name for name in plan.bodies}
     for name, facts in plan.facts.items():
@@ -130,9 +139,9 @@ def _cast_row(cast: Cast, labels: dict[str, str]) -> _Row:
     if len(readers) > READERS_SHOWN:
         listed += f" and {len(readers) - READERS_SHOWN} more"
     value = labels.get(cast.value, cast.value)
-    text = f"{value} -> {_dtype_name(cast.dtype)} for {listed}"
+    text = f"{value} -> {dtype_name(cast.dtype)} for {listed}"
     note = "saturating" if cast.saturate else ""
-    return _Row(("", "cast", text, _bytes(cast.bytes), "", "", note))
+    return _Row(("", "cast", text, byte_count(cast.bytes), "", "", note))
 
 
 def _node_cells(plan: Plan, facts: NodeFacts, labels: dict[str, str]) -> tuple[str, ...]:
@@ -141,34 +150,34 @@ def _node_cells(plan: Plan, facts: NodeFacts, labels: dict[str, str]) -> tuple[s
         paint.color.value if paint else "",
         _precision(plan, facts),
         _call(facts, labels),
-        _shapes(facts),
+        shapes(facts.tensors),
         facts.module_path,
-        facts.source.partition(" ")[0],
-        _reason(plan, facts, paint),
+        line_of(facts),
+        short_reason(plan, facts.name),
     )
 
 
 def _precision(plan: Plan, facts: NodeFacts) -> str:
     if facts.name in plan.low:
-        return _dtype_name(plan.dtype)
+        return dtype_name(plan.dtype)
     if facts.op == "output":
         return ""
     if facts.reads:
         return "float32"
-    return _dtype_name(facts.tensors[0].dtype) if facts.tensors else ""
+    return dtype_name(facts.tensors[0].dtype) if facts.tensors else ""
 
 
 def _call(facts: NodeFacts, labels: dict[str, str]) -> str:
     label = labels[facts.name]
     if facts.op == "placeholder":
-        return f"{label} = {_input_kind(facts)}"
+        return f"{label} = {input_kind(facts)}"
     if facts.op == "get_attr":
         return f"{label} = {'constant' if facts.tensors else 'inner graph'}"
     operands = [labels.get(name, name) for name in facts.reads]
     if facts.op == "output":
         return _fit("return ", operands, "")
     numbers = [f"{number:g}" for number in facts.scalars]
-    return _fit(f"{label} = {_op_name(facts.op)}(", operands + numbers, ")")
+    return _fit(f"{label} = {op_name(facts.op)}(", operands + numbers, ")")
 
 
 def _fit(start: str, operands: list[str], end: str) -> str:
@@ -182,60 +191,9 @@ def _fit(start: str, operands: list[str], end: str) -> str:
     return start.rstrip() + end
 
 
-def _label(facts: NodeFacts) -> str:
-    """Dynamo calls a parameter `l_self_modules_fc_parameters_weight_`; show `fc.weight`."""
-    stored = re.search(r"_(?:parameters|buffers)_(\w+?)_*$", facts.name)
-    if facts.op != "placeholder" or stored is None:
-        return facts.name
-    return f"{facts.module_path}.{stored[1]}".lstrip(".")
-
-
-def _input_kind(facts: NodeFacts) -> str:
-    if facts.is_parameter:
-        return "parameter"
-    return "buffer" if "_buffers_" in facts.name else "input"
-
-
-def _shapes(facts: NodeFacts) -> str:
-    shapes = [f"({', '.join(map(str, tensor.shape))})" for tensor in facts.tensors]
-    more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
-    return shapes[0] + more if shapes else ""
-
-
-def _reason(plan: Plan, facts: NodeFacts, paint: Paint | None) -> str:
-    if paint is None:
-        return ""
-    reason = f"{paint.rule}: {paint.because}" if paint.because else paint.rule
-    refused = paint.color is Color.ALLOW and facts.name not in plan.low and plan.fallback is None
-    return f"{reason} (but its kernel refused)" if refused else reason
-
-
-def _op_name(op: str) -> str:
-    return op.removesuffix(".default")
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _own_bytes(plan: Plan) -> int:
     return sum(cast.bytes for cast in plan.casts)
 
 
 def _inner_bytes(plan: Plan) -> int:
     return plan.cast_bytes - _own_bytes(plan)
-
-
-def _bytes(number: int) -> str:
-    size, units = float(number), ["KiB", "MiB", "GiB"]
-    if size < 1024:
-        return f"{number} B"
-    size /= 1024
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.1f} {units[0]}"

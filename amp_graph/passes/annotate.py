@@ -55,6 +55,7 @@ def _facts(node: fx.Node, lists: OpLists, memory: _Memory, region: str) -> NodeF
     else:
         color = listing.color if listing else None
     origin = memory.origin(node)
+    source, code = _source(node)
     return NodeFacts(
         name=node.name,
         op=sys.intern(op_name(node)),
@@ -64,7 +65,8 @@ def _facts(node: fx.Node, lists: OpLists, memory: _Memory, region: str) -> NodeF
         low_storage=bool(listing and listing.low_storage),
         promotes=bool(listing and listing.promotes),
         reads=tuple(dict.fromkeys(n.name for n in _reads(node, listing))),
-        tensors=tuple(_tensor_facts(t) for t in tensors_of(node)),
+        operands=tuple(n.name for n in node.all_input_nodes),
+        tensors=tuple(tensor_facts(t) for t in tensors_of(node)),
         memory=origin.name,
         written=memory.is_written(node),
         writes=memory.written_by(node),
@@ -74,11 +76,12 @@ def _facts(node: fx.Node, lists: OpLists, memory: _Memory, region: str) -> NodeF
         scalars=tuple(_scalars(node)),
         fixed=region or _fixed(node),
         module_path=node.meta.get("module_path", ""),
-        source=sys.intern(_source(node)),
+        source=sys.intern(source),
+        code=sys.intern(code),
     )
 
 
-def _tensor_facts(tensor: torch.Tensor) -> TensorFacts:
+def tensor_facts(tensor: torch.Tensor) -> TensorFacts:
     shape = tuple(int(s) if isinstance(s, int) else str(s) for s in tensor.shape)
     numel = 1
     for size in tensor.shape:
@@ -161,9 +164,12 @@ class _Memory:
         return any(key in self._written for key in storages(node))
 
 
-def _source(node: fx.Node) -> str:
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
+def _source(node: fx.Node) -> tuple[str, str]:
+    """Where in the user's code the node came from, as "net.py:12 in forward", and that line."""
+    frames = re.findall(
+        r'File "([^"]+)", line (\d+), in (\S+)(?:\n\s+(.*))?', node.meta.get("stack_trace") or ""
+    )
     if not frames or frames[-1][0].endswith("amp_graph/capture/dynamo.py"):
-        return ""
-    file, line, function = frames[-1]
-    return f"{file.rpartition('/')[2]}:{line} in {function}"
+        return "", ""
+    file, line, function, code = frames[-1]
+    return f"{file.rpartition('/')[2]}:{line} in {function}", code.strip()

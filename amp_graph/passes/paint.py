@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import networkx as nx
 import torch
 
+from amp_graph.flow import huge_values
 from amp_graph.ir import Color, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 from amp_graph.policy import Policy
@@ -39,6 +40,7 @@ class Scene:
     overrides: Overrides
     lists: OpLists
     dtype: torch.dtype
+    saved: Mapping[str, Paint]
 
 
 Paints = dict[str, Paint]
@@ -46,16 +48,21 @@ Rule = Callable[[Scene, Mapping[str, Paint]], Paints]
 
 
 def paint(
-    facts: Facts, flow: nx.DiGraph, lists: OpLists, policy: Policy, dtype: torch.dtype
+    facts: Facts,
+    flow: nx.DiGraph,
+    lists: OpLists,
+    policy: Policy,
+    dtype: torch.dtype,
+    saved: Mapping[str, Paint] | None = None,
 ) -> Paints:
-    """Return a Paint for every node, in graph order."""
+    """Return a Paint for every node, in graph order. `saved` has decisions that beat the lists."""
     operators = (f for f in facts.values() if f.op != "getitem")
     overrides = {f.name: o for f in operators if (o := policy.override_for(f))}
-    scene = Scene(facts, flow, _colors(facts, overrides), overrides, lists, dtype)
+    scene = Scene(facts, flow, _colors(facts, overrides), overrides, lists, dtype, saved or {})
     painted: Paints = {}
     for rule in RULES:
         painted.update(rule(scene, painted))
-    wide, huge = _wide(scene, painted)[0], _huge(scene, painted)
+    wide, huge = _wide(scene, painted)[0], huge_values(facts, scene.colors, dtype)
     paints = {name: painted.get(name) or _free(scene, name) for name in facts}
     return paints | {
         name: replace(paints[name], wide=name in wide, huge=name in huge) for name in wide | huge
@@ -115,6 +122,11 @@ def missing_kernels(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
         if not scene.lists.has_kernel(f.op, device, scene.dtype):
             paints[f.name] = Paint(Color.DENY, "no kernel", f"{f.op} on {device}")
     return paints
+
+
+def saved_decisions(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
+    """The colours of a plan that was saved, and perhaps edited, hold as they are."""
+    return {n: p for n, p in scene.saved.items() if n not in painted}
 
 
 def user_overrides(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
@@ -193,7 +205,7 @@ def wide_operands(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
     PyTorch promotes a mix of float32 and low precision to float32, as at a residual stream that
     began with an embedding, and so does this rule.
     """
-    return _wide(scene, painted)[1]
+    return {n: p for n, p in _wide(scene, painted)[1].items() if n not in painted}
 
 
 def _wide(scene: Scene, painted: Mapping[str, Paint]) -> tuple[set[str], Paints]:
@@ -220,20 +232,6 @@ def _wide(scene: Scene, painted: Mapping[str, Paint]) -> tuple[set[str], Paints]
         if color is not Color.ALLOW and (wide_operand or not reached):
             wide.add(name)
     return wide, paints
-
-
-def _huge(scene: Scene, painted: Mapping[str, Paint]) -> set[str]:
-    """What carries a finite constant beyond the low precision's range, until something bounds
-    it."""
-    limit = torch.finfo(scene.dtype).max
-    huge: set[str] = set()
-    for name, f in scene.facts.items():
-        if f.bounded or scene.colors[name] is Color.ALLOW:
-            continue
-        own = any(math.isfinite(x) and abs(x) > limit for x in f.scalars)
-        if own or any(p in huge for p in f.reads):
-            huge.add(name)
-    return huge
 
 
 def follow_parent(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
@@ -287,6 +285,7 @@ RULES: tuple[Rule, ...] = (
     written_inputs,
     shared_outputs,
     missing_kernels,
+    saved_decisions,
     user_overrides,
     user_casts,
     unrepresentable_numbers,

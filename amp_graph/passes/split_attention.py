@@ -25,6 +25,11 @@ from amp_graph.capture.fake import fake_mode_of
 from amp_graph.ir import Color, Paint
 
 
+def may_split(module: fx.GraphModule) -> bool:
+    """Whether the graph has calls to split, should they be painted low."""
+    return any(widens(node) for node in module.graph.nodes)
+
+
 def split_attention(module: fx.GraphModule, paints: Mapping[str, Paint]) -> fx.GraphModule:
     """Return the graph with such calls split, or `module` itself if it has none."""
     chosen = [n for n in module.graph.nodes if widens(n) and paints[n.name].color is Color.ALLOW]

@@ -1,0 +1,9 @@
+"""The subcommands of the command line, in the order in which help shows them."""
+
+from amp_graph.commands.lists import LISTS
+from amp_graph.commands.numerics import CALIBRATE, COMPARE
+from amp_graph.commands.see import DIFF, DUMP, EXPLAIN
+
+COMMANDS = (EXPLAIN, DUMP, COMPARE, CALIBRATE, DIFF, LISTS)
+
+__all__ = ["COMMANDS"]

@@ -1,0 +1,81 @@
+"""What a subcommand is, and the arguments and steps that several of them share."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from amp_graph.convert import convert
+from amp_graph.factory import Subject, subject
+from amp_graph.numerics.rerun import call_with, unchanged
+from amp_graph.policy import LOW_DTYPES, Policy
+
+out = Console(width=None if sys.stdout.isatty() else 120)
+progress_out = Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand. `about` is its line in the list of commands, `more` what its help adds.
+
+    `run` returns the exit code: 0 for success, 1 for an answer of "no" (the plans differ, the
+    error is above the bound). An AmpGraphError that it raises becomes exit code 2.
+    """
+
+    name: str
+    about: str
+    more: str
+    arguments: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], int]
+
+
+def factory_argument(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "factory",
+        metavar="PACKAGE.MODULE:FUNCTION",
+        help="a function without arguments that returns (model, batch) or (model, batch, loss)",
+    )
+
+
+def policy_arguments(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("what to convert, and how")
+    group.add_argument("--dtype", choices=sorted(LOW_DTYPES), help="the low precision")
+    group.add_argument("--lists", metavar="FILE", help="operator lists of your own, as TOML")
+    group.add_argument(
+        "--keep-float32",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="modules that stay in float32; may be given several times",
+    )
+
+
+def plan_argument(parser: ArgumentParser) -> None:
+    parser.add_argument("--plan", metavar="FILE", help="follow the decisions saved in this file")
+
+
+def policy_of(args: Namespace) -> Policy:
+    return Policy(dtype=args.dtype, lists=args.lists, keep_float32=tuple(args.keep_float32))
+
+
+def working(description: str) -> Progress:
+    """A progress bar on standard error with one task, whose length is not known yet."""
+    columns = (BarColumn(24), TextColumn("{task.description}"), TimeElapsedColumn())
+    progress = Progress(*columns, console=progress_out, transient=True)
+    progress.add_task(description, total=None)
+    return progress
+
+
+def converted(args: Namespace) -> Subject:
+    with working(f"capturing {args.factory}"):
+        made = subject(args.factory)
+        convert(made.model, policy=policy_of(args), plan=args.plan)
+        with unchanged(made.model):
+            for batch in made.batches:
+                call_with(made.model, batch)
+    return made

@@ -1,0 +1,66 @@
+"""`lists`: the operator lists, and where an operator stands on them."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from rich.table import Table
+from rich.text import Text
+
+from amp_graph.commands.command import Command, out
+from amp_graph.oplists import OpLists, load_lists
+from amp_graph.plain_json import did_you_mean
+
+
+def _lists_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("operator", nargs="*", help="such as aten.gelu; without any, all groups")
+    parser.add_argument("--lists", metavar="FILE", help="with operator lists of your own on top")
+
+
+def _lists(args: Namespace) -> int:
+    lists = load_lists() if args.lists is None else load_lists().merged(args.lists)
+    if not args.operator:
+        out.print(_groups(lists))
+        return 0
+    known = True
+    for name in args.operator:
+        known &= _say_where(name, lists)
+    return int(not known)
+
+
+def _groups(lists: OpLists) -> Table:
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for name, listing in lists.entries.items():
+        key = listing.color.value, listing.group, listing.why
+        groups.setdefault(key, []).append(name.removeprefix("aten."))
+    table = Table(box=None, padding=(0, 2, 1, 0), header_style="dim")
+    for heading in ("list", "group", "why", "operators"):
+        table.add_column(heading, overflow="fold")
+    for (color, group, why), names in groups.items():
+        table.add_row(color, Text(group), Text(why), Text(", ".join(names)))
+    return table
+
+
+def _say_where(name: str, lists: OpLists) -> bool:
+    """Print where an operator stands; whether it is on a list."""
+    full = name if name.startswith(("aten.", "higher_order.")) or "." in name else f"aten.{name}"
+    found = {n: e for n, e in lists.entries.items() if n == full or n.startswith(f"{full}.")}
+    packet = ".".join(full.split(".")[:2])
+    if not found and packet in lists.entries:
+        found = {packet: lists.entries[packet]}
+    for entry, listing in found.items():
+        place = f"group '{listing.group}' ({listing.file})"
+        out.print(Text(f"{entry}: {listing.color.value}, {place}: {listing.why}"), soft_wrap=True)
+    if not found:
+        hint = did_you_mean(full, lists.entries)
+        out.print(Text(f"{full} is on no list, so it stays in float32.{hint}"), soft_wrap=True)
+    return bool(found)
+
+
+LISTS = Command(
+    "lists",
+    "show the operator lists, or which list an operator is on and why",
+    "Exits with 1 if an operator is on no list.",
+    _lists_arguments,
+    _lists,
+)

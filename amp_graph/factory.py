@@ -1,0 +1,69 @@
+"""From `package.module:function` to a model and what to run it on.
+
+    def demo():                                          def demo():
+        return Net(), (torch.randn(4, 8),)                   return Net(), batches, loss
+
+The function takes no arguments. It returns the model and a batch (a tensor, a tuple of positional
+arguments or a mapping of keyword arguments) or a list of batches, and perhaps the loss, a function
+from the model's output to a scalar.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_graph.errors import AmpGraphError
+
+HOW = "give package.module:function, such as my_project.models:small"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, at least one batch for it, and its loss if it has one of its own."""
+
+    model: nn.Module
+    batches: tuple[Any, ...]
+    loss: Callable[[Any], torch.Tensor] | None = None
+
+
+def subject(name: str) -> Subject:
+    """Import and call a factory. Modules are looked for in the current folder, too.
+
+    Raises AmpGraphError that says what is wrong with the name, or with what the function returned.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not colon or not module_name or not function_name:
+        raise AmpGraphError(f"{name!r} names no function: {HOW}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise AmpGraphError(f"cannot import {module_name!r}: {error}. {HOW}") from error
+    factory = getattr(module, function_name, None)
+    if not callable(factory):
+        raise AmpGraphError(f"module {module_name!r} has no function {function_name!r}")
+    return _checked(name, factory())
+
+
+def _checked(name: str, made: Any) -> Subject:
+    is_pair = isinstance(made, tuple) and len(made) in (2, 3)
+    if not is_pair or not isinstance(made[0], nn.Module):
+        kind = type(made).__name__
+        raise AmpGraphError(f"{name} returned {kind}; it has to return (model, batch[, loss])")
+    model, batch, *loss = made
+    batches = tuple(batch) if isinstance(batch, list) else (batch,)
+    if not batches or not all(isinstance(b, (torch.Tensor, tuple, Mapping)) for b in batches):
+        raise AmpGraphError(
+            f"{name}: a batch is a tensor, a tuple of positional arguments or a mapping of keyword "
+            "arguments; several go into a list"
+        )
+    return Subject(model, batches, *loss)

@@ -1,0 +1,261 @@
+"""An annotated graph: every node of an emitted graph with what was decided for it, and why.
+
+    x               input      keep   float32
+    x_bfloat16      cast              bfloat16  for fc, on the allow list (matmul)
+    fc              operator   allow  bfloat16  listed: matmul
+    fc_float32      cast              float32   for softmax, on the deny list (softmax)
+    softmax         operator   deny   float32   listed: softmax
+
+This is what all views (text, JSON, DOT, HTML, the report) show; they decide nothing. Each node of
+the emitted graph is there exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from amp_graph.capture.aten import CAST, get_attribute, op_name, tensors_of
+from amp_graph.inspection.flops import flops_of
+from amp_graph.inspection.reasons import Reason, chain, short_reason
+from amp_graph.inspection.spelling import byte_count, dtype_name, input_kind, label, shapes
+from amp_graph.inspection.spelling import op_name as short_op
+from amp_graph.ir import Cast, NodeFacts, Plan
+from amp_graph.oplists import Listing, OpLists
+from amp_graph.passes.annotate import tensor_facts
+
+LOW = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of a graph that runs.
+
+    kind: input, parameter, buffer, constant, graph, operator, cast or output.
+    color: what it was painted; "" for a cast.
+    math: the precision it computes in; storage: the dtype of what it returns.
+    low: it computes in low precision, or stores its result so.
+    is_float: it is an operator on float32 tensors.
+    operands, readers: nodes of the same graph, casts included.
+    value: of a cast, the captured node whose value it converts.
+    bytes: of an operator, what its results take up in memory of their own; of a cast, what it
+        reads and writes.
+    traffic: bytes that an operator would read and write less in low precision.
+    """
+
+    name: str
+    label: str
+    op: str
+    kind: str
+    color: str = ""
+    math: str = ""
+    storage: str = ""
+    shape: str = ""
+    module: str = ""
+    source: str = ""
+    code: str = ""
+    why: str = ""
+    chain: tuple[Reason, ...] = ()
+    operands: tuple[str, ...] = ()
+    readers: tuple[str, ...] = ()
+    numbers: tuple[float, ...] = ()
+    value: str = ""
+    low: bool = False
+    is_float: bool = False
+    bytes: int = 0
+    traffic: int = 0
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class AnnotatedGraph:
+    """A graph as it runs. `bodies` has the graphs inside its higher-order operators, by name."""
+
+    name: str
+    dtype: str
+    nodes: tuple[Node, ...] = ()
+    bodies: Mapping[str, AnnotatedGraph] = field(default_factory=dict)
+    fallback: str | None = None
+    unlisted: tuple[str, ...] = ()
+
+    def everything(self) -> list[AnnotatedGraph]:
+        """This graph and all inside it."""
+        inner = [g for body in self.bodies.values() for g in body.everything()]
+        return [self, *inner]
+
+
+def annotated_graph(
+    name: str, plan: Plan, emitted: fx.GraphModule | None, lists: OpLists
+) -> AnnotatedGraph:
+    """A plan and the graph that was emitted by it. Without a graph only `fallback` is known."""
+    if emitted is None or not plan.facts:
+        return AnnotatedGraph(name, dtype_name(plan.dtype), fallback=plan.fallback)
+    writer = _Writer(plan, emitted, lists)
+    bodies = {
+        n: annotated_graph(f"{name}.{n}", body, _body(emitted, n), lists)
+        for n, body in plan.bodies.items()
+    }
+    nodes = tuple(writer.node(n) for n in emitted.graph.nodes)
+    unlisted = sorted({n.op for n in nodes if n.why.startswith("on no list")})
+    dtype = dtype_name(plan.dtype)
+    return AnnotatedGraph(name, dtype, nodes, bodies, plan.fallback, tuple(unlisted))
+
+
+def captured_graph(name: str, plan: Plan, captured: fx.GraphModule | None) -> AnnotatedGraph:
+    """The graph as it was before, with nothing decided."""
+    if captured is None or not plan.facts:
+        return AnnotatedGraph(name, dtype_name(plan.dtype), fallback=plan.fallback)
+    before = Plan(plan.dtype, plan.facts)
+    writer = _Writer(before, captured, OpLists({}, {}))
+    bodies = {
+        n: captured_graph(f"{name}.{n}", body, _body(captured, n))
+        for n, body in plan.bodies.items()
+    }
+    nodes = tuple(writer.node(n) for n in captured.graph.nodes)
+    return AnnotatedGraph(name, dtype_name(plan.dtype), nodes, bodies)
+
+
+def _body(module: fx.GraphModule, name: str) -> fx.GraphModule | None:
+    body = get_attribute(module, name)
+    return body if isinstance(body, fx.GraphModule) else None
+
+
+class _Writer:
+    """What all nodes of one graph have in common."""
+
+    def __init__(self, plan: Plan, module: fx.GraphModule, lists: OpLists):
+        self.plan = plan
+        self.labels = {name: label(facts) for name, facts in plan.facts.items()}
+        self.listings: dict[str, Listing] = {}
+        for node in module.graph.nodes:
+            found = lists.lookup(node.target) if isinstance(node.target, OpOverload) else None
+            if found is not None:
+                self.listings[node.name] = found
+        self.casts = {(c.value, c.dtype): c for c in plan.casts}
+
+    def node(self, node: fx.Node) -> Node:
+        facts = self.plan.facts.get(node.name)
+        return self._cast(node) if facts is None else self._captured(node, facts)
+
+    def _captured(self, node: fx.Node, facts: NodeFacts) -> Node:
+        plan, name = self.plan, node.name
+        paint = plan.paints.get(name)
+        tensors = tuple(tensor_facts(t) for t in tensors_of(node))
+        floats = [t for t in tensors if t.dtype.is_floating_point]
+        kind = _kind(facts)
+        computes = kind == "operator" and not facts.is_view and facts.op != "getitem"
+        own = sum(t.numel * t.dtype.itemsize for t in floats) if computes else 0
+        operands = sum(plan.facts[r].numel for r in facts.reads) if computes else 0
+        return Node(
+            name=name,
+            label=self.labels[name],
+            op=short_op(facts.op),
+            kind=kind,
+            color=paint.color.value if paint else "",
+            math=self._math(node, facts),
+            storage=dtype_name(tensors[0].dtype) if tensors and facts.op != "output" else "",
+            shape=shapes(facts.tensors) if facts.op != "output" else "",
+            module=facts.module_path,
+            source=facts.source,
+            code=facts.code,
+            why=short_reason(plan, name),
+            chain=chain(plan, name, self.listings, self.labels),
+            operands=_names(node.all_input_nodes),
+            readers=_names(node.users),
+            numbers=facts.scalars,
+            low=name in plan.low or any(t.dtype in LOW for t in floats),
+            is_float=_is_float_operator(node, facts),
+            bytes=own,
+            traffic=2 * (facts.numel + operands) if computes else 0,
+            flops=flops_of(node),
+        )
+
+    def _math(self, node: fx.Node, facts: NodeFacts) -> str:
+        if _kind(facts) != "operator" or facts.op == "getitem":
+            return ""
+        if facts.name in self.plan.low and not facts.low_storage:
+            return dtype_name(self.plan.dtype)
+        if facts.fixed:  # an autocast region of the model's own, say, or float64 work
+            floats = [t.dtype for n in (node, *node.all_input_nodes) for t in tensors_of(n)]
+            return next((dtype_name(d) for d in floats if d.is_floating_point), "")
+        return "float32" if facts.reads else ""
+
+    def _cast(self, node: fx.Node) -> Node:
+        """A cast, or the clamp in front of a saturating one."""
+        value = node
+        while value.name not in self.plan.facts:
+            value = value.all_input_nodes[0]
+        facts, source = self.plan.facts[value.name], node.all_input_nodes[0]
+        to, came = _dtype(node), _dtype(source)
+        cast = self.casts.get((value.name, _final(node)))
+        size = sum(t.numel for t in map(tensor_facts, tensors_of(node)))
+        is_cast = node.target is CAST
+        return Node(
+            name=node.name,
+            label=self.labels[value.name] + node.name.removeprefix(value.name),
+            op=short_op(op_name(node)),
+            kind="cast",
+            storage=dtype_name(to),
+            shape=shapes(facts.tensors),
+            module=facts.module_path,
+            source=facts.source,
+            code=facts.code,
+            why=self._why_cast(value.name, cast, is_cast),
+            chain=self._cast_chain(value.name, cast),
+            operands=_names(node.all_input_nodes),
+            readers=_names(node.users),
+            value=value.name,
+            bytes=size * (came.itemsize + to.itemsize) if is_cast else 0,
+        )
+
+    def _why_cast(self, value: str, cast: Cast | None, is_cast: bool) -> str:
+        if not is_cast:
+            return "keeps finite numbers finite in the cast that follows"
+        readers = cast.readers if cast else ()
+        spelled = [self.labels[r] for r in readers[:2]]
+        more = f" and {len(readers) - 2} more" if len(readers) > 2 else ""
+        return f"{self.labels[value]} for {', '.join(spelled)}{more}"
+
+    def _cast_chain(self, value: str, cast: Cast | None) -> tuple[Reason, ...]:
+        own = Reason(value, f"{self.labels[value]} is {self._precision(value)}")
+        steps = [own]
+        for reader in cast.readers if cast else ():
+            text = f"{self.labels[reader]} takes {self._precision(reader)}"
+            why = short_reason(self.plan, reader)
+            steps.append(Reason(reader, f"{text} ({why})" if why else text))
+        if cast is not None:
+            steps.append(Reason(value, f"one cast for all its readers: {byte_count(cast.bytes)}"))
+        return tuple(steps)
+
+    def _precision(self, name: str) -> str:
+        return dtype_name(self.plan.dtype) if name in self.plan.low else "float32"
+
+
+def _is_float_operator(node: fx.Node, facts: NodeFacts) -> bool:
+    """Whether it is an operator on float32 tensors, for which there is a precision to have."""
+    return isinstance(node.target, OpOverload) and bool(facts.reads or facts.numel)
+
+
+def _kind(facts: NodeFacts) -> str:
+    if facts.op == "placeholder":
+        return input_kind(facts)
+    if facts.op == "get_attr":
+        return "constant" if facts.tensors else "graph"
+    return "output" if facts.op == "output" else "operator"
+
+
+def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    return tuple(n.name for n in nodes)
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    return tensors_of(node)[0].dtype
+
+
+def _final(node: fx.Node) -> torch.dtype:
+    """The dtype that a cast leads to; a clamp stands before the cast."""
+    return _dtype(node) if node.target is CAST else _dtype(next(iter(node.users)))

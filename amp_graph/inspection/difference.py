@@ -1,0 +1,173 @@
+"""`diff`: what differs between the plans of two models, or of one model at two times, and why.
+
+graph 0: 2 nodes decided otherwise, casts 286.3 KiB -> 240.0 KiB
+  gelu      infer, bfloat16 (free: activations)  ->  deny, float32 (override: op=aten.gelu)
+  linear_1  ...
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from amp_graph.inspection.reasons import short_reason
+from amp_graph.inspection.spelling import byte_count, count, dtype_name, label
+from amp_graph.ir import Cast, Plan
+from amp_graph.pins import fingerprint
+from amp_graph.plan_file import PlanSource, as_plans
+
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided for a node: its colour, the precision it runs in, and the reason."""
+
+    color: str
+    precision: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.color}, {self.precision} ({self.why})"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A node that was decided otherwise. None: the graph does not have the node."""
+
+    node: str
+    source: str
+    before: Decision | None
+    after: Decision | None
+
+
+@dataclass(frozen=True)
+class GraphDifference:
+    """What differs between two plans. `name` counts the graphs, bodies by their own name."""
+
+    name: str
+    changes: tuple[Change, ...]
+    casts_before: tuple[Cast, ...]
+    casts_after: tuple[Cast, ...]
+    fallbacks: tuple[str | None, str | None]
+
+    @property
+    def is_empty(self) -> bool:
+        same_casts = set(self.casts_before) == set(self.casts_after)
+        return not self.changes and same_casts and self.fallbacks[0] == self.fallbacks[1]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What `diff` returns: false if nothing differs. `only_before`, `only_after`: how many graphs
+    have no counterpart."""
+
+    graphs: tuple[GraphDifference, ...]
+    only_before: int = 0
+    only_after: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.only_before or self.only_after) or any(not g.is_empty for g in self.graphs)
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=WIDTH, no_color=True, highlight=False).print(self.__rich__())
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+    def __rich__(self) -> RenderableType:
+        if not self:
+            return Text("The plans decide alike.")
+        return Group(*self._parts())
+
+    def _parts(self) -> Iterator[RenderableType]:
+        for graph in self.graphs:
+            if not graph.is_empty:
+                yield Text(_title(graph), style="bold")
+                yield Padding(_table(graph.changes), (0, 0, 0, 2))
+        for number, where in ((self.only_before, "first"), (self.only_after, "second")):
+            if number:
+                yield Text(f"{count(number, 'graph')} in the {where} alone")
+
+
+def diff(before: PlanSource, after: PlanSource) -> Difference:
+    """Compare two plans, or all plans of two models: each a file, a Plan or several Plans.
+
+    Plans of the same graph are compared with each other, the others in order of capture; nodes by
+    name. Raises PlanError for a file that cannot be read.
+    """
+    first, second = list(as_plans(before).plans), list(as_plans(after).plans)
+    pairs = _pairs(first, second)
+    graphs = [g for i, (a, b) in enumerate(pairs) for g in _differences(f"graph {i}", a, b)]
+    return Difference(tuple(graphs), len(first) - len(pairs), len(second) - len(pairs))
+
+
+def _pairs(first: Sequence[Plan], second: Sequence[Plan]) -> list[tuple[Plan, Plan]]:
+    rest = list(second)
+    partners: list[Plan | None] = []
+    for plan in first:
+        same = [p for p in rest if fingerprint(p) == fingerprint(plan)]
+        partners.append(same[0] if same else None)
+        if same:
+            rest.remove(same[0])
+    pairs = []
+    for plan, partner in zip(first, partners, strict=True):
+        found = partner or (rest.pop(0) if rest else None)
+        if found is not None:
+            pairs.append((plan, found))
+    return pairs
+
+
+def _differences(name: str, a: Plan, b: Plan) -> Iterator[GraphDifference]:
+    nodes = dict.fromkeys([*a.facts, *b.facts])
+    changes = tuple(c for n in nodes if (c := _change(n, a, b)) is not None)
+    yield GraphDifference(name, changes, a.casts, b.casts, (a.fallback, b.fallback))
+    for body in a.bodies.keys() & b.bodies.keys():
+        yield from _differences(f"{name}, {body}", a.bodies[body], b.bodies[body])
+
+
+def _change(name: str, a: Plan, b: Plan) -> Change | None:
+    before, after = _decision(a, name), _decision(b, name)
+    if before == after:
+        return None
+    facts = b.facts.get(name) or a.facts[name]
+    return Change(label(facts), facts.source, before, after)
+
+
+def _decision(plan: Plan, name: str) -> Decision | None:
+    if name not in plan.facts:
+        return None
+    precision = dtype_name(plan.dtype) if name in plan.low else "float32"
+    color = plan.paints[name].color.value if name in plan.paints else "undecided"
+    return Decision(color, precision, short_reason(plan, name))
+
+
+def _title(graph: GraphDifference) -> str:
+    sizes = [sum(c.bytes for c in casts) for casts in (graph.casts_before, graph.casts_after)]
+    title = (
+        f"{graph.name}: {count(len(graph.changes), 'node')} decided otherwise, casts "
+        f"{len(graph.casts_before)} moving {byte_count(sizes[0])} -> "
+        f"{len(graph.casts_after)} moving {byte_count(sizes[1])}"
+    )
+    if graph.fallbacks[0] != graph.fallbacks[1]:
+        spelled = [f or "runs as decided" for f in graph.fallbacks]
+        title += f"; {spelled[0]} -> {spelled[1]}"
+    return title
+
+
+def _table(changes: tuple[Change, ...]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in ("node", "before", "after"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("line", no_wrap=True)
+    for change in changes:
+        sides = [str(side) if side else "not there" for side in (change.before, change.after)]
+        table.add_row(
+            Text(change.node), Text(sides[0]), Text(sides[1]), Text(change.source.partition(" ")[0])
+        )
+    return table

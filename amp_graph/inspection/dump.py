@@ -1,0 +1,115 @@
+"""`dump`: everything there is to see of a converted model, as files in a folder.
+
+index.html            one page for the whole model; opens without a network
+plan.json             the plans, for `convert(model, plan=...)`
+graph0.before.txt     a graph as captured, and graph0.after.txt as it runs; the same two as
+                      .json and .dot, and .svg where Graphviz's `dot` is installed
+model_explorer.json   all graphs for Google's Model Explorer
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from amp_graph.inspection.annotated import AnnotatedGraph
+from amp_graph.inspection.formats import graph_dot, graph_json, model_explorer
+from amp_graph.inspection.listing import listing
+from amp_graph.inspection.page import page
+from amp_graph.inspection.source import AnnotatedModel, annotated_model
+from amp_graph.plan_file import save_plan
+
+DRAWN_NODES = 800  # Graphviz takes minutes for more, and nobody can read the drawing
+DRAWING_SECONDS = 60
+
+Progress = Callable[[str, int, int], None]
+
+
+def dump(
+    model: nn.Module, folder: str | Path, *, progress: Progress | None = None
+) -> tuple[Path, ...]:
+    """Write all views of a converted model into `folder`, made if it is missing, and return the
+    files written. `progress` is told each file's name before it is written, how many were
+    before it, and how many there are.
+
+    Raises AmpGraphError if the model is not converted, or has not run.
+    """
+    annotated = annotated_model(model)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    files = list(_files(annotated))
+    for i, (name, write) in enumerate(files):
+        if progress is not None:
+            progress(name, i, len(files))
+        if write(folder / name):
+            written.append(folder / name)
+    return tuple(written)
+
+
+Write = Callable[[Path], bool]
+
+
+def _files(model: AnnotatedModel) -> Iterator[tuple[str, Write]]:
+    yield "index.html", _text(lambda: page(model))
+    yield "plan.json", _plan(model)
+    sides = [("before", g) for g in model.before] + [("after", g) for g in model.after]
+    for side, graph in sorted(sides, key=lambda pair: pair[1].name):
+        stem = f"{graph.name}.{side}"
+        yield f"{stem}.txt", _text(partial(listing, graph))
+        yield f"{stem}.json", _text(partial(_json, graph))
+        yield f"{stem}.dot", _text(partial(graph_dot, graph))
+        if _is_drawable(graph):
+            yield f"{stem}.svg", _drawing(stem)
+    collection = model_explorer(model.name, sides)
+    yield "model_explorer.json", _text(lambda: json.dumps(collection))
+
+
+def _text(make: Callable[[], str]) -> Write:
+    def write(path: Path) -> bool:
+        path.write_text(make(), encoding="utf-8")
+        return True
+
+    return write
+
+
+def _plan(model: AnnotatedModel) -> Write:
+    def write(path: Path) -> bool:
+        save_plan(model.plans, path)
+        return True
+
+    return write
+
+
+def _json(graph: AnnotatedGraph) -> str:
+    return json.dumps(graph_json(graph), indent=1) + "\n"
+
+
+def _is_drawable(graph: AnnotatedGraph) -> bool:
+    nodes = sum(len(g.nodes) for g in graph.everything())
+    return shutil.which("dot") is not None and 0 < nodes <= DRAWN_NODES
+
+
+def _drawing(stem: str) -> Write:
+    def write(path: Path) -> bool:
+        command = ["dot", "-Tsvg", f"{stem}.dot", "-o", path.name]
+        try:
+            subprocess.run(
+                command,
+                cwd=path.parent,
+                check=True,
+                capture_output=True,
+                timeout=DRAWING_SECONDS,
+            )
+        except (subprocess.SubprocessError, OSError):
+            path.unlink(missing_ok=True)
+            return False
+        return True
+
+    return write

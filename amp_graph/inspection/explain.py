@@ -1,0 +1,182 @@
+"""`explain`: a short report on a converted model, for the terminal and for notebooks."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jinja2
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+from amp_graph.inspection.report import (
+    CastFigures,
+    Figures,
+    ModuleFigures,
+    ReportData,
+    Share,
+    report_data,
+)
+from amp_graph.inspection.source import annotated_model
+from amp_graph.inspection.spelling import byte_count, count, flop_count, percent
+
+WIDTH = 110  # of the plain text
+CASTS_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `explain` returns: `print` it, show it in a notebook, or read `data`.
+
+    depth: how many levels of modules to show.
+    """
+
+    data: ReportData
+    depth: int = 3
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=WIDTH, no_color=True, highlight=False).print(self.__rich__())
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+    def __rich__(self) -> RenderableType:
+        return Group(*_parts(self.data, self.depth))
+
+    def _repr_html_(self) -> str:
+        return _template().render(
+            report=self.data,
+            modules=shown_modules(self.data, self.depth),
+            casts=self.data.casts[:CASTS_SHOWN],
+            all=self.data.modules[0].figures,
+            percent=lambda share: percent(share.low, share.total),
+            byte_count=byte_count,
+            flop_count=flop_count,
+        )
+
+
+def explain(model: nn.Module, *, depth: int = 3) -> Report:
+    """Report what of a converted model runs in low precision, what the casts cost, and what could
+    be changed. The model has to have run once.
+
+    Raises AmpGraphError if the model is not converted, or has not run.
+    """
+    return Report(report_data(annotated_model(model)), depth)
+
+
+def shown_modules(data: ReportData, depth: int) -> list[ModuleFigures]:
+    return [m for m in data.modules if _level(m) <= depth]
+
+
+def _level(module: ModuleFigures) -> int:
+    return len(module.path.split(".")) if module.path else 0
+
+
+def _parts(data: ReportData, depth: int) -> Iterator[RenderableType]:
+    yield Text(f"{data.model} in {data.dtype}", style="bold")
+    yield Text(_in_one_line(data))
+    if data.modules[0].figures.operators.total:
+        yield _section("In low precision, by module", _module_table(data, depth))
+    if len(data.graphs) > 1:
+        yield _section("Graphs", _graph_table(data))
+    if data.casts:
+        yield _section(_cast_title(data), _cast_table(data.casts[:CASTS_SHOWN]))
+    for title, lines in (
+        ("On no list, so in float32", data.unlisted),
+        ("Graph breaks", data.breaks),
+        ("Fallbacks", data.fallbacks),
+    ):
+        if lines:
+            yield _section(title, Text("\n".join(lines)))
+    yield _section("Most rewarding changes", _suggestions(data))
+
+
+def _section(title: str, content: RenderableType) -> RenderableType:
+    return Group(Text(), Text(title, style="bold"), Padding(content, (0, 0, 0, 2)))
+
+
+def _in_one_line(data: ReportData) -> str:
+    total = data.modules[0].figures
+    figures = (
+        (total.operators, "operators"),
+        (total.flops, "FLOPs"),
+        (total.bytes, "activation bytes"),
+    )
+    shares = [f"{percent(share.low, share.total)} of {name}" for share, name in figures]
+    return f"{', '.join(shares)} in low precision; {count(len(data.graphs), 'graph')}"
+
+
+def _cast_title(data: ReportData) -> str:
+    total = sum(c.bytes for c in data.casts)
+    title = f"Casts: {len(data.casts)}, moving {byte_count(total)}"
+    return title if len(data.casts) <= CASTS_SHOWN else f"{title}; the largest"
+
+
+def _module_table(data: ReportData, depth: int) -> Table:
+    table = _table("module", "operators", "FLOPs", "", "activations", "", right=(1, 2, 3, 4, 5))
+    for module in shown_modules(data, depth):
+        name = module.path.rpartition(".")[2] if module.path else data.model
+        figures = module.figures
+        table.add_row(
+            Text("  " * _level(module) + name),
+            f"{figures.operators.low}/{figures.operators.total}",
+            percent(figures.flops.low, figures.flops.total),
+            flop_count(figures.flops.total),
+            percent(figures.bytes.low, figures.bytes.total),
+            byte_count(figures.bytes.total),
+        )
+    return table
+
+
+def _graph_table(data: ReportData) -> Table:
+    table = _table("graph", "nodes", "operators", "FLOPs", "casts", "cast bytes", right=range(1, 6))
+    for graph in data.graphs:
+        figures: Figures = graph.figures
+        table.add_row(
+            graph.name,
+            str(graph.nodes),
+            _fraction(figures.operators),
+            percent(figures.flops.low, figures.flops.total),
+            str(graph.casts),
+            byte_count(graph.cast_bytes),
+        )
+    return table
+
+
+def _fraction(share: Share) -> str:
+    return f"{share.low}/{share.total}"
+
+
+def _cast_table(casts: tuple[CastFigures, ...]) -> Table:
+    table = _table("value", "to", "bytes", "because", right=(2,))
+    for cast in casts:
+        table.add_row(Text(cast.value), cast.dtype, byte_count(cast.bytes), Text(cast.why))
+    return table
+
+
+def _table(*headings: str, right: tuple[int, ...] | range = ()) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for i, heading in enumerate(headings):
+        table.add_column(
+            heading, justify="right" if i in right else "left", overflow="fold", no_wrap=i in right
+        )
+    return table
+
+
+def _suggestions(data: ReportData) -> RenderableType:
+    if not data.suggestions:
+        return Text("None: what stays in float32 does so for a reason of its own.")
+    lines: list[RenderableType] = []
+    for number, suggestion in enumerate(data.suggestions, 1):
+        lines.append(Text(f"{number}. {suggestion.what}"))
+        below = [f"would free {suggestion.gain}"] if suggestion.nodes else []
+        lines += [Padding(Text(text), (0, 0, 0, 3)) for text in [*below, suggestion.how]]
+    return Group(*lines)
+
+
+def _template() -> jinja2.Template:
+    loader = jinja2.PackageLoader("amp_graph.inspection", "templates")
+    return jinja2.Environment(loader=loader, autoescape=True).get_template("report.html")

@@ -1,0 +1,49 @@
+"""Floating-point operations of a node, by the formulas of `torch.utils.flop_counter`.
+
+The operator runs on fake tensors of the sizes seen when captured, and everything that it comes
+down to is counted. Kernels without a formula count nothing, as in torch's own counter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from amp_graph.capture.fake import size_hint
+
+
+def attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """The formula of attention, of its shapes."""
+    flops: int = sdpa_flop_count(query, key, value)
+    return flops
+
+
+# torch 2.13 counts every fused attention kernel but that of the CPU.
+FORMULAS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops}
+
+
+def flops_of(node: fx.Node) -> int:
+    """How many floating-point operations one run of the node takes; 0 if it cannot be said."""
+    if not isinstance(node.target, OpOverload):
+        return 0
+    counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
+    with FakeTensorMode(), contextlib.suppress(Exception), torch.no_grad():
+        values = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+        args, kwargs = tree_map(_concrete, values)
+        with counter:
+            node.target(*args, **kwargs)
+    return int(counter.get_total_flops())
+
+
+def _concrete(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        sizes = [size_hint(s) for s in value.shape]
+        return torch.empty(sizes, dtype=value.dtype, device=value.device)
+    return size_hint(value) if isinstance(value, torch.SymInt) else value

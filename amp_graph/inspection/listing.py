@@ -1,0 +1,63 @@
+"""An annotated graph as code-like text: one line per node.
+
+    colour  math      storage   node                           shape     module  line      why
+    ------  --------  --------  -----------------------------  --------  ------  --------  ---------------
+            cast      bfloat16  x_bfloat16 = cast(x)           (64, 32)                    x for fc
+    allow   bfloat16  bfloat16  fc = aten.linear(x_bfloat16)   (64, 10)  fc      net.py:9  listed: matmul
+
+`render` shows a plan alone; this shows the graph that runs, so it has storage precisions and the
+casts where they are.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from amp_graph.inspection.annotated import AnnotatedGraph, Node
+from amp_graph.inspection.spelling import byte_count, count
+
+HEADINGS = ("colour", "math", "storage", "node", "shape", "module", "line", "why")
+CALL_WIDTH = 84  # longer calls are cut to this many columns
+
+
+def listing(graph: AnnotatedGraph) -> str:
+    """The graph and, below it, those inside its higher-order operators; ends in a newline."""
+    return "\n\n".join("\n".join(_lines(g)).rstrip() for g in graph.everything()) + "\n"
+
+
+def _lines(graph: AnnotatedGraph) -> Iterator[str]:
+    casts = [n.bytes for n in graph.nodes if n.kind == "cast" and n.bytes]
+    moved = f", {count(len(casts), 'cast')} moving {byte_count(sum(casts))}" if casts else ""
+    yield f"{graph.name} in {graph.dtype}: {count(len(graph.nodes), 'node')}{moved}"
+    if graph.fallback:
+        yield f"  runs as captured: {graph.fallback}"
+    if graph.unlisted:
+        yield f"  on no list: {', '.join(graph.unlisted)}"
+    labels = {n.name: n.label for n in graph.nodes}
+    rows = [_cells(n, labels) for n in graph.nodes]
+    if not rows:
+        return
+    widths = [max(len(row[i]) for row in [HEADINGS, *rows]) for i in range(len(HEADINGS))]
+    yield ""
+    for row in [HEADINGS, tuple("-" * width for width in widths), *rows]:
+        yield "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip()
+
+
+def _cells(node: Node, labels: dict[str, str]) -> tuple[str, ...]:
+    math = "cast" if node.kind == "cast" else node.math
+    line = node.source.partition(" ")[0]
+    text = call(node, labels)
+    text = text if len(text) <= CALL_WIDTH else f"{text[: CALL_WIDTH - 4]}...)"
+    return node.color, math, node.storage, text, node.shape, node.module, line, node.why
+
+
+def call(node: Node, labels: dict[str, str]) -> str:
+    """The node as a line of code, with parameters by their path in the model."""
+    if node.kind not in ("operator", "cast", "output"):
+        return f"{node.label} = {node.kind}"
+    numbers = [f"{number:g}" for number in node.numbers]
+    operands = ", ".join([*(labels.get(o, o) for o in node.operands), *numbers])
+    if node.kind == "output":
+        return f"return {operands}"
+    operator = "cast" if node.kind == "cast" and node.bytes else node.op
+    return f"{node.label} = {operator}({operands})"

@@ -1,0 +1,58 @@
+"""One self-contained HTML page for a model: it needs no network and no server.
+
+All data is one JSON object in the page, escaped so that no name can end it or become markup, and
+the script only ever sets text, so a module called `<script>` is shown and not run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jinja2
+
+from amp_graph.inspection.report import Figures, report_data
+from amp_graph.inspection.source import AnnotatedModel
+from amp_graph.inspection.spelling import byte_count, percent
+from amp_graph.plain_json import encode
+
+
+def page(model: AnnotatedModel) -> str:
+    """The page as HTML."""
+    loader = jinja2.PackageLoader("amp_graph.inspection", "templates")
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True)
+    return environment.get_template("page.html").render(
+        name=model.name, dtype=model.dtype, tiles=_tiles(model), data=_data(model)
+    )
+
+
+def _data(model: AnnotatedModel) -> dict[str, Any]:
+    graphs = [
+        {"before": encode(before), "after": encode(after)}
+        for pair in zip(model.before, model.after, strict=True)
+        for before, after in zip(*(g.everything() for g in pair), strict=False)
+    ]
+    for graph in graphs:
+        for side in graph.values():
+            side["bodies"] = [body["name"] for body in side.get("bodies", {}).values()]
+    return {"model": model.name, "dtype": model.dtype, "graphs": graphs}
+
+
+def _tiles(model: AnnotatedModel) -> list[tuple[str, str, str]]:
+    """What the page says at the top: a figure, what it is of, and more of it."""
+    data = report_data(model)
+    whole: Figures = data.modules[0].figures
+    shares = {
+        "operators": whole.operators,
+        "FLOPs": whole.flops,
+        "activation bytes": whole.bytes,
+    }
+    tiles = [
+        (percent(share.low, share.total), f"of {name}", f"in {model.dtype}")
+        for name, share in shares.items()
+    ]
+    moved = byte_count(sum(cast.bytes for cast in data.casts))
+    tiles.append((str(len(data.casts)), "casts", f"moving {moved}"))
+    for number, noun in ((len(data.fallbacks), "fallback"), (len(data.breaks), "graph break")):
+        if number:
+            tiles.append((str(number), noun if number == 1 else f"{noun}s", ""))
+    return tiles

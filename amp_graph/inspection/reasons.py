@@ -1,0 +1,123 @@
+"""Why a node has its colour: from the node back to the list entry, number or person that decided.
+
+add:      downstream of softmax, a denied operator
+softmax:  on the deny list, group 'softmax' (deny.toml): Exponentials and their sum need ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from amp_graph.ir import Color, NodeFacts, Paint, Plan
+from amp_graph.oplists import Listing
+
+# The rules whose `because` is another node; of others it may be a group of the same name.
+NAME_A_NODE = frozenset(
+    {
+        "downstream of",
+        "promoted by",
+        "result of",
+        "shares memory with",
+        "writes into",
+        "output shares memory with",
+    }
+)
+
+WORDS = {
+    "downstream of": "computes on values of {node}, which is float32 for precision",
+    "promoted by": "also reads {node}, which holds full float32, and PyTorch would promote",
+    "result of": "is one result of {node}",
+    "shares memory with": "shares memory with {node}, and one piece of memory has one precision",
+    "writes into": "writes into {node}, memory that belongs to the caller",
+    "output shares memory with": "is an output that shares memory with {node}",
+    "on no list": "{because} is on no list, and what is on none stays float32",
+    "nothing low upstream": "nothing in low precision reaches it",
+    "no kernel": "there is no kernel for {because} in {dtype}",
+    "user cast": "the model's own code converts to float32 here",
+    "constant out of range": "its constant {because} would become infinite or zero in {dtype}",
+    "override": "overridden by the user: {because}",
+    "as captured": "runs as captured: {because}",
+}
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One step of the answer: what it says, and of which node."""
+
+    node: str
+    text: str
+
+
+def short_reason(plan: Plan, name: str) -> str:
+    """The rule that decided and what was responsible, in a few words."""
+    paint = plan.paints.get(name)
+    if paint is None:
+        return ""
+    reason = f"{paint.rule}: {paint.because}" if paint.because else paint.rule
+    return f"{reason} (but its kernel refused)" if refused(plan, name) else reason
+
+
+def refused(plan: Plan, name: str) -> bool:
+    """Whether an allowed node runs in float32 because its kernel did not take low precision."""
+    allowed = plan.paints[name].color is Color.ALLOW
+    return allowed and name not in plan.low and plan.fallback is None
+
+
+def chain(
+    plan: Plan, name: str, listings: Mapping[str, Listing], spelled: Mapping[str, str]
+) -> tuple[Reason, ...]:
+    """The reasons for a node's precision, its own first. `listings` has the list entries of the
+    nodes, `spelled` the names to show."""
+    return tuple(_steps(plan, name, listings, spelled))
+
+
+def _steps(
+    plan: Plan, name: str, listings: Mapping[str, Listing], spelled: Mapping[str, str]
+) -> Iterator[Reason]:
+    if plan.fallback is not None:
+        yield Reason(name, f"the whole graph runs as captured: {plan.fallback}")
+    seen: set[str] = set()
+    while name in plan.paints and name not in seen:
+        seen.add(name)
+        paint = plan.paints[name]
+        yield Reason(name, _text(plan, name, paint, listings, spelled))
+        if paint.rule in ("free", "float32 math inside") and name in listings:
+            entry = listings[name]
+            yield Reason(name, f"on the {entry.color.value} list, {_entry(entry)}")
+        if refused(plan, name):
+            yield Reason(name, "but its kernel refused low-precision operands")
+        if paint.rule not in NAME_A_NODE or paint.because not in plan.facts:
+            return
+        name = paint.because
+
+
+def _text(
+    plan: Plan,
+    name: str,
+    paint: Paint,
+    listings: Mapping[str, Listing],
+    spelled: Mapping[str, str],
+) -> str:
+    listing = listings.get(name)
+    if paint.rule == "listed" and listing is not None:
+        return f"on the {paint.color.value} list, {_entry(listing)}"
+    if paint.rule in ("free", "float32 math inside"):
+        return _free(plan, plan.facts[name], paint)
+    words = WORDS.get(paint.rule)
+    if words is None:
+        return f"{paint.rule}: {paint.because}" if paint.because else paint.rule
+    node = spelled.get(paint.because, paint.because)
+    dtype = str(plan.dtype).removeprefix("torch.")
+    return words.format(node=node, because=paint.because, dtype=dtype)
+
+
+def _free(plan: Plan, facts: NodeFacts, paint: Paint) -> str:
+    side = str(plan.dtype).removeprefix("torch.") if facts.name in plan.low else "float32"
+    if paint.rule == "float32 math inside":
+        return f"computes in float32 on tensors stored either way; {side} moves the fewest bytes"
+    return f"free to go either way; {side} moves the fewest bytes here"
+
+
+def _entry(listing: Listing) -> str:
+    return f"group '{listing.group}' ({listing.file}): {listing.why}"

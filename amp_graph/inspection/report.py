@@ -1,0 +1,161 @@
+"""The figures of a report: how much of a model runs low, what it costs, what could be changed.
+
+Shares are of what the captured graphs run once each: operators on float32 tensors, their
+floating-point operations, and the bytes of the results that they store (views and in-place results
+store none).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from amp_graph.inspection.annotated import AnnotatedGraph, Node
+from amp_graph.inspection.source import AnnotatedModel
+from amp_graph.inspection.suggestions import Suggestion, suggestions
+
+
+@dataclass(frozen=True)
+class Share:
+    """How much of something is in low precision."""
+
+    low: int = 0
+    total: int = 0
+
+    def __add__(self, other: Share) -> Share:
+        return Share(self.low + other.low, self.total + other.total)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a subtree of modules runs. `bytes` counts what operators store."""
+
+    operators: Share = Share()
+    flops: Share = Share()
+    bytes: Share = Share()
+
+    def __add__(self, other: Figures) -> Figures:
+        return Figures(
+            self.operators + other.operators, self.flops + other.flops, self.bytes + other.bytes
+        )
+
+
+@dataclass(frozen=True)
+class ModuleFigures:
+    """The figures of a module with all below it; the path of the model itself is ""."""
+
+    path: str
+    figures: Figures
+
+
+@dataclass(frozen=True)
+class CastFigures:
+    """One cast of a graph: the value, the dtype it becomes, its bytes, and who needs it why."""
+
+    graph: str
+    value: str
+    dtype: str
+    bytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class GraphFigures:
+    """One graph: its figures, casts and bytes, and why it runs as captured if it does."""
+
+    name: str
+    nodes: int
+    figures: Figures
+    casts: int
+    cast_bytes: int
+    fallback: str | None
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """Everything that `explain` says, as data."""
+
+    model: str
+    dtype: str
+    graphs: tuple[GraphFigures, ...]
+    modules: tuple[ModuleFigures, ...]
+    casts: tuple[CastFigures, ...]
+    unlisted: tuple[str, ...]
+    breaks: tuple[str, ...]
+    fallbacks: tuple[str, ...]
+    suggestions: tuple[Suggestion, ...]
+
+
+def report_data(model: AnnotatedModel) -> ReportData:
+    """The figures of all graphs of a model together."""
+    everything = [g for graph in model.after for g in graph.everything()]
+    casts = sorted(_casts(everything), key=lambda c: -c.bytes)
+    return ReportData(
+        model=model.name,
+        dtype=model.dtype,
+        graphs=tuple(_graph(g) for g in model.after),
+        modules=tuple(_modules(n for g in everything for n in g.nodes)),
+        casts=tuple(casts),
+        unlisted=tuple(sorted({op for g in everything for op in g.unlisted})),
+        breaks=tuple(dict.fromkeys(model.breaks)),
+        fallbacks=tuple(f"{g.name}: {g.fallback}" for g in everything if g.fallback),
+        suggestions=suggestions(everything, model.breaks),
+    )
+
+
+def figures_of(node: Node) -> Figures:
+    if not node.is_float or node.op == "getitem":
+        return Figures()
+    low = int(node.low)
+    stored_low = node.storage in ("float16", "bfloat16")
+    return Figures(
+        operators=Share(low, 1),
+        flops=Share(low * node.flops, node.flops),
+        bytes=Share(node.bytes if stored_low else 0, node.bytes),
+    )
+
+
+def _graph(graph: AnnotatedGraph) -> GraphFigures:
+    nodes = [n for g in graph.everything() for n in g.nodes]
+    casts = [n.bytes for n in nodes if n.kind == "cast" and n.bytes]
+    total = sum((figures_of(n) for n in nodes), Figures())
+    return GraphFigures(graph.name, len(nodes), total, len(casts), sum(casts), graph.fallback)
+
+
+def _modules(nodes: Iterable[Node]) -> Iterator[ModuleFigures]:
+    """Every module that an operator is inside of, the model first, below it in order of use."""
+    totals: dict[str, Figures] = {"": Figures()}
+    for node in nodes:
+        own = figures_of(node)
+        if not own.operators.total:
+            continue
+        parts = node.module.split(".") if node.module else []
+        for length in range(len(parts) + 1):
+            path = ".".join(parts[:length])
+            totals[path] = totals.get(path, Figures()) + own
+    for path in _depth_first(totals):
+        yield ModuleFigures(path, totals[path])
+
+
+def _depth_first(paths: Iterable[str]) -> list[str]:
+    children: dict[str, list[str]] = {}
+    for path in paths:
+        if path:
+            children.setdefault(path.rpartition(".")[0], []).append(path)
+
+    def below(path: str) -> Iterator[str]:
+        yield path
+        for child in children.get(path, ()):
+            yield from below(child)
+
+    return list(below(""))
+
+
+def _casts(graphs: Iterable[AnnotatedGraph]) -> Iterator[CastFigures]:
+    for graph in graphs:
+        labels = {n.name: n.label for n in graph.nodes}
+        for node in graph.nodes:
+            if node.kind == "cast" and node.bytes:
+                why = "; ".join(r.text for r in node.chain[1:-1])
+                value = labels.get(node.value, node.value)
+                yield CastFigures(graph.name, value, node.storage, node.bytes, why)

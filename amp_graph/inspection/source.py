@@ -1,0 +1,57 @@
+"""From a model to its annotated graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from amp_graph.conversion import SLOT, Conversion
+from amp_graph.errors import AmpGraphError
+from amp_graph.inspection.annotated import AnnotatedGraph, annotated_graph, captured_graph
+from amp_graph.ir import Plan
+
+
+@dataclass(frozen=True)
+class AnnotatedModel:
+    """All graphs of a converted model, in order of capture, and where its graphs break.
+
+    `before[i]` is the graph as captured, `after[i]` as it runs, `plans[i]` its plan.
+    """
+
+    name: str
+    dtype: str
+    plans: tuple[Plan, ...]
+    before: tuple[AnnotatedGraph, ...]
+    after: tuple[AnnotatedGraph, ...]
+    breaks: tuple[str, ...]
+
+
+def conversion_of(model: nn.Module) -> Conversion:
+    """The conversion of a model that ran. Raises AmpGraphError if there is nothing to see."""
+    name = type(model).__name__
+    conversion = model.__dict__.get(SLOT)
+    if not isinstance(conversion, Conversion):
+        raise AmpGraphError(f"{name} is not converted; call amp_graph.convert first")
+    if not conversion.plans:
+        raise AmpGraphError(f"{name} was not run yet, so no graph is captured; call it once")
+    return conversion
+
+
+def annotated_model(model: nn.Module) -> AnnotatedModel:
+    """What there is to see of a converted model. Raises AmpGraphError if there is nothing."""
+    conversion = conversion_of(model)
+    before, after = [], []
+    for i, (plan, graphs) in enumerate(zip(conversion.plans, conversion.graphs, strict=True)):
+        captured, emitted = graphs or (None, None)
+        emitted = captured if plan.fallback is not None else emitted
+        before.append(captured_graph(f"graph{i}", plan, captured))
+        after.append(annotated_graph(f"graph{i}", plan, emitted, conversion.lists))
+    return AnnotatedModel(
+        type(model).__name__,
+        after[0].dtype,
+        conversion.plans,
+        tuple(before),
+        tuple(after),
+        conversion.breaks,
+    )

@@ -1,0 +1,74 @@
+"""How values, operators and sizes are spelled, the same in every view."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from amp_graph.ir import NodeFacts, TensorFacts
+
+UNITS = ("KiB", "MiB", "GiB", "TiB")
+
+
+def label(facts: NodeFacts) -> str:
+    """Dynamo calls a parameter `l_self_modules_fc_parameters_weight_`; show `fc.weight`."""
+    stored = re.search(r"_(?:parameters|buffers)_(\w+?)_*$", facts.name)
+    if facts.op != "placeholder" or stored is None:
+        return facts.name
+    return f"{facts.module_path}.{stored[1]}".lstrip(".")
+
+
+def input_kind(facts: NodeFacts) -> str:
+    if facts.is_parameter:
+        return "parameter"
+    return "buffer" if "_buffers_" in facts.name else "input"
+
+
+def op_name(op: str) -> str:
+    return op.removesuffix(".default")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def line_of(facts: NodeFacts) -> str:
+    """`net.py:12` of `net.py:12 in forward`."""
+    return facts.source.partition(" ")[0]
+
+
+def shapes(tensors: tuple[TensorFacts, ...]) -> str:
+    """The shape of the first result, and how many more there are."""
+    spelled = [f"({', '.join(map(str, tensor.shape))})" for tensor in tensors]
+    more = f" and {len(spelled) - 1} more" if len(spelled) > 1 else ""
+    return spelled[0] + more if spelled else ""
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def byte_count(number: int) -> str:
+    if number < 1024:
+        return f"{number} B"
+    size, power = number / 1024, 0
+    while size >= 1024 and power < len(UNITS) - 1:
+        size, power = size / 1024, power + 1
+    return f"{size:.1f} {UNITS[power]}"
+
+
+def flop_count(number: int) -> str:
+    size, units = float(number), ["", "k", "M", "G", "T", "P"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1000
+        units.pop(0)
+    return f"{size:.3g} {units[0]}FLOP"
+
+
+def percent(part: float, whole: float) -> str:
+    """A share; a dash where there is nothing to have a share of."""
+    if not whole:
+        return "–"
+    share = 100 * part / whole
+    return f"{share:.0f}%" if share in (0, 100) or 1 <= share < 99.5 else f"{share:.1f}%"

@@ -1,0 +1,175 @@
+"""What a user could change to run more in low precision, the most rewarding first.
+
+Every operator that stays in float32 is counted under the decision that is at the end of its chain
+of reasons: an operator on no list, a denied ancestor, a float32 value that it reads, a cast in the
+model's own code, an override. What one change would free is the bytes that those operators would
+read and write less, and the floating-point operations that would become cheaper.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from amp_graph.inspection.annotated import AnnotatedGraph, Node
+from amp_graph.inspection.spelling import byte_count, count, flop_count
+
+FLOPS_PER_BYTE = 50  # how many cost as much time as a byte; the order is insensitive to it
+SHOWN = 3
+
+Found = list[tuple[Node, Node]]
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One change: what it is about, how to make it, and what it would free."""
+
+    what: str
+    how: str
+    nodes: int
+    bytes: int
+    flops: int
+
+    @property
+    def gain(self) -> str:
+        parts = [count(self.nodes, "operator")]
+        parts += [f"{byte_count(self.bytes)} moved less"] if self.bytes else []
+        parts += [f"{flop_count(self.flops)} in low precision"] if self.flops else []
+        return ", ".join(parts)
+
+
+def suggestions(
+    graphs: Sequence[AnnotatedGraph], breaks: Sequence[str] = ()
+) -> tuple[Suggestion, ...]:
+    """At most three, best first."""
+    found: list[Suggestion] = []
+    for graph in graphs:
+        if graph.fallback:
+            found.append(_fallback(graph))
+    groups: dict[tuple[str, str], Found] = defaultdict(list)
+    for graph in graphs:
+        nodes = {n.name: n for n in graph.nodes}
+        for node in graph.nodes:
+            if node.is_float and not node.low and not graph.fallback and node.chain:
+                root = nodes.get(node.chain[-1].node, node)
+                key = _key(node, root)
+                if key is not None:
+                    groups[key].append((node, root))
+    told = [_told(kind, found_here) for (kind, _), found_here in groups.items()]
+    told = [s for s in told if s.bytes or s.flops]
+    found += sorted(told, key=lambda s: -(s.bytes + s.flops / FLOPS_PER_BYTE))
+    found += [_break(reason) for reason in dict.fromkeys(breaks)]
+    return tuple(found[:SHOWN])
+
+
+def _key(node: Node, root: Node) -> tuple[str, str] | None:
+    """Which change would free the node, and which decision it shares with others."""
+    rule = root.why.partition(":")[0]
+    if rule == "on no list":
+        return "unlisted", root.op
+    if node.why.startswith("promoted by"):
+        return "promoted", root.name
+    if rule == "listed" and node is not root:
+        return "spread", root.op
+    if rule in ("user cast", "override", "constant out of range", "no kernel"):
+        return rule, root.source if rule == "user cast" else root.why
+    return None
+
+
+def _told(kind: str, found: Found) -> Suggestion:
+    what, how = TELL[kind](found)
+    nodes = [node for node, _ in found]
+    return Suggestion(
+        what, how, len(nodes), sum(n.traffic for n in nodes), sum(n.flops for n in nodes)
+    )
+
+
+def _at(node: Node) -> str:
+    line = node.source.partition(" ")[0]
+    return f" at {line}" if line else ""
+
+
+def _unlisted(found: Found) -> tuple[str, str]:
+    op = found[0][1].op
+    return (
+        f"{op} is on no list, so it stays in float32",
+        f'if it is safe on well-behaved values: Policy(lists={{"infer": ["{op}"]}})',
+    )
+
+
+def _spread(found: Found) -> tuple[str, str]:
+    root = found[0][1]
+    entry = f'{{"why": "...", "bounded": True, "ops": ["{root.op}"]}}'
+    return (
+        f"{root.label} ({root.op}{_at(root)}) is denied, and what computes on its values with it",
+        f'if its values stay in a small range: Policy(lists={{"deny": {{"mine": {entry}}}}})',
+    )
+
+
+def _promoted(found: Found) -> tuple[str, str]:
+    node, root = found[0]
+    return (
+        f"{root.label}{_at(root)} holds full float32, and operators that also read it follow",
+        f'if its last digits do not matter: Policy(overrides=(Override("allow", '
+        f'name="{node.name}"),))',
+    )
+
+
+def _user_cast(found: Found) -> tuple[str, str]:
+    root = found[0][1]
+    return (
+        f"the model converts to float32 by itself{_at(root)}: {root.code or root.op}",
+        "remove that conversion, if it is there for float16 only",
+    )
+
+
+def _override(found: Found) -> tuple[str, str]:
+    reason = found[0][1].why.partition(": ")[2]
+    return f"an override keeps operators in float32: {reason}", "narrow or remove the override"
+
+
+def _constant(found: Found) -> tuple[str, str]:
+    root = found[0][1]
+    number = root.why.partition(": ")[2]
+    return (
+        f"the constant {number} of {root.label}{_at(root)} is out of the low precision's range",
+        "use a constant within it, such as torch.finfo(x.dtype).min for a mask, or bfloat16",
+    )
+
+
+def _no_kernel(found: Found) -> tuple[str, str]:
+    return found[0][1].why, "use the other low precision, if it has a kernel there"
+
+
+TELL: dict[str, Callable[[Found], tuple[str, str]]] = {
+    "unlisted": _unlisted,
+    "spread": _spread,
+    "promoted": _promoted,
+    "user cast": _user_cast,
+    "override": _override,
+    "constant out of range": _constant,
+    "no kernel": _no_kernel,
+}
+
+
+def _fallback(graph: AnnotatedGraph) -> Suggestion:
+    operators: Iterable[Node] = [n for n in graph.nodes if n.is_float]
+    return Suggestion(
+        f"{graph.name} runs otherwise than asked: {graph.fallback}",
+        "change that code, or keep the module that it is in out of the conversion",
+        len(list(operators)),
+        sum(n.traffic for n in operators),
+        sum(n.flops for n in operators),
+    )
+
+
+def _break(reason: str) -> Suggestion:
+    return Suggestion(
+        f"the graph breaks at {reason}",
+        "move that code out of forward, or write it with tensor operators; casts at a break "
+        "cannot be saved",
+        0,
+        0,
+        0,
+    )

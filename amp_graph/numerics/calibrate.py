@@ -1,0 +1,271 @@
+"""`calibrate`: the fewest nodes to keep in float32 so that a model's error meets a bound.
+
+    error of the plan as it is     0.9
+    with everything in float32     0
+    suspects, worst first          mul, linear_2, gelu, ...
+    shortest list that suffices    mul, linear_2            bisection
+    without the needless           mul                      delta debugging
+
+Each trial rewrites the captured graphs with the nodes in question denied, and runs the batches.
+The set found is minimal in this sense: with any one of its nodes back in low precision, the bound
+is not met. (Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import fx, nn
+
+from amp_graph.errors import AmpGraphError
+from amp_graph.ir import Color, Paint, Plan
+from amp_graph.numerics.compare import Beside, NodeNumerics, Reference, outcome_errors
+from amp_graph.numerics.rerun import Batch, Loss, Outcome, Rerun, rerun_of
+from amp_graph.pins import Pins
+from amp_graph.plan_file import save_plan
+from amp_graph.rewrite import rewrite
+
+RULE = "calibrated"
+SLIGHT = 0.01  # a smaller share of underflow is not worth naming as the reason
+
+Node = tuple[int, str, str]
+"""A node that could be denied: its graph, the path of the body in it, its name."""
+Progress = Callable[[int, float], None]
+Meets = Callable[[Sequence[Node]], bool]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `calibrate` returns.
+
+    plans: for `convert(model, plan=...)`; denied nodes have the rule "calibrated" and the reason.
+    denied: the nodes that were denied, as (graph, node, reason). before, after: the error of the
+    plan as it was and as it is; after is at most `bound`. trials: how many plans were tried.
+    """
+
+    plans: tuple[Plan, ...]
+    denied: tuple[tuple[int, str, str], ...]
+    bound: float
+    before: float
+    after: float
+    trials: int
+
+    def save(self, path: str | Path) -> None:
+        """Write the plans to a file."""
+        save_plan(self.plans, path)
+
+    def __str__(self) -> str:
+        count = f"{len(self.denied)} node{'s' * (len(self.denied) != 1)} denied"
+        lines = [
+            f"error {_spelled(self.before)} before, {_spelled(self.after)} after; bound "
+            f"{_spelled(self.bound)}; {count} in {self.trials} trials"
+        ]
+        lines += [f"  graph {graph}  {name}: {reason}" for graph, name, reason in self.denied]
+        return "\n".join(lines)
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    bound: float,
+    *,
+    loss: Loss | None = None,
+    loss_scale: float = 1.0,
+    policy: Any = None,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Find the fewest nodes to deny so that on each of `batches` the relative error of the outputs
+    and that of the parameters' gradients are at most `bound`, and all of them finite.
+
+    For `loss`, `loss_scale` and `policy` see `compare`. `progress` is told the number of the trial
+    and its error. Raises AmpGraphError if nothing can be denied that helps.
+    """
+    search = _Search(rerun_of(model, policy), list(batches), loss, loss_scale, bound, progress)
+    before = search.error(())
+    chosen: tuple[Node, ...] = ()
+    reasons: dict[Node, str] = {}
+    if before > bound:
+        reasons = search.suspects()
+        chosen = _smallest(tuple(reasons), search.meets)
+    after = search.error(chosen)
+    if after > bound:
+        raise AmpGraphError(
+            f"the bound {bound:g} cannot be met: with all {len(reasons)} low-precision nodes in "
+            f"float32 the error is {after:g}. Is the model random, or float32 itself not finite?"
+        )
+    denied = tuple((n[0], _path(n[1], n[2]), reasons[n]) for n in chosen)
+    return Calibration(search.plans(chosen, reasons), denied, bound, before, after, search.trials)
+
+
+@dataclass
+class _Search:
+    """The trials made so far, by the set of nodes denied."""
+
+    rerun: Rerun
+    batches: list[Batch]
+    loss: Loss | None
+    loss_scale: float
+    bound: float
+    progress: Progress | None
+    references: list[Outcome] = field(default_factory=list)
+    known: dict[frozenset[Node], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.batches:
+            raise AmpGraphError("calibrate needs at least one batch")
+        self.references = [self._run("float32", batch) for batch in self.batches]
+
+    @property
+    def trials(self) -> int:
+        return len(self.known)
+
+    def meets(self, denied: Sequence[Node]) -> bool:
+        return self.error(denied) <= self.bound
+
+    def error(self, denied: Sequence[Node]) -> float:
+        """The largest error of outputs and gradients on any batch with these nodes denied."""
+        key = frozenset(denied)
+        if key not in self.known:
+            self._apply(denied)
+            self.known[key] = max(self._errors())
+            if self.progress is not None:
+                self.progress(len(self.known), self.known[key])
+        return self.known[key]
+
+    def suspects(self) -> dict[Node, str]:
+        """Every node in low precision with the harm it does, worst first."""
+        self._apply(())
+        worst: dict[Node, NodeNumerics] = {}
+        for batch in self.batches:
+            kept = Reference()
+            self._run("float32", batch, kept)
+            seen = Beside(self.rerun, kept, self.loss_scale)
+            self._run("mixed", batch, seen)
+            for found in seen.nodes():
+                node = found.graph, found.body, found.node
+                if node not in worst or found.badness > worst[node].badness:
+                    worst[node] = found
+        low = [n for i, plan in enumerate(self.rerun.plans) for n in _low(plan, i)]
+        ranked = sorted(low, key=lambda n: _harm(worst.get(n)), reverse=True)
+        return {n: _reason(worst.get(n)) for n in ranked}
+
+    def plans(self, denied: Sequence[Node], reasons: Mapping[Node, str]) -> tuple[Plan, ...]:
+        """The plans with these nodes denied, and why."""
+        return tuple(plan for plan, _ in self._rewritten(denied, reasons))
+
+    def _errors(self) -> list[float]:
+        errors = []
+        for batch, reference in zip(self.batches, self.references, strict=True):
+            outputs, _, gradients = outcome_errors(reference, self._run("mixed", batch))
+            errors += [outputs, gradients]
+        return errors
+
+    def _run(self, precision: str, batch: Batch, observer: Any = None) -> Outcome:
+        return self.rerun.run(precision, batch, self.loss, observer, loss_scale=self.loss_scale)
+
+    def _apply(self, denied: Sequence[Node]) -> None:
+        modules = [module for _, module in self._rewritten(denied, {})]
+        found = {i: m for i, m in enumerate(modules) if m is not None}
+        self.rerun.replaced = found if denied else {}
+
+    def _rewritten(
+        self, denied: Sequence[Node], reasons: Mapping[Node, str]
+    ) -> list[tuple[Plan, fx.GraphModule | None]]:
+        rewritten: list[tuple[Plan, fx.GraphModule | None]] = []
+        for i, plan in enumerate(self.rerun.plans):
+            paints = {
+                (body, name): Paint(Color.DENY, RULE, reasons.get((graph, body, name), ""))
+                for graph, body, name in denied
+                if graph == i
+            }
+            graphs = self.rerun.graphs[i]
+            if graphs is None or plan.fallback is not None or not paints:
+                rewritten.append((plan, None))
+                continue
+            pins = _pins(plan, paints, "")
+            policy = replace(self.rerun.policy, dtype=plan.dtype)
+            module, new = rewrite(graphs[0], policy, self.rerun.lists, pins)
+            rewritten.append((new, module))
+        return rewritten
+
+
+def _pins(plan: Plan, paints: Mapping[tuple[str, str], Paint], body: str) -> Pins:
+    """The decisions of the plan as it is, and those of `paints`."""
+    own = {name: p for (path, name), p in paints.items() if path == body}
+    bodies = {
+        name: _pins(inner, paints, f"{body}/{name}".strip("/"))
+        for name, inner in plan.bodies.items()
+    }
+    return Pins(own, False, "calibrate", bodies)
+
+
+def _smallest(suspects: tuple[Node, ...], meets: Meets) -> tuple[Node, ...]:
+    """A part of `suspects` that meets the bound, and of which every node is needed."""
+    if not meets(suspects):
+        return suspects
+    too_few, enough = 0, len(suspects)
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if meets(suspects[:middle]) else (middle, enough)
+    return _needed(suspects[:enough], meets)
+
+
+def _needed(nodes: tuple[Node, ...], meets: Meets) -> tuple[Node, ...]:
+    """Leave out ever smaller parts for as long as the rest still meets the bound."""
+    size = max(1, len(nodes) // 2)
+    while True:
+        start, before = 0, len(nodes)
+        while start < len(nodes):
+            rest = nodes[:start] + nodes[start + size :]
+            if meets(rest):
+                nodes = rest
+            else:
+                start += size
+        if size == 1 and len(nodes) == before:
+            return nodes
+        size = max(1, size // 2)
+
+
+def _low(plan: Plan, graph: int, body: str = "") -> list[Node]:
+    """The nodes of a plan that could be denied."""
+    own = [
+        (graph, body, name)
+        for name, f in plan.facts.items()
+        if name in plan.low and f.op != "getitem"
+    ]
+    inner = [
+        node
+        for name, plan_inside in plan.bodies.items()
+        for node in _low(plan_inside, graph, f"{body}/{name}".strip("/"))
+    ]
+    return own + inner
+
+
+def _harm(node: NodeNumerics | None) -> tuple[bool, float, float]:
+    return node.badness if node is not None else (False, 0.0, 0.0)
+
+
+def _reason(node: NodeNumerics | None) -> str:
+    if node is None:
+        return "needed to meet the bound"
+    sides = [("values", node.forward)]
+    sides += [("gradients", node.backward)] if node.backward is not None else []
+    for what, side in sides:
+        if side.overflow:
+            return f"{side.overflow:.1%} of its {what} overflow"
+    for what, side in sides:
+        if side.underflow > SLIGHT:
+            return f"{side.underflow:.1%} of its {what} underflow"
+    return f"adds an error of {node.added:.2g}"
+
+
+def _path(body: str, name: str) -> str:
+    return f"{body}/{name}" if body else name
+
+
+def _spelled(error: float) -> str:
+    return "infinite" if math.isinf(error) else f"{error:.2g}"

@@ -1,0 +1,263 @@
+"""`compare`: a model in float32 and in mixed precision side by side, node by node.
+
+Both runs get the same batch, weights and random numbers. The values of the float32 run are kept
+until the mixed run has passed them, so that the memory needed is that of all activations.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from amp_graph.inspection.spelling import dtype_name, label, op_name
+from amp_graph.ir import NodeFacts
+from amp_graph.numerics.rerun import Batch, Loss, Observer, Outcome, Place, Rerun, rerun_of
+from amp_graph.numerics.statistics import Statistics, exponents, relative_error, statistics
+from amp_graph.plain_json import encode
+
+FORMAT = "amp_graph comparison"
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class NodeNumerics:
+    """One operator of a graph. `added` is how much larger the error of its value is than that of
+    any of its operands: where an error first appears. `call` counts the graphs that ran."""
+
+    node: str
+    label: str
+    operator: str
+    module: str
+    source: str
+    code: str
+    graph: int
+    body: str
+    call: int
+    low: bool
+    dtype: str
+    forward: Statistics
+    backward: Statistics | None
+    added: float
+
+    @property
+    def faults(self) -> float:
+        """The largest share of values or gradients that overflow or underflow."""
+        sides = [s for s in (self.forward, self.backward) if s is not None]
+        return max(max(s.underflow, s.overflow) for s in sides)
+
+    @property
+    def badness(self) -> tuple[bool, float, float]:
+        """What sorts the worst first: overflow, then the error that begins here, then underflow."""
+        backward = self.backward
+        overflow = self.forward.overflow + (backward.overflow if backward else 0.0)
+        return overflow > 0, self.added, self.faults
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` returns.
+
+    nodes: in order of execution. outputs, loss, gradients: relative errors of the model's outputs,
+    its loss and the gradients of its parameters; infinite where one is not finite.
+    gradient_exponents: how many gradients (of values and parameters, float32 run, multiplied by
+    the loss scale) have each exponent of 2.
+    """
+
+    model: str
+    dtype: str
+    loss_scale: float
+    outputs: float
+    loss: float
+    gradients: float
+    nodes: tuple[NodeNumerics, ...]
+    gradient_exponents: Mapping[int, int] = field(default_factory=dict)
+    gradient_zeros: int = 0
+
+    def worst(self, count: int = 10) -> tuple[NodeNumerics, ...]:
+        """The nodes that do the most harm, worst first."""
+        return tuple(sorted(self.nodes, key=lambda n: n.badness, reverse=True)[:count])
+
+    def underflows(self, count: int = 10) -> tuple[NodeNumerics, ...]:
+        """The nodes with the largest share of values or gradients that became zero."""
+        lost = [n for n in self.nodes if _underflow(n) > 0]
+        return tuple(sorted(lost, key=_underflow, reverse=True)[:count])
+
+    def first_above(self, bound: float) -> NodeNumerics | None:
+        """The first node in order of execution whose value is off by more than `bound`."""
+        return next((n for n in self.nodes if n.forward.error > bound), None)
+
+    def save(self, path: str | Path) -> None:
+        """Write all figures as JSON."""
+        table = {"format": FORMAT, "schema": SCHEMA, **encode(self)}
+        Path(path).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the histogram of gradient exponents as SVG, with float16's range marked."""
+        from amp_graph.numerics.report import histogram
+
+        Path(path).write_text(histogram(self), encoding="utf-8")
+
+    def __str__(self) -> str:
+        from amp_graph.numerics.report import text
+
+        return text(self)
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from amp_graph.numerics.report import table
+
+        yield table(self, options.max_width)
+
+
+def compare(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss: Loss | None = None,
+    loss_scale: float = 1.0,
+    policy: Any = None,
+) -> Comparison:
+    """Run `model` on one batch in float32 and in mixed precision, forward and backward, and
+    compare every node.
+
+    `batch` is a tensor, positional arguments as a sequence, or keyword arguments as a mapping.
+    `loss` makes a scalar of the output; without it the output's own loss is used, or the mean
+    square of the outputs. Backward starts from `loss_scale` times the loss. The model, its
+    gradients and the random state stay as they were; a model that is not converted is compared
+    with what `convert(model, policy=policy)` would make of it.
+    """
+    rerun = rerun_of(model, policy)
+    kept = Reference()
+    reference = rerun.run("float32", batch, loss, kept, loss_scale=loss_scale)
+    seen = Beside(rerun, kept, loss_scale)
+    mixed = rerun.run("mixed", batch, loss, seen, loss_scale=loss_scale)
+    outputs, lost, gradients = outcome_errors(reference, mixed)
+    for gradient in reference.gradients.values():
+        kept.count(gradient * loss_scale)
+    return Comparison(
+        model=type(model).__name__,
+        dtype=dtype_name(rerun.plans[0].dtype) if rerun.plans else "float32",
+        loss_scale=loss_scale,
+        outputs=outputs,
+        loss=lost,
+        gradients=gradients,
+        nodes=tuple(seen.nodes()),
+        gradient_exponents=dict(sorted(kept.exponents.items())),
+        gradient_zeros=kept.zeros,
+    )
+
+
+def outcome_errors(reference: Outcome, mixed: Outcome) -> tuple[float, float, float]:
+    """Relative errors of outputs, loss and gradients."""
+    names = [n for n in reference.gradients if n in mixed.gradients]
+    losses = [[o.loss] if o.loss is not None else [] for o in (reference, mixed)]
+    return (
+        relative_error(list(reference.outputs), list(mixed.outputs)),
+        relative_error(losses[0], losses[1]),
+        relative_error(
+            [reference.gradients[n] for n in names], [mixed.gradients[n] for n in names]
+        ),
+    )
+
+
+class Reference(Observer):
+    """Keeps the values and gradients of the float32 run."""
+
+    def __init__(self) -> None:
+        self.values: dict[Place, torch.Tensor] = {}
+        self.gradients: dict[Place, torch.Tensor] = {}
+        self.exponents: Counter[int] = Counter()
+        self.zeros = 0
+
+    def value(self, place: Place, node: fx.Node, value: Any) -> None:
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        if node.op in ("call_function", "placeholder") and _is_float(value) and not is_parameter:
+            self.values[place] = value.detach().clone()
+
+    def gradient(self, place: Place, gradient: torch.Tensor) -> None:
+        if place in self.values:  # those of parameters are counted once, from the outcome
+            self.gradients[place] = gradient.detach().clone()
+            self.count(gradient)
+
+    def count(self, gradient: torch.Tensor) -> None:
+        self.exponents += exponents(gradient)
+        self.zeros += int((gradient == 0).sum())
+
+
+class Beside(Observer):
+    """Compares the values and gradients of the mixed run with those kept."""
+
+    def __init__(self, rerun: Rerun, kept: Reference, scale: float) -> None:
+        self.rerun, self.kept, self.scale = rerun, kept, scale
+        self.forward: dict[Place, tuple[fx.Node, str, Statistics]] = {}
+        self.backward: dict[Place, Statistics] = {}
+
+    def value(self, place: Place, node: fx.Node, value: Any) -> None:
+        reference = self.kept.values.get(place)
+        if reference is None or not _is_float(value) or value.shape != reference.shape:
+            return
+        self.forward[place] = (node, dtype_name(value.dtype), statistics(reference, value))
+
+    def gradient(self, place: Place, gradient: torch.Tensor) -> None:
+        reference = self.kept.gradients.get(place)
+        if reference is not None and place in self.forward:
+            self.backward[place] = statistics(reference, gradient, self.scale)
+
+    def nodes(self) -> list[NodeNumerics]:
+        """The operators that compute; a view has the numbers of what it looks at."""
+        places = [p for p, (node, _, _) in self.forward.items() if node.op == "call_function"]
+        return [self._node(p) for p in places if not self._is_view(p)]
+
+    def _is_view(self, place: Place) -> bool:
+        facts = self.rerun.plan_at(place).facts[place.name]
+        return facts.is_view and not facts.writes
+
+    def _node(self, place: Place) -> NodeNumerics:
+        node, dtype, forward = self.forward[place]
+        plan = self.rerun.plan_at(place)
+        facts: NodeFacts = plan.facts[place.name]
+        return NodeNumerics(
+            node=place.name,
+            label=label(facts),
+            operator=op_name(facts.op),
+            module=facts.module_path,
+            source=facts.source,
+            code=facts.code,
+            graph=place.graph,
+            body=place.body.strip("/"),
+            call=place.call,
+            low=place.name in plan.low,
+            dtype=dtype,
+            forward=forward,
+            backward=self.backward.get(place),
+            added=max(0.0, _minus(forward.error, self._inherited(place, node))),
+        )
+
+    def _inherited(self, place: Place, node: fx.Node) -> float:
+        """The largest error among the values that the node reads, casts looked through."""
+        return max((self._error(place, operand) for operand in node.all_input_nodes), default=0.0)
+
+    def _error(self, place: Place, node: fx.Node) -> float:
+        at = Place(place.call, place.graph, place.body, node.name)
+        if at in self.forward:
+            return self.forward[at][2].error
+        sources = node.all_input_nodes
+        return self._error(place, sources[0]) if len(sources) == 1 else 0.0
+
+
+def _minus(error: float, inherited: float) -> float:
+    return 0.0 if inherited == float("inf") else error - inherited
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 0
+
+
+def _underflow(node: NodeNumerics) -> float:
+    return max(node.forward.underflow, node.backward.underflow if node.backward else 0.0)

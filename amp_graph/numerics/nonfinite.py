@@ -1,0 +1,220 @@
+"""Find the first value or gradient that is not finite.
+
+A node is where it begins if its value has an infinity or a NaN that none of its operands has, and
+that is not a number of its own (a mask value of -inf). Infinities that the float32 run has at the
+same node are the model's intent, unless nothing else explains the outcome; a NaN, an infinite
+gradient or an infinite parameter never is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.inspection.spelling import label
+from amp_graph.ir import Plan
+from amp_graph.numerics.rerun import Batch, Loss, Observer, Outcome, Place, Rerun, rerun_of
+
+NAN, PLUS, MINUS = "NaN", "inf", "-inf"
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The first value or gradient that is not finite, in the order of execution.
+
+    phase: "forward" or "backward".
+    node: who computed it; in backward, the operator whose derivative gave the gradient.
+    value: whose value or gradient it is; an operator, cast, input or parameter.
+    kind: NaN, inf or -inf. dtype: that of the value.
+    in_float32: the float32 run has it at the same place, so precision is not the cause.
+    """
+
+    phase: str
+    node: str
+    operator: str
+    value: str
+    kind: str
+    dtype: str
+    module: str
+    source: str
+    code: str
+    graph: int
+    in_float32: bool
+
+    def __str__(self) -> str:
+        what = "value" if self.phase == "forward" else f"gradient of {self.value}"
+        where = f" in {self.module}" if self.module else ""
+        line = f" at {self.source}" if self.source else ""
+        lines = [
+            f"first {self.kind} in {self.phase}: {what} from {self.node} ({self.operator}), "
+            f"{self.dtype}{where}{line}"
+        ]
+        lines += [f"    {self.code}"] if self.code else []
+        lines += ["    float32 has it too: precision is not the cause"] if self.in_float32 else []
+        return "\n".join(lines)
+
+
+def find_nonfinite(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss: Loss | None = None,
+    loss_scale: float = 1.0,
+    policy: Any = None,
+) -> NonFinite | None:
+    """Run `model` once in mixed precision, forward and backward, and name where the first value
+    that is not finite comes from. None if outputs, loss and gradients are all finite.
+
+    `loss` makes a scalar of the model's output; without it the output's own loss is used, or the
+    mean square of the outputs. Backward starts from `loss_scale` times it. The model, its
+    gradients and the random state stay as they were; a model that is not converted is looked at
+    as `convert(model, policy=policy)` would run it.
+    """
+    rerun = rerun_of(model, policy)
+    mixed = _Flags()
+    outcome = rerun.run("mixed", batch, loss, mixed, loss_scale=loss_scale)
+    if not mixed.found or _is_finite(outcome):
+        return None
+    plain = _Flags()
+    rerun.run("float32", batch, loss, plain, loss_scale=loss_scale)
+    for finding in mixed.found:
+        faults = (k for k in finding.kinds if k == NAN or finding.is_never_meant)
+        kind = next((k for k in finding.kinds if not plain.has(finding, k)), next(faults, None))
+        if kind is not None:
+            return _told(rerun, finding, kind, plain.has(finding, kind))
+    return _told(rerun, mixed.found[0], mixed.found[0].kinds[0], True)
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """A place where kinds of non-finite numbers appear that were not there before: the node whose
+    value or gradient it is, and the node that computed it."""
+
+    phase: str
+    place: Place
+    node: fx.Node
+    valued: fx.Node
+    kinds: tuple[str, ...]
+    dtype: torch.dtype
+
+    @property
+    def is_never_meant(self) -> bool:
+        """An infinite gradient or parameter; an infinite value may be meant, as in a mask."""
+        return self.phase == "backward" or bool(self.node.meta.get("is_parameter"))
+
+
+@dataclass
+class _Flags(Observer):
+    """What is not finite, by place; `found` in the order in which it appeared."""
+
+    values: dict[Place, frozenset[str]] = field(default_factory=dict)
+    gradients: dict[Place, tuple[frozenset[str], float]] = field(default_factory=dict)
+    nodes: dict[Place, fx.Node] = field(default_factory=dict)
+    found: list[_Finding] = field(default_factory=list)
+
+    def value(self, place: Place, node: fx.Node, value: Any) -> None:
+        tensors = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+        floats = [t.detach() for t in tensors if t.is_floating_point()]
+        kinds = frozenset[str]().union(*(_kinds(t) for t in floats))
+        self.nodes[place] = node
+        self.values[place] = kinds
+        before = [self.values.get(_at(place, o), frozenset()) for o in node.all_input_nodes]
+        new = kinds.difference(*before, _own_numbers(node))
+        if new and node.op != "output":
+            self._note("forward", place, new, floats[0].dtype)
+
+    def gradient(self, place: Place, gradient: torch.Tensor) -> None:
+        kinds = _kinds(gradient)
+        finite = gradient.detach().abs().nan_to_num(0, 0, 0)
+        largest = float(finite.max()) if gradient.numel() else 0.0
+        self.gradients[place] = kinds, largest
+        if kinds:
+            self._note("backward", place, kinds, gradient.dtype)
+
+    def has(self, finding: _Finding, kind: str) -> bool:
+        """Whether this run has such numbers at the place of a finding in another."""
+        place, node = finding.place, finding.valued
+        while place not in self.values and node.all_input_nodes:  # a cast is of this run's value
+            node = node.all_input_nodes[0]
+            place = _at(place, node)
+        if finding.phase == "forward":
+            return kind in self.values.get(place, ())
+        return kind in self.gradients.get(place, (frozenset(), 0.0))[0]
+
+    def _note(self, phase: str, place: Place, kinds: frozenset[str], dtype: torch.dtype) -> None:
+        ordered = tuple(k for k in (NAN, PLUS, MINUS) if k in kinds)
+        valued = self.nodes[place]
+        node = self._culprit(place, valued) if phase == "backward" else valued
+        self.found.append(_Finding(phase, place, node, valued, ordered, dtype))
+
+    def _culprit(self, place: Place, node: fx.Node) -> fx.Node:
+        """The reader whose derivative gave the gradient; of several, that with the largest
+        gradient of its own."""
+        readers = [r for r in node.users if r.op != "output"]
+        sizes: Mapping[fx.Node, float] = {
+            r: self.gradients.get(_at(place, r), (None, -1.0))[1] for r in readers
+        }
+        return max(readers, key=lambda r: sizes[r], default=node)
+
+
+def _at(place: Place, node: fx.Node) -> Place:
+    return Place(place.call, place.graph, place.body, node.name)
+
+
+def _kinds(tensor: torch.Tensor) -> frozenset[str]:
+    if bool(torch.isfinite(tensor).all()):
+        return frozenset()
+    tests = {NAN: torch.isnan, PLUS: torch.isposinf, MINUS: torch.isneginf}
+    return frozenset(kind for kind, test in tests.items() if bool(test(tensor).any()))
+
+
+def _own_numbers(node: fx.Node) -> frozenset[str]:
+    """The infinities among an operator's own arguments."""
+    numbers = (a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, float))
+    return frozenset(
+        MINUS if n < 0 else PLUS for n in numbers if n in (float("inf"), -float("inf"))
+    )
+
+
+def _is_finite(outcome: Outcome) -> bool:
+    results = [*outcome.outputs, *outcome.gradients.values()]
+    results += [] if outcome.loss is None else [outcome.loss]
+    return all(bool(torch.isfinite(t).all()) for t in results)
+
+
+def _told(rerun: Rerun, finding: _Finding, kind: str, in_float32: bool) -> NonFinite:
+    plan = rerun.plan_at(finding.place)
+    node, name = finding.node, _captured(plan, finding.node)
+    facts = plan.facts[name]
+    is_cast = node.name not in plan.facts
+    operator = "cast" if is_cast else facts.op.removesuffix(".default")
+    outside = finding.phase == "backward" and node.name == finding.place.name
+    return NonFinite(
+        phase=finding.phase,
+        node="the loss" if outside else label(facts),
+        operator="outside of the graph" if outside else operator,
+        value=_label(plan, finding.place.name),
+        kind=kind,
+        dtype=str(finding.dtype).removeprefix("torch."),
+        module=facts.module_path,
+        source=facts.source,
+        code=facts.code,
+        graph=finding.place.graph,
+        in_float32=in_float32,
+    )
+
+
+def _captured(plan: Plan, node: fx.Node) -> str:
+    """The captured node that a node of the emitted graph is, or is a cast of."""
+    while node.name not in plan.facts:
+        node = node.all_input_nodes[0]
+    return node.name
+
+
+def _label(plan: Plan, name: str) -> str:
+    return label(plan.facts[name]) if name in plan.facts else name

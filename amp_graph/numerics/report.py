@@ -1,0 +1,154 @@
+"""A comparison as a table and as a drawing."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jinja2
+import torch
+from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from amp_graph.inspection.spelling import percent
+from amp_graph.numerics.compare import Comparison, NodeNumerics
+from amp_graph.numerics.statistics import Statistics
+
+WIDTH = 120  # of the plain text
+WIDE = 110  # with less, the range and the dtype are left out
+SHOWN = 12
+# float16: normal numbers from 2^-14 to just below 2^16, subnormal ones down to 2^-24.
+NORMAL, SUBNORMAL, LARGEST = -14, -24, 15
+
+
+def text(comparison: Comparison) -> str:
+    """The table without colours."""
+    out = io.StringIO()
+    Console(file=out, width=WIDTH, no_color=True, highlight=False).print(table(comparison, WIDTH))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def table(comparison: Comparison, width: int) -> RenderableType:
+    """The errors of the whole, the worst nodes, and the gradients that do not fit float16; with
+    fewer columns where `width` is small."""
+    scale = f", loss scale {comparison.loss_scale:g}" if comparison.loss_scale != 1 else ""
+    parts: list[RenderableType] = [
+        Text(f"{comparison.model}: {comparison.dtype} against float32{scale}", style="bold"),
+        Text(
+            f"error of outputs {_error(comparison.outputs)}, of the loss "
+            f"{_error(comparison.loss)}, of gradients {_error(comparison.gradients)}"
+        ),
+    ]
+    first = comparison.first_above(torch.finfo(getattr(torch, comparison.dtype)).eps)
+    if first is not None:
+        line = first.source.partition(" ")[0]
+        parts.append(
+            Text(f"first value off by more than {comparison.dtype}'s epsilon: {first.label} {line}")
+        )
+    worst = [n for n in comparison.worst(SHOWN) if n.badness > (False, 0.0, 0.0)]
+    if worst:
+        parts += [Text("\nWorst nodes", style="bold"), Padding(_nodes(worst, width), (0, 0, 0, 2))]
+    lost = comparison.underflows(SHOWN // 2)
+    if lost:
+        parts += [
+            Text("\nMost underflow", style="bold"),
+            Padding(_nodes(lost, width), (0, 0, 0, 2)),
+        ]
+    if comparison.gradient_exponents:
+        parts.append(Text(f"\n{_gradients(comparison)}"))
+    return Group(*parts)
+
+
+def _nodes(nodes: Sequence[NodeNumerics], width: int) -> Table:
+    found = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    columns = COLUMNS if width >= WIDE else [c for c in COLUMNS if c.always]
+    for column in columns:
+        justify: JustifyMethod = "right" if column.right else "left"
+        found.add_column(column.heading, justify=justify, no_wrap=True)
+    for node in nodes:
+        found.add_row(*(Text(column.cell(node)) for column in columns))
+    return found
+
+
+def _error(error: float) -> str:
+    return "infinite" if error == float("inf") else f"{error:.2g}"
+
+
+def _range(s: Statistics) -> str:
+    return "–" if s.smallest is None else f"2^{s.smallest}..2^{s.largest} ({s.bits} bits)"
+
+
+def _backward(s: Statistics | None) -> str:
+    if s is None:
+        return "–"
+    lost = [f"{percent(s.overflow, 1)} over"] if s.overflow else []
+    lost += [f"{percent(s.underflow, 1)} under"] if s.underflow else []
+    return " ".join([_error(s.error), *lost])
+
+
+def _gradients(comparison: Comparison) -> str:
+    counts = comparison.gradient_exponents
+    total = sum(counts.values())
+    below = sum(n for e, n in counts.items() if e < SUBNORMAL)
+    subnormal = sum(n for e, n in counts.items() if SUBNORMAL <= e < NORMAL)
+    above = sum(n for e, n in counts.items() if e > LARGEST)
+    return (
+        f"Gradients in float32 times the loss scale: 2^{min(counts)} to 2^{max(counts)}. In "
+        f"float16 {percent(below, total)} would be zero, {percent(subnormal, total)} lose digits, "
+        f"{percent(above, total)} overflow; {comparison.gradient_zeros:,} are zero anyway."
+    )
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the table of nodes."""
+
+    heading: str
+    cell: Callable[[NodeNumerics], str]
+    right: bool = False
+    always: bool = True
+
+
+COLUMNS = (
+    Column("node", lambda n: n.label),
+    Column("dtype", lambda n: n.dtype, always=False),
+    Column("error", lambda n: _error(n.forward.error), right=True),
+    Column("added", lambda n: _error(n.added), right=True),
+    Column("over", lambda n: percent(n.forward.overflow, 1), right=True),
+    Column("under", lambda n: percent(n.forward.underflow, 1), right=True),
+    Column("range", lambda n: _range(n.forward), always=False),
+    Column("gradient", lambda n: _backward(n.backward)),
+    Column("line", lambda n: n.source.partition(" ")[0]),
+)
+
+
+def histogram(comparison: Comparison) -> str:
+    """The gradients by exponent of 2 as SVG, with float16's range marked.
+
+    (The presentation is that of Micikevicius et al., Mixed Precision Training, 2018, figure 3.)
+    """
+    counts = comparison.gradient_exponents
+    total = sum(counts.values()) or 1
+    low = min([SUBNORMAL - 6, *counts])
+    high = max([LARGEST + 3, *counts])
+    highest = max(counts.values(), default=1) / total
+    bars = [(e, counts.get(e, 0) / total) for e in range(low, high + 1)]
+    loader = jinja2.PackageLoader("amp_graph.numerics", "templates")
+    return (
+        jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        .get_template("histogram.svg")
+        .render(
+            comparison=comparison,
+            bars=bars,
+            low=low,
+            high=high,
+            highest=highest,
+            normal=NORMAL,
+            subnormal=SUBNORMAL,
+            largest=LARGEST,
+            summary=_gradients(comparison) if counts else "No gradients.",
+        )
+    )

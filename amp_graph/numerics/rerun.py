@@ -1,0 +1,249 @@
+"""Rerun: a model captured once more, each of its graphs run node by node under observation.
+
+    rerun = Rerun(model, policy)
+    rerun.run("float32", batch, loss, observer)     the graphs as captured
+    rerun.run("mixed", batch, loss, observer)       the graphs as emitted
+
+Both runs see the same random numbers, buffers are put back after each, and no gradient reaches
+`param.grad`. A graph that cannot be retraced runs unobserved, and so does Python code between
+graphs and what is inside custom autograd functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx, nn
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.capture.aten import get_attribute
+from amp_graph.capture.dynamo import captured_call
+from amp_graph.compiler import Compiler
+from amp_graph.conversion import SLOT, Conversion
+from amp_graph.ir import Plan
+from amp_graph.pins import Saved
+from amp_graph.policy import Policy, as_policy
+from amp_graph.runtime import ConversionWarning
+
+Batch: TypeAlias = torch.Tensor | Sequence[Any] | Mapping[str, Any]
+"""A tensor, positional arguments as a sequence, or keyword arguments as a mapping."""
+Loss: TypeAlias = Callable[[Any], torch.Tensor]
+"""From the model's output to a scalar."""
+
+SEED = 0
+# Higher-order operators that run their body once on the operands after it.
+RUN_THEIR_BODY = ("tag_activation_checkpoint",)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One node in one run of a graph: the how-manieth graph of the call, the plan of the graph
+    or body that the node is in, and its name. `call` tells repeated runs of one graph apart."""
+
+    call: int
+    graph: int
+    body: str
+    name: str
+
+
+class Observer:
+    """Is shown every value of a run and, in backward, every gradient."""
+
+    def value(self, place: Place, node: fx.Node, value: Any) -> None:
+        """`value` is what the node returned."""
+
+    def gradient(self, place: Place, gradient: torch.Tensor) -> None:
+        """`gradient` is that of the node's value, complete, as the engine computed it."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gave: its floating outputs, its loss, and the gradients of the parameters, each
+    detached; `gradients` is empty if nothing needs one."""
+
+    outputs: tuple[torch.Tensor, ...]
+    loss: torch.Tensor | None
+    gradients: Mapping[str, torch.Tensor]
+
+
+class Rerun(Compiler):
+    """`plans` and `graphs` fill while the first run captures. `replaced[index]` runs instead of
+    an emitted graph."""
+
+    def __init__(self, model: nn.Module, policy: Policy, saved: Saved | None = None):
+        super().__init__(policy, saved=saved)
+        self.model = model
+        self.replaced: dict[int, fx.GraphModule] = {}
+        self._mixed = False
+        self._observer = Observer()
+        self._calls = 0
+        self._call = captured_call(model, self.compile_graph)
+        self._handles: list[Any] = []
+
+    def module_names(self) -> dict[str, str]:
+        return {str(id(module)): name for name, module in self.model.named_modules()}
+
+    def compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        index = len(self.plans)
+        otherwise = super().compile_graph(graph, example_inputs)
+
+        def run(*args: Any) -> Any:
+            graphs = self.graphs[index]
+            if graphs is None:
+                return otherwise(*args) if self._mixed else graph.forward(*args)
+            captured, emitted = graphs
+            self._calls += 1
+            place = Place(self._calls, index, "", "")
+            if self._mixed and self.plans[index].fallback is None:
+                try:
+                    return _Watched(self.replaced.get(index, emitted), self, place).run(*args)
+                except Exception as error:  # as in a converted model, the graph runs as captured
+                    self._fall_back(index, f"{type(error).__name__}: {error}")
+            return _Watched(captured, self, place).run(*args)
+
+        return run
+
+    def run(
+        self,
+        precision: str,
+        batch: Batch,
+        loss: Loss | None = None,
+        observer: Observer | None = None,
+        *,
+        backward: bool = True,
+        loss_scale: float = 1.0,
+    ) -> Outcome:
+        """Run the model in "float32" or "mixed" and, if anything needs a gradient, backward from
+        `loss_scale` times the loss; the gradients returned are divided by it again."""
+        self._mixed, self._calls = precision == "mixed", 0
+        self._observer = observer or Observer()
+        grad = torch.enable_grad() if backward else torch.no_grad()
+        try:
+            with unchanged(self.model), warnings.catch_warnings(), grad:
+                warnings.simplefilter("ignore", ConversionWarning)
+                torch.manual_seed(SEED)
+                output = call_with(self._call, batch)
+                return self._outcome(output, loss or default_loss, loss_scale)
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            self._observer = Observer()
+
+    def _outcome(self, output: Any, loss: Loss, scale: float) -> Outcome:
+        outputs = tuple(t.detach().clone() for t in floating(output))
+        value = loss(output) if floating(output) else None
+        if value is None or not value.requires_grad:
+            return Outcome(outputs, None if value is None else value.detach(), {})
+        named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        found = torch.autograd.grad(value * scale, list(named.values()), allow_unused=True)
+        gradients = {
+            n: g.detach() / scale for n, g in zip(named, found, strict=True) if g is not None
+        }
+        return Outcome(outputs, value.detach(), gradients)
+
+    def show(self, place: Place, node: fx.Node, value: Any) -> None:
+        """Show a value to the observer, and its gradient when that is known."""
+        observer = self._observer
+        observer.value(place, node, value)
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            handle = value.register_hook(lambda g: observer.gradient(place, g))
+            if value.is_leaf:  # a parameter outlives the run
+                self._handles.append(handle)
+
+    def plan_at(self, place: Place) -> Plan:
+        """The plan of the graph or body that a node is in."""
+        plan = self.plans[place.graph]
+        for name in filter(None, place.body.split("/")):
+            plan = plan.bodies[name]
+        return plan
+
+
+class _Watched(fx.Interpreter):
+    """Runs one graph and shows every node."""
+
+    def __init__(self, module: fx.GraphModule, rerun: Rerun, place: Place):
+        super().__init__(module)
+        self.rerun = rerun
+        self.place = place
+
+    def run_node(self, n: fx.Node) -> Any:
+        if isinstance(n.target, OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags:
+            torch.manual_seed(SEED + hash_of(n.name))  # casts draw none, but orders may differ
+        value = self._run_body(n) if _runs_body(n) else super().run_node(n)
+        place = self.place
+        self.rerun.show(Place(place.call, place.graph, place.body, n.name), n, value)
+        return value
+
+    def _run_body(self, n: fx.Node) -> Any:
+        body_node = n.args[0]
+        assert isinstance(body_node, fx.Node)
+        name = str(body_node.target)
+        place = self.place
+        inner = Place(place.call, place.graph, f"{place.body}{name}/", "")
+        module = get_attribute(self.module, name)
+        args, _ = self.fetch_args_kwargs_from_env(n)
+        return _Watched(module, self.rerun, inner).run(*args[1:])
+
+
+def _runs_body(n: fx.Node) -> bool:
+    return isinstance(n.target, HigherOrderOperator) and str(n.target) in RUN_THEIR_BODY
+
+
+def hash_of(name: str) -> int:
+    """A number from a name, the same in every process."""
+    return zlib.crc32(name.encode())
+
+
+def rerun_of(
+    model: nn.Module, policy: Policy | str | torch.dtype | None = None, saved: Saved | None = None
+) -> Rerun:
+    """A rerun of a model, converted or not. A converted one brings its own policy and plans."""
+    conversion = model.__dict__.get(SLOT)
+    if isinstance(conversion, Conversion) and policy is None and saved is None:
+        return Rerun(model, conversion.policy, conversion.saved)
+    return Rerun(model, as_policy(policy), saved)
+
+
+def call_with(call: Callable[..., Any], batch: Batch) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return call(batch)
+    return call(**batch) if isinstance(batch, Mapping) else call(*batch)
+
+
+def default_loss(output: Any) -> torch.Tensor:
+    """The loss that the output carries, if it does; else the mean square of its values."""
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor):
+        return own
+    squares = [t.float().square().mean() for t in floating(output) if t.numel()]
+    return torch.stack(squares).sum()
+
+
+def floating(output: Any) -> list[torch.Tensor]:
+    """The floating tensors of an output, whatever holds them."""
+    known = isinstance(output, (torch.Tensor, Mapping, list, tuple))
+    leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    if not known and hasattr(output, "__dict__"):
+        leaves = tree_leaves(vars(output))
+    return [t for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point()]
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Buffers and random state are put back."""
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)

@@ -1,0 +1,84 @@
+"""What becomes of the numbers of one tensor when it is computed in mixed precision.
+
+float32   1.0   1e-9   7e4    mixed (float16)   1.0   0   inf
+underflow 1/3, overflow 1/3
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """One tensor of a mixed run beside that of the float32 run.
+
+    error: the distance of the two in the 2-norm, relative to float32's norm; infinite where the
+        mixed one is not finite and float32 is.
+    underflow: the share of values that are not zero in float32 and zero in mixed.
+    overflow: the share that is finite in float32 and not in mixed.
+    smallest, largest: the exponents of 2 of the smallest and the largest magnitude of the mixed
+        tensor, zeros, infinities and NaN left out; None if it has no other values.
+    """
+
+    error: float
+    underflow: float
+    overflow: float
+    smallest: int | None
+    largest: int | None
+    count: int
+
+    @property
+    def bits(self) -> int:
+        """The range of the values: how many powers of two they span."""
+        if self.smallest is None or self.largest is None:
+            return 0
+        return self.largest - self.smallest + 1
+
+
+def statistics(reference: torch.Tensor, mixed: torch.Tensor, scale: float = 1.0) -> Statistics:
+    """Compare a tensor with that of the float32 run. Both were multiplied by `scale`, which range
+    and underflow are measured with."""
+    r, m = reference.detach().double().flatten(), mixed.detach().double().flatten()
+    count = max(r.numel(), 1)
+    finite = r.isfinite()
+    same = finite & m.isfinite()
+    overflow = int((finite & ~m.isfinite()).sum())
+    underflow = int(((r != 0) & (m == 0)).sum())
+    norm = float(r[finite].norm())
+    distance = float((m[same] - r[same]).norm())
+    error = math.inf if overflow else distance / norm if norm else float(distance > 0)
+    smallest, largest = exponent_range(m)
+    return Statistics(error, underflow / count, overflow / count, smallest, largest, r.numel())
+
+
+def exponent_range(values: torch.Tensor) -> tuple[int | None, int | None]:
+    sizes = values[values.isfinite() & (values != 0)].abs()
+    if not sizes.numel():
+        return None, None
+    return exponent(float(sizes.min())), exponent(float(sizes.max()))
+
+
+def exponent(number: float) -> int:
+    """floor(log2(number)) of a positive number."""
+    return math.frexp(number)[1] - 1
+
+
+def exponents(values: torch.Tensor) -> Counter[int]:
+    """How many values have each exponent of 2; zeros, infinities and NaN are not counted."""
+    sizes = values.detach().double().flatten().abs()
+    sizes = sizes[sizes.isfinite() & (sizes != 0)]
+    found, counts = torch.unique(torch.frexp(sizes).exponent, return_counts=True)
+    return Counter({int(e) - 1: int(n) for e, n in zip(found, counts, strict=True)})
+
+
+def relative_error(reference: list[torch.Tensor], mixed: list[torch.Tensor]) -> float:
+    """The distance of two lists of tensors, each taken as one vector, relative to the first."""
+    if not reference:
+        return 0.0
+    r, m = (torch.cat([t.detach().double().flatten() for t in ts]) for ts in (reference, mixed))
+    return statistics(r, m).error

@@ -1,0 +1,134 @@
+"""Plain JSON to frozen dataclasses and back, by their field types; nothing in a file is run.
+
+    Paint(Color.DENY, "listed", "softmax")  <->  {"color": "deny", "rule": "listed", ...}
+
+Fields at their defaults are left out. Decoding checks every value and names the place of one that
+is wrong: `plans[0].paints.linear.color: 'denny' is none of allow, deny, ...`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from amp_graph.errors import PlanError
+
+T = TypeVar("T")
+
+DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+NOT_FINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def encode(value: Any) -> Any:
+    """The value as JSON objects, arrays, strings, numbers and nulls."""
+    if is_dataclass(value):
+        given = ((f, getattr(value, f.name)) for f in fields(value))
+        return {f.name: encode(v) for f, v in given if _required(f) or v != _default(f)}
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return next(k for k, v in NOT_FINITE.items() if v == value or v != v)
+    if isinstance(value, Mapping):
+        return {str(k): encode(v) for k, v in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, (list, tuple)):
+        return [encode(v) for v in value]
+    return value
+
+
+def decode(kind: Any, value: Any, where: str) -> Any:
+    """A value of type `kind` from JSON. Raises PlanError that names the place."""
+    origin = typing.get_origin(kind)
+    if is_dataclass(kind):
+        return _decode_fields(kind, value, where)
+    if origin in (typing.Union, types.UnionType):
+        return _decode_union(typing.get_args(kind), value, where)
+    if origin is not None:
+        return _decode_container(origin, typing.get_args(kind), value, where)
+    if kind is torch.dtype:
+        return _one_of(DTYPES, value, where)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return kind(_one_of({m.value: m.value for m in kind}, value, where))
+    if kind is float:
+        return _number(value, where)
+    return _plain(kind, value, where)
+
+
+def _decode_fields(kind: Any, value: Any, where: str) -> Any:
+    table = _plain(dict, value, where)
+    hints = typing.get_type_hints(kind)
+    known = {f.name: f for f in fields(kind) if f.init}
+    for key in table:
+        if key not in known:
+            raise PlanError(f"{where}: unknown key {key!r}.{did_you_mean(key, known)}")
+    for name, field in known.items():
+        if _required(field) and name not in table:
+            raise PlanError(f"{where}: {name!r} is missing")
+    return kind(**{k: decode(hints[k], v, f"{where}.{k}") for k, v in table.items()})
+
+
+def _decode_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    if value is None and type(None) in kinds:
+        return None
+    plain = [k for k in kinds if k is not type(None)]
+    for kind in plain:
+        if isinstance(kind, type) and isinstance(value, kind) and not isinstance(value, bool):
+            return value
+    return decode(plain[-1], value, where)
+
+
+def _decode_container(origin: Any, kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    if issubclass(origin, Mapping):
+        table = _plain(dict, value, where)
+        return {k: decode(kinds[1], v, f"{where}.{k}") for k, v in table.items()}
+    items = _plain(list, value, where)
+    make: Callable[[Iterable[Any]], Any] = frozenset if origin is frozenset else tuple
+    return make(decode(kinds[0], v, f"{where}[{i}]") for i, v in enumerate(items))
+
+
+def _plain(kind: type[T], value: Any, where: str) -> T:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        names = {dict: "an object", list: "an array", str: "a string", bool: "true or false"}
+        raise PlanError(f"{where}: must be {names.get(kind, kind.__name__)}, not {value!r:.60}")
+    return value
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    return float(_one_of(NOT_FINITE, value, where))
+
+
+def _one_of(table: Mapping[str, T], value: Any, where: str) -> T:
+    if not isinstance(value, str) or value not in table:
+        choices = ", ".join(table) if len(table) < 8 else "known"
+        raise PlanError(f"{where}: {value!r:.60} is none of {choices}.{did_you_mean(value, table)}")
+    return table[value]
+
+
+def did_you_mean(name: Any, choices: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(name), list(choices), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default

@@ -1,0 +1,144 @@
+"""The command line as a user types it: output, files and exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import amp_graph
+from amp_graph.__main__ import main
+from amp_graph.commands import COMMANDS
+
+MODELS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x * 100)) * 6e4 * 1e-4)
+
+def small():
+    torch.manual_seed(0)
+    return Net(), (torch.randn(4, 8),)
+
+def full():
+    model, batch = small()
+    return model, [batch, {"x": torch.randn(6, 8)}], lambda y: y.abs().mean()
+
+def wrong():
+    return small()[0]
+
+def odd():
+    return small()[0], 7
+
+value = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a module of models in it."""
+    torch._dynamo.reset()
+    (tmp_path / "models_here.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    sys.modules.pop("models_here", None)
+    return tmp_path
+
+
+def test_explain(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "models_here:small", "--dtype", "bfloat16", "--json", "e.json"]) == 0
+    text = capsys.readouterr().out
+    assert "Net in bfloat16" in text and "Most rewarding changes" in text
+    assert json.loads((folder / "e.json").read_text())["model"] == "Net"
+
+
+def test_dump_and_a_plan_from_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dump", "models_here:small", "out", "--dtype", "float16"]) == 0
+    assert (folder / "out" / "index.html").exists()
+    assert "out/index.html" in capsys.readouterr().out
+    torch._dynamo.reset()
+    assert main(["explain", "models_here:full", "--plan", "out/plan.json"]) == 0
+    assert "Net in float16" in capsys.readouterr().out
+    assert main(["diff", "out/plan.json", "out/plan.json"]) == 0
+
+
+def test_compare(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["compare", "models_here:full", "--dtype", "float16", "--bound", "0.1"]
+    assert main([*command, "--json", "c.json", "--plot", "c.svg"]) == 1
+    assert "infinite" in capsys.readouterr().out
+    assert json.loads((folder / "c.json").read_text())["dtype"] == "float16"
+    assert (folder / "c.svg").read_text().startswith("<svg")
+    torch._dynamo.reset()
+    assert main(["compare", "models_here:small", "--dtype", "bfloat16", "--bound", "0.5"]) == 0
+
+
+def test_calibrate_and_diff(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--dtype", "float16", "--bound", "0.1", "--output", "plan.json"]
+    assert main(["calibrate", "models_here:full", *options]) == 0
+    assert "denied" in capsys.readouterr().out
+    assert amp_graph.load_plan("plan.json")
+    torch._dynamo.reset()
+    assert main(["dump", "models_here:full", "out", "--dtype", "float16"]) == 0
+    assert main(["diff", "out/plan.json", "plan.json"]) == 1
+    assert "calibrated" in capsys.readouterr().out
+
+
+def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lists", "gelu", "aten.softmax.int"]) == 0
+    text = capsys.readouterr().out
+    assert "aten.gelu: infer" in text and "deny, group 'softmax' (deny.toml)" in text
+    assert main(["lists", "aten.gelo"]) == 1
+    assert "on no list" in (text := capsys.readouterr().out) and "Did you mean" in text
+    assert main(["lists"]) == 0
+    assert "matmul" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", "nonsense"], "names no function"),
+        (["explain", "missing_module:f"], "cannot import 'missing_module'"),
+        (["explain", "models_here:absent"], "has no function 'absent'"),
+        (["explain", "models_here:value"], "has no function 'value'"),
+        (["explain", "models_here:wrong"], "has to return (model, batch[, loss])"),
+        (["explain", "models_here:odd"], "a batch is a tensor"),
+        (["explain", "models_here:small", "--plan", "none.json"], "cannot be read"),
+        (["explain", "models_here:small", "--lists", "none.toml"], "cannot be read"),
+        (["diff", "none.json", "none.json"], "cannot be read"),
+        (["compare", "models_here:small", "--json", "no/folder.json"], "no/folder.json"),
+    ],
+)
+def test_mistakes_exit_with_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("command", [c.name for c in COMMANDS])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert f"usage: amp_graph {command}" in capsys.readouterr().out
+
+
+def test_as_a_module_and_without_a_command() -> None:
+    command = [sys.executable, "-m", "amp_graph"]
+    ran = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
+    assert all(c.about.split()[0] in ran.stdout for c in COMMANDS)
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2 and "COMMAND" in ran.stderr
+    ran = subprocess.run([*command, "lists", "gelu"], capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("aten.gelu: infer")

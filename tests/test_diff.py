@@ -1,0 +1,77 @@
+"""What differs between two plans, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from nets import Net
+
+import amp_graph
+from amp_graph import Override, PlanError, Policy
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def plans(*batch_sizes: int, overrides: tuple[Override, ...] = ()) -> tuple[amp_graph.Plan, ...]:
+    torch._dynamo.reset()
+    policy = Policy(dtype="bfloat16", overrides=overrides)
+    model = amp_graph.convert(Net().eval(), policy=policy)
+    for size in batch_sizes or (4,):
+        model(torch.randn(size, 8))
+    return amp_graph.plans(model)
+
+
+def test_equal_plans(tmp_path: Path) -> None:
+    amp_graph.save_plan(plans(), tmp_path / "a.json")
+    assert not amp_graph.diff(plans(), tmp_path / "a.json")
+    assert str(amp_graph.diff(plans(), plans())) == "The plans decide alike.\n"
+
+
+def test_a_change_and_its_reason() -> None:
+    difference = amp_graph.diff(plans(), plans(overrides=(Override("deny", module="second"),)))
+    assert difference
+    assert_expected_inline(
+        str(difference),
+        """\
+graph 0: 2 nodes decided otherwise, casts 6 moving 1.5 KiB -> 4 moving 1.4 KiB
+  node      before                              after                                    line
+  linear_1  allow, bfloat16 (listed: matmul)    deny, float32 (override: module=second)  nets.py:20
+  mul       infer, bfloat16 (free: arithmetic)  deny, float32 (downstream of: linear_1)  nets.py:20
+""",
+    )
+
+
+def test_graphs_are_paired_by_what_they_are() -> None:
+    both = plans(4, 6)
+    assert len(both) == 2
+    assert not amp_graph.diff(both, both[::-1])
+    fewer = amp_graph.diff(both, both[1])
+    assert fewer and (fewer.only_before, fewer.only_after) == (1, 0)
+    assert "1 graph in the first alone" in str(fewer)
+
+
+def test_nodes_that_are_gone() -> None:
+    class Shorter(Net):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return self.second(torch.relu(self.first(x)))
+
+    torch._dynamo.reset()
+    model = amp_graph.convert(Shorter().eval(), policy="bfloat16")
+    model(torch.randn(4, 8))
+    difference = amp_graph.diff(plans(), amp_graph.plans(model))
+    gone = {c.node for c in difference.graphs[0].changes if c.after is None}
+    assert {"batch_norm", "mul"} <= gone
+    assert "not there" in str(difference)
+
+
+def test_a_file_that_is_no_plan(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(PlanError, match="not a plan"):
+        amp_graph.diff(tmp_path / "a.json", plans())

@@ -1,0 +1,259 @@
+"""The report: its figures equal what a run dispatches, and it says what could be changed."""
+
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from counting import LOW, CastCounter, tensors
+from expecttest import assert_expected_inline
+from nets import Net
+from torch import fx, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+import amp_graph
+from amp_graph import AmpGraphError, ConversionWarning, Override, Policy
+from amp_graph.inspection.flops import attention_flops
+
+CAST = torch.ops.aten._to_copy.default
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+class FlopsByPrecision(TorchDispatchMode):
+    """Counts by torch's formulas, apart for operators with low-precision operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = self.total = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        packet = getattr(func, "_overloadpacket", None)
+        if packet is CPU_ATTENTION:
+            flops = attention_flops(*(a.shape for a in args[:3]))
+        elif packet in flop_registry:
+            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+        else:
+            return result
+        self.total += flops
+        self.low += flops * any(t.dtype in LOW for t in tensors(args))
+        return result
+
+
+def converted(case: zoo.Case, dtype: str = "bfloat16") -> tuple[nn.Module, Any]:
+    model = amp_graph.convert(case.make().eval(), policy=dtype)
+    args, kwargs = case.batch(0, 0)
+
+    def run() -> None:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConversionWarning)
+            model(*args, **kwargs)
+
+    run()
+    return model, run
+
+
+@pytest.mark.parametrize(
+    "name",
+    "linear convnet residual lstm gpt2 t5 vit swin bert checkpointed custom_function".split(),
+)
+def test_figures_equal_what_a_run_dispatches(name: str) -> None:
+    case = next(c for c in zoo.cases() if c.name == name)
+    model, run = converted(case)
+    report = amp_graph.explain(model).data
+    with FlopsByPrecision() as flops:
+        run()
+    with CastCounter() as casts:
+        run()
+    whole = report.modules[0].figures
+    assert (whole.flops.low, whole.flops.total) == (flops.low, flops.total)
+    assert sum(g.casts for g in report.graphs) == len(report.casts) == casts.forward.casts
+    assert sum(c.bytes for c in report.casts) == casts.forward.bytes
+
+
+class Operators(fx.Interpreter):
+    """Counts what runs on float32 or low tensors, and the bytes of results with own memory."""
+
+    def __init__(self, module: fx.GraphModule):
+        super().__init__(module)
+        self.count: Counter[bool] = Counter()
+        self.bytes: Counter[bool] = Counter()
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        result = super().call_function(target, args, kwargs)
+        if (
+            not isinstance(target, torch._ops.OpOverload)
+            or target is torch.ops.aten._to_copy.default
+        ):
+            return result
+        memory = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
+        results = [t for t in tensors(result) if t.is_floating_point()]
+        if any(t.is_floating_point() for t in tensors((args, kwargs, result))):
+            self.count[any(t.dtype in LOW for t in tensors((args, result)))] += 1
+        for tensor in results:
+            if tensor.untyped_storage().data_ptr() not in memory:
+                self.bytes[tensor.dtype in LOW] += tensor.numel() * tensor.element_size()
+        return result
+
+
+def test_operators_and_activation_bytes_equal_those_of_a_run() -> None:
+    x = torch.randn(4, 8)
+    model = amp_graph.convert(Mixed().eval(), policy="bfloat16")
+    with torch.no_grad():
+        model(x)
+    _, emitted = model.__dict__["_call_impl"].graphs[0]
+    values = dict(model.named_parameters())
+    inputs = [
+        values.get(n.name.partition("modules_")[2].replace("_parameters_", ".").rstrip("_"), x)
+        for n in emitted.graph.nodes
+        if n.op == "placeholder"
+    ]
+    ran = Operators(emitted)
+    with torch.no_grad():
+        ran.run(*inputs)
+    whole = amp_graph.explain(model).data.modules[0].figures
+    assert whole.operators.low == ran.count[True]
+    assert whole.operators.total == ran.count.total()
+    assert whole.bytes.low == ran.bytes[True]
+    assert whole.bytes.total == ran.bytes.total()
+
+
+class Mixed(nn.Module):
+    """One of everything that a report speaks of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.gelu(self.first(x))
+        spread = F.gelu(hidden.exp() + 1)
+        unknown = torch.cummax(self.second(spread), dim=1).values
+        return self.first(unknown)
+
+
+class Broken(Mixed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        print(end="")
+        return super().forward(hidden)
+
+
+def test_the_text_of_a_report() -> None:
+    model = amp_graph.convert(
+        Mixed(), policy=Policy(dtype="bfloat16", overrides=(Override("deny", module="second"),))
+    )
+    model(torch.randn(4, 8))
+    assert_expected_inline(
+        str(amp_graph.explain(model)),
+        """\
+Mixed in bfloat16
+38% of operators, 67% of FLOPs, 23% of activation bytes in low precision; 1 graph
+
+In low precision, by module
+  module    operators  FLOPs              activations
+  Mixed           3/8    67%  1.54 kFLOP          23%  832 B
+    first         2/2   100%  1.02 kFLOP         100%  128 B
+    second        0/1     0%    512 FLOP           0%  128 B
+
+Casts: 6, moving 1.2 KiB
+  value         to        bytes  because
+  first.weight  bfloat16  384 B  linear takes bfloat16 (listed: matmul); linear_2 takes bfloat16 (listed:
+                                 matmul)
+  l_args_0_     bfloat16  192 B  linear takes bfloat16 (listed: matmul)
+  gelu          float32   192 B  exp takes float32 (listed: exponentials)
+  getitem       bfloat16  192 B  linear_2 takes bfloat16 (listed: matmul)
+  linear_2      float32   192 B  output takes float32 (as captured: output)
+  first.bias    bfloat16   48 B  linear takes bfloat16 (listed: matmul); linear_2 takes bfloat16 (listed:
+                                 matmul)
+
+Most rewarding changes
+  1. an override keeps operators in float32: module=second
+     would free 2 operators, 400 B moved less, 512 FLOP in low precision
+     narrow or remove the override
+  2. exp (aten.exp at test_explain.py:149) is denied, and what computes on its values with it
+     would free 2 operators, 256 B moved less
+     if its values stay in a small range: Policy(lists={"deny": {"mine": {"why": "...", "bounded": True,
+     "ops": ["aten.exp"]}}})
+""",
+    )
+
+
+def test_breaks_and_fallbacks_are_named() -> None:
+    model = amp_graph.convert(Broken(), policy="bfloat16")
+    model(torch.randn(4, 8))
+    text = str(amp_graph.explain(model))
+    assert "Graph breaks" in text
+    assert "test_explain.py:" in text and "print" in text
+    wrapped = amp_graph.convert(Net(), policy="bfloat16")
+    wrapped(torch.randn(4, 8))
+    with pytest.warns(ConversionWarning):
+        wrapped.__dict__["_call_impl"]._fall_back(0, "planted")
+    text = str(amp_graph.explain(wrapped))
+    assert "graph0 runs otherwise than asked: planted" in text
+    assert "0% of operators" in text
+
+
+def test_the_suggestions_free_what_they_say() -> None:
+    """Following the first one makes its operators low, and moves the bytes that it says."""
+    x = torch.randn(4, 8)
+    model = amp_graph.convert(Mixed(), policy="bfloat16")
+    model(x)
+    before = amp_graph.explain(model).data
+    spread = next(s for s in before.suggestions if "aten.exp" in s.what)
+    assert (spread.nodes, spread.bytes) == (2, 2 * (2 + 2) * 32)
+    lists = {"deny": {"mine": {"why": "small", "bounded": True, "ops": ["aten.exp"]}}}
+    torch._dynamo.reset()
+    model = amp_graph.convert(Mixed(), policy=Policy(dtype="bfloat16", lists=lists))
+    model(x)
+    after = amp_graph.explain(model).data
+    assert not any("aten.exp" in s.what for s in after.suggestions)
+
+
+def test_a_notebook_shows_names_as_text() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("<script>alert(1)</script>", nn.Linear(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return next(self.children())(x)
+
+    model = amp_graph.convert(Odd())
+    model(torch.randn(4, 8))
+    html = amp_graph.explain(model)._repr_html_()
+    assert "<script>" not in html and "&lt;script&gt;alert(1)" in html
+
+
+def test_what_there_is_no_report_of() -> None:
+    with pytest.raises(AmpGraphError, match="not converted"):
+        amp_graph.explain(Net())
+    with pytest.raises(AmpGraphError, match="call it once"):
+        amp_graph.explain(amp_graph.convert(Net()))
+
+
+def test_modules_deeper_than_asked_are_left_out() -> None:
+    case = next(c for c in zoo.cases() if c.name == "bert")
+    model, _ = converted(case)
+    for depth in (0, 2):
+        text = str(amp_graph.explain(model, depth=depth))
+        assert ("encoder" in text.partition("Casts")[0]) == (depth > 0)

@@ -1,0 +1,235 @@
+"""The page in a real browser: headless Chromium opens it from a file and works it.
+
+The page is driven by a script appended to a copy of it, which leaves what it saw in the document.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import SMALL, Odd
+from torch import nn
+
+import amp_graph
+from amp_graph.inspection.annotated import AnnotatedGraph, Node
+from amp_graph.inspection.page import page
+from amp_graph.inspection.reasons import Reason
+from amp_graph.inspection.source import AnnotatedModel
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+
+DRIVER = """<script>
+const result = document.createElement("pre");
+result.id = "result";
+const wait = () => new Promise((done) => setTimeout(done, 60));
+const shown = () => [...document.querySelectorAll("#rows .row")].map((r) => r.textContent);
+const button = (where, text) =>
+  [...document.querySelectorAll(where)].find((b) => b.textContent.startsWith(text));
+const press = (key) => get("scroll").dispatchEvent(new KeyboardEvent("keydown", {{ key }}));
+const type = (text) => {{
+  get("search").value = text;
+  get("search").dispatchEvent(new Event("input"));
+}};
+(async () => {{
+  const seen = {{}};
+  try {{ {script} }} catch (error) {{ seen.error = String(error.stack); }}
+  result.textContent = JSON.stringify(seen);
+  document.body.append(result);
+}})();
+</script></body>"""
+
+
+def work(text: str, script: str, folder: Path, place: str = "") -> dict[str, Any]:
+    """What a script saw that worked the page."""
+    path = folder / "driven.html"
+    driver = DRIVER.format(script=script)
+    path.write_text(text.replace("</body>", driver), encoding="utf-8")
+    command = [
+        str(CHROMIUM),
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        f"--user-data-dir={folder / 'profile'}",
+        "--window-size=1500,900",
+        "--virtual-time-budget=20000",
+        "--dump-dom",
+        f"file://{path}{place}",
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    found = re.search(r'<pre id="result">(.*?)</pre>', ran.stdout, re.DOTALL)
+    assert found is not None, ran.stderr[-2000:]
+    seen: dict[str, Any] = json.loads(html.unescape(found[1]))
+    assert "error" not in seen, seen["error"]
+    return seen
+
+
+def page_of(model: nn.Module, folder: Path, *inputs: Any) -> str:
+    torch._dynamo.reset()
+    amp_graph.convert(model, policy="bfloat16")
+    model(*inputs)
+    amp_graph.dump(model, folder)
+    return (folder / "index.html").read_text()
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
+    text = page_of(SMALL["classifier"].make(), tmp_path, *SMALL["classifier"].inputs)
+    assert not re.search(r"""(src|href)=|url\(|@import|https?://""", text)
+    assert "default-src 'none'" in text
+
+
+@browser
+def test_search_filters_and_reasons(tmp_path: Path) -> None:
+    text = page_of(SMALL["precise"].make(), tmp_path, *SMALL["precise"].inputs)
+    seen = work(
+        text,
+        """
+        seen.start = get("count").textContent;
+        type(" aten.EXP  listed");
+        seen.search = shown();
+        type("");
+        get("operator").value = "aten.linear";
+        get("operator").dispatchEvent(new Event("change"));
+        seen.operator = shown().length;
+        get("reset").click();
+        seen.all = get("count").textContent;
+        button("#tree .name", "second").click();
+        seen.module = shown();
+        get("reset").click();
+        button("#colors button", "deny").click();
+        seen.withoutDeny = shown().some((r) => r.startsWith("deny"));
+        get("reset").click();
+        choose(view.byName.get("add"), true);
+        seen.why = [...document.querySelectorAll("#detail ol li")].map((r) => r.textContent);
+        seen.code = document.querySelector("#detail pre").textContent;
+        document.querySelector("#detail ol .link").click();
+        seen.followed = document.querySelector("#detail h2").textContent;
+        press("ArrowDown");
+        seen.next = document.querySelector("#detail h2").textContent;
+        document.querySelector('[data-side="before"]').click();
+        seen.before = shown().filter((r) => r.startsWith("cast")).length;
+        seen.place = location.hash;
+        """,
+        tmp_path,
+    )
+    assert seen["start"] == "18 of 23 nodes"
+    assert len(seen["search"]) == 1 and "exp = aten.exp(to)" in seen["search"][0]
+    assert seen["operator"] == 2
+    assert seen["all"].endswith("nodes") and "of" not in seen["all"]
+    assert all("second" in row for row in seen["module"]) and seen["module"]
+    assert not seen["withoutDeny"]
+    assert "float32 for precision" in seen["why"][0]
+    assert seen["code"] == "hidden = self.first(x).float().exp() + 1"
+    assert seen["followed"] in ("exp", "to") and seen["next"] != seen["followed"]
+    assert seen["before"] == 0
+    assert seen["place"].startswith("#graph0/")
+
+
+@browser
+def test_names_are_shown_and_not_run(tmp_path: Path) -> None:
+    text = page_of(Odd(), tmp_path, torch.zeros(4, 8))
+    seen = work(
+        text,
+        """
+        seen.ran = typeof ran;
+        seen.names = [...document.querySelectorAll("#tree .name")].map((b) => b.textContent);
+        get("reset").click();
+        seen.rows = shown().join(" ");
+        for (const node of view.graph.nodes) choose(node, true);
+        seen.elements = document.querySelectorAll("#detail b, #rows b b, #tree b").length;
+        """,
+        tmp_path,
+    )
+    assert seen["ran"] == "undefined"
+    assert set(Odd.NAMES) <= set(seen["names"])
+    assert all(name in seen["rows"] for name in Odd.NAMES)
+    assert seen["elements"] == 0
+
+
+@browser
+def test_a_place_in_the_address_opens_that_node(tmp_path: Path) -> None:
+    text = page_of(SMALL["checkpointed"].make(), tmp_path, *SMALL["checkpointed"].inputs)
+    seen = work(
+        text,
+        """
+        seen.node = document.querySelector("#detail h2").textContent;
+        seen.chosen = document.querySelectorAll('#rows [aria-selected="true"]').length;
+        seen.graphs = [...get("graph").options].map((o) => o.textContent);
+        """,
+        tmp_path,
+        "#graph0/linear",
+    )
+    assert (seen["node"], seen["chosen"]) == ("linear", 1)
+    assert seen["graphs"] == ["graph0", "graph0.wrap_body_0"]
+
+
+def large(nodes: int) -> AnnotatedModel:
+    def node(i: int) -> Node:
+        chain = (Reason(f"n{i}", "downstream"), Reason(f"n{max(0, i - 1)}", "listed"))
+        return Node(
+            f"n{i}",
+            f"n{i}",
+            "aten.add.Tensor",
+            "operator",
+            color=("allow", "deny", "infer", "clear")[i % 4],
+            storage="bfloat16",
+            shape="(64, 64)",
+            module=f"layers.{i // 50}.block",
+            source=f"net.py:{i} in forward",
+            why="free: arithmetic",
+            chain=chain,
+            operands=(f"n{max(0, i - 1)}",),
+            readers=(f"n{i + 1}",),
+            is_float=True,
+            low=i % 2 == 0,
+        )
+
+    graph = AnnotatedGraph("graph0", "bfloat16", tuple(node(i) for i in range(nodes)))
+    return AnnotatedModel("Large", "bfloat16", (), (graph,), (graph,), ())
+
+
+@browser
+def test_smooth_at_five_thousand_nodes(tmp_path: Path) -> None:
+    """Only the rows in view exist, and drawing, searching and scrolling stay well below a
+    twentieth of a second each."""
+    seen = work(
+        page(large(5000)),
+        """
+        seen.rows = shown().length;
+        const timed = (what) => {
+          const start = performance.now();
+          for (let i = 0; i < 20; i++) what(i);
+          document.body.offsetHeight;
+          return (performance.now() - start) / 20;
+        };
+        seen.scroll = timed((i) => { get("scroll").scrollTop = i * 6000; list.draw(); });
+        seen.atEnd = (get("scroll").scrollTop = 1e9, list.draw(), shown().at(-1));
+        seen.search = timed((i) => type("n4" + i));
+        type("");
+        seen.choose = timed((i) => choose(view.graph.nodes[i * 200], true));
+        """.replace("{", "{{")
+        .replace("}", "}}")
+        .replace("{{", "{")
+        .replace("}}", "}"),
+        tmp_path,
+    )
+    assert seen["rows"] < 80
+    assert "n4999" in seen["atEnd"]
+    assert max(seen["scroll"], seen["search"], seen["choose"]) < 50, seen
+
+
+def test_the_page_of_a_large_graph_is_made_quickly() -> None:
+    start = time.process_time()
+    text = page(large(5000))
+    assert time.process_time() - start < 5
+    assert len(text) < 6_000_000

@@ -1,0 +1,240 @@
+"""Comparison and calibration: right figures, found faults, nothing denied in vain."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from hypothesis import given
+from hypothesis import strategies as st
+from nets import Net
+from rich.console import Console
+from torch import nn
+
+import amp_graph
+from amp_graph import AmpGraphError
+from amp_graph.ir import Color
+from amp_graph.numerics.calibrate import _smallest
+from amp_graph.numerics.statistics import exponents, statistics
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+class Planted(nn.Module):
+    """Layers of which one does what float16 cannot."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[1](torch.relu(self.layers[0](x)))
+        if self.fault == "overflow":
+            x = x * 6e4
+            x = x * 1e-4
+        if self.fault == "underflow":
+            x = x * 1e-4 * 1e-4
+            x = x * 6e4
+        x = torch.relu(self.layers[2](x))
+        return self.layers[3](x)
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(16, 8, generator=torch.Generator().manual_seed(1)) * 20
+
+
+def test_statistics_of_numbers_by_hand() -> None:
+    reference = torch.tensor([1.0, 1e-9, 7e4, 0.0, -2.0])
+    found = statistics(reference, reference.half())
+    assert (found.underflow, found.overflow, found.count) == (0.2, 0.2, 5)
+    assert (found.smallest, found.largest, found.bits) == (0, 1, 2)
+    assert found.error == float("inf")
+    near = statistics(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
+    assert near.error == pytest.approx(0.1)
+    assert statistics(torch.zeros(2), torch.zeros(2)).error == 0
+    assert statistics(torch.zeros(0), torch.zeros(0)).count == 0
+    infinite = torch.tensor([float("-inf"), 1.0])
+    assert statistics(infinite, infinite).error == 0
+
+
+def test_exponents() -> None:
+    values = torch.tensor([1.0, 1.5, -2.0, 0.25, 0.0, float("inf"), float("nan")])
+    assert exponents(values) == {0: 2, 1: 1, -2: 1}
+
+
+def test_the_figures_are_those_of_two_runs_by_hand() -> None:
+    model, x = Net().eval(), torch.randn(4, 8)
+    plain = model(x)
+    plain.square().mean().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    amp_graph.convert(model, policy="bfloat16")
+    mixed = model(x)
+    mixed.square().mean().backward()
+    ours = [p.grad.clone() for p in model.parameters()]
+    comparison = amp_graph.compare(model, x)
+    assert comparison.outputs == pytest.approx(
+        float((mixed - plain).double().norm() / plain.double().norm())
+    )
+    r, m = (torch.cat([g.double().flatten() for g in gs]) for gs in (gradients, ours))
+    assert comparison.gradients == pytest.approx(float((m - r).norm() / r.norm()))
+    assert [n.node for n in comparison.nodes] == ["linear", "batch_norm", "relu", "linear_1", "mul"]
+    assert comparison.nodes[-1].forward.error == pytest.approx(comparison.outputs)
+    assert all(n.backward is not None for n in comparison.nodes)
+    first = comparison.first_above(1e-4)
+    assert first is not None and first.node == "linear"
+    assert first.added == first.forward.error
+
+
+def test_a_graph_whose_kernel_is_missing_runs_as_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from amp_graph.numerics import rerun
+
+    run_node = rerun._Watched.run_node
+
+    def missing(self, n):
+        if n.name.endswith("_bfloat16"):
+            raise RuntimeError("not implemented for 'BFloat16'")
+        return run_node(self, n)
+
+    monkeypatch.setattr(rerun._Watched, "run_node", missing)
+    comparison = amp_graph.compare(Net(), torch.randn(4, 8), policy="bfloat16")
+    assert (comparison.outputs, comparison.gradients) == (0, 0)
+
+
+def test_the_report_fits_narrow_terminals() -> None:
+    comparison = amp_graph.compare(Planted("overflow"), inputs(), policy="float16")
+    texts = []
+    for width in (80, 130):
+        console = Console(width=width, file=io.StringIO())
+        console.print(comparison)
+        texts.append(console.file.getvalue())
+    assert "bits" not in texts[0] and "bits" in texts[1]
+    assert all("mul " in text and "test_numerics.py:" in text for text in texts)
+
+
+def test_equal_runs_have_no_error() -> None:
+    policy = amp_graph.Policy(dtype="bfloat16", keep_float32=("first", "second"))
+    comparison = amp_graph.compare(Net(), torch.randn(4, 8), policy=policy)
+    assert (comparison.outputs, comparison.gradients) == (0, 0)
+    assert comparison.worst(1)[0].badness == (False, 0, 0)
+
+
+def test_a_planted_overflow_is_the_worst_node() -> None:
+    comparison = amp_graph.compare(Planted("overflow"), inputs(), policy="float16")
+    worst = comparison.worst(1)[0]
+    assert (worst.node, worst.code) == ("mul", "x = x * 6e4")
+    assert worst.forward.overflow > 0.1 and worst.forward.error == float("inf")
+    assert comparison.outputs == float("inf")
+    assert "mul" in str(comparison) and "infinite" in str(comparison)
+
+
+def test_a_planted_underflow_is_on_top() -> None:
+    comparison = amp_graph.compare(Planted("underflow"), inputs(), policy="float16")
+    lost = comparison.underflows(1)[0]
+    assert lost.code == "x = x * 1e-4 * 1e-4"
+    assert lost.forward.underflow > 0.1
+
+
+def test_small_gradients_underflow_without_a_scale_and_not_with_one() -> None:
+    def tiny(y: torch.Tensor) -> torch.Tensor:
+        return y.square().mean() * 1e-6
+
+    model = amp_graph.convert(Net().eval(), policy="float16")
+    without = amp_graph.compare(model, torch.randn(4, 8), loss=tiny)
+    scaled = amp_graph.compare(model, torch.randn(4, 8), loss=tiny, loss_scale=2.0**16)
+    assert without.gradients > 0.05 > scaled.gradients
+    assert without.underflows() and not scaled.underflows()
+    assert min(scaled.gradient_exponents) == pytest.approx(
+        min(without.gradient_exponents) + 16, abs=3
+    )
+
+
+def test_files(tmp_path: Path) -> None:
+    comparison = amp_graph.compare(Planted("overflow"), inputs(), policy="float16")
+    comparison.save(tmp_path / "c.json")
+    table = json.loads((tmp_path / "c.json").read_text())
+    assert table["format"] == "amp_graph comparison" and table["outputs"] == "Infinity"
+    assert [n["node"] for n in table["nodes"]] == [n.node for n in comparison.nodes]
+    comparison.plot(tmp_path / "c.svg")
+    drawing = xml.etree.ElementTree.parse(tmp_path / "c.svg")
+    assert "float16's normal range" in " ".join(drawing.getroot().itertext())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "lstm", "swin", "checkpointed", "custom_function"])
+def test_models_of_the_zoo(name: str) -> None:
+    case = next(c for c in zoo.cases() if c.name == name)
+    args, kwargs = case.batch(0, 0)
+    comparison = amp_graph.compare(case.make(), kwargs or args, loss=case.loss, policy="bfloat16")
+    assert 0 < comparison.gradients < 0.2
+    assert len(comparison.nodes) > 1
+
+
+def test_calibrate_denies_the_planted_overflow_and_what_it_needs() -> None:
+    model = Planted("overflow")
+    found = amp_graph.calibrate(model, [inputs()], 0.1, policy="float16")
+    assert found.before == float("inf")
+    assert found.after <= 0.1
+    assert [name for _, name, _ in found.denied] == ["mul"]
+    assert "overflow" in found.denied[0][2]
+    assert "1 node denied" in str(found)
+
+
+def test_a_calibrated_plan_is_followed_and_finite(tmp_path: Path) -> None:
+    model, x = Planted("overflow"), inputs()
+    assert amp_graph.find_nonfinite(model, x, policy="float16") is not None
+    amp_graph.calibrate(model, [x], 0.1, policy="float16").save(tmp_path / "plan.json")
+    expected = model(x)
+    amp_graph.convert(model, plan=tmp_path / "plan.json")
+    out = model(x)
+    assert torch.isfinite(out).all()
+    assert float((out - expected).norm() / expected.norm()) < 0.1
+    plan = amp_graph.plans(model)[0]
+    assert plan.paints["mul"].rule == "calibrated" and "overflow" in plan.paints["mul"].because
+    assert plan.paints["linear_3"].color is Color.ALLOW and "linear_3" in plan.low
+
+
+def test_no_denied_node_is_in_vain() -> None:
+    """With any one of them back in low precision the bound is not met."""
+    model, x = Planted("underflow"), inputs()
+    found = amp_graph.calibrate(model, [x, x * 2], 1.5e-3, policy="float16")
+    assert found.denied
+    names = [name for _, name, _ in found.denied]
+    for kept in itertools.combinations(names, len(names) - 1):
+        overrides = [amp_graph.Override("deny", name=name) for name in kept]
+        policy = amp_graph.Policy(dtype="float16", overrides=tuple(overrides))
+        torch._dynamo.reset()
+        comparison = amp_graph.compare(model, x, policy=policy)
+        assert max(comparison.outputs, comparison.gradients) > 1e-3
+
+
+def test_nothing_to_do() -> None:
+    found = amp_graph.calibrate(Net().eval(), [torch.randn(4, 8)], 0.5, policy="bfloat16")
+    assert found.denied == () and found.trials == 1
+
+
+def test_a_bound_that_cannot_be_met() -> None:
+    model = Net().eval()
+    with torch.no_grad():
+        model.second.weight.fill_(float("nan"))
+    with pytest.raises(AmpGraphError, match="at least one batch"):
+        amp_graph.calibrate(model, [], 0.1)
+    with pytest.raises(AmpGraphError, match="cannot be met"):
+        amp_graph.calibrate(Planted("overflow"), [inputs()], -1.0, policy="float16")
+
+
+@given(st.sets(st.integers(0, 30), max_size=5), st.integers(0, 30))
+def test_the_set_found_is_the_one_needed(needed: set[int], seed: int) -> None:
+    nodes = tuple((0, "", str((i * 7 + seed) % 31)) for i in range(31))
+    wanted = {(0, "", str(i)) for i in needed}
+    assert set(_smallest(nodes, lambda chosen: wanted <= set(chosen))) == wanted

@@ -1,0 +1,156 @@
+"""The first value or gradient that is not finite is attributed to who made it, and where."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from nets import Net
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import amp_graph
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+class Planted(nn.Module):
+    """Four layers; what `fault` names goes wrong between the second and the third."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[1](torch.relu(self.layers[0](x)))
+        if self.fault == "overflow":
+            x = x * 3e4 * 1e-4
+        if self.fault == "nan":
+            x = x + (x - x).sum() / (x - x).sum()
+        if self.fault == "backward":
+            x = Explode.apply(x)
+        if self.fault == "mask":
+            x = x.masked_fill(x > 0, float("-inf")).softmax(-1)
+        if self.fault == "harmless":
+            x = x + torch.exp(torch.zeros_like(x).log())
+        if self.fault == "checkpoint":
+            x = checkpoint(lambda y: self.layers[0](y) * 3e4, x, use_reentrant=False)
+        x = torch.relu(self.layers[2](x))
+        return self.layers[3](x)
+
+
+class Explode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 1e30 * 1e30
+
+
+def find(fault: str, policy: str = "float16", **options):
+    model = amp_graph.convert(Planted(fault), policy=policy)
+    return amp_graph.find_nonfinite(model, torch.randn(4, 8) * 40, **options)
+
+
+def line_of(text: str) -> str:
+    lines = Path(__file__).read_text().splitlines()
+    return f"test_numerics_nonfinite.py:{1 + next(i for i, t in enumerate(lines) if text in t)}"
+
+
+def test_a_planted_overflow() -> None:
+    found = find("overflow")
+    assert found is not None
+    assert (found.phase, found.node, found.operator) == ("forward", "mul", "aten.mul.Tensor")
+    assert found.kind in ("inf", "-inf") and found.dtype == "float16"
+    assert found.source.startswith(line_of("x * 3e4 * 1e-4"))
+    assert found.code == "x = x * 3e4 * 1e-4"
+    assert not found.in_float32
+    assert "first" in str(found) and found.code in str(found)
+
+
+def test_a_planted_nan() -> None:
+    found = find("nan")
+    assert found is not None
+    assert (found.phase, found.kind, found.operator) == ("forward", "NaN", "aten.div.Tensor")
+    assert found.source.startswith(line_of("(x - x).sum() / "))
+    assert found.in_float32
+
+
+def test_an_overflow_in_backward() -> None:
+    found = find("", loss_scale=1e30)
+    assert found is not None
+    assert found.phase == "backward"
+    assert found.node == "linear_3"
+    assert found.module == "layers.3"
+
+
+def test_a_custom_backward_is_named() -> None:
+    found = find("backward")
+    assert found is not None
+    assert (found.phase, found.in_float32) == ("backward", True)
+    assert found.node.startswith("autograd_function")
+
+
+@pytest.mark.parametrize("fault", ["", "mask", "harmless"])
+def test_all_is_well(fault: str) -> None:
+    assert find(fault, "bfloat16") is None
+
+
+def test_inside_a_checkpoint() -> None:
+    found = find("checkpoint")
+    assert found is not None
+    assert (found.operator, found.phase) == ("aten.mul.Tensor", "forward")
+    assert found.source.startswith(line_of("(y) * 3e4"))
+
+
+def test_what_comes_in_from_outside() -> None:
+    model = amp_graph.convert(Net().eval(), policy="float16")
+    x = torch.randn(4, 8)
+    x[0, 0] = float("nan")
+    found = amp_graph.find_nonfinite(model, x)
+    assert found is not None and found.operator == "placeholder" and found.kind == "NaN"
+    with torch.no_grad():
+        model.second.weight[0, 0] = float("inf")
+    found = amp_graph.find_nonfinite(model, torch.randn(4, 8))
+    assert found is not None and found.node == "second.weight"
+
+
+def test_a_loss_outside_of_the_graph() -> None:
+    model = amp_graph.convert(Net().eval(), policy="float16")
+    found = amp_graph.find_nonfinite(model, torch.randn(4, 8), loss=lambda y: (y - y).sqrt().sum())
+    assert found is not None
+    assert (found.phase, found.node) == ("backward", "the loss")
+
+
+def test_the_model_stays_as_it_was() -> None:
+    model = amp_graph.convert(Net(), policy="float16")
+    x = torch.randn(4, 8)
+    model(x).sum().backward()
+    state = copy.deepcopy(model.state_dict())
+    gradients = [p.grad.clone() for p in model.parameters()]
+    random, plans = torch.get_rng_state(), amp_graph.plans(model)
+    amp_graph.find_nonfinite(model, x)
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert amp_graph.plans(model) == plans
+    assert all(not p._backward_hooks for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "convnet", "lstm", "t5", "swin", "checkpointed"])
+def test_sound_models_are_left_alone(name: str) -> None:
+    case = next(c for c in zoo.cases() if c.name == name)
+    args, kwargs = case.batch(0, 0)
+    assert not args or not kwargs
+    model = amp_graph.convert(case.make(), policy="bfloat16")
+    assert amp_graph.find_nonfinite(model, kwargs or args, loss=case.loss) is None

@@ -1,0 +1,166 @@
+"""Plan files with mistakes in them: one clear error, and the model as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from nets import Net
+
+import amp_graph
+from amp_graph import Plan, PlanError
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """The plan of a converted Net, as a file."""
+    model = amp_graph.convert(Net().eval(), policy="bfloat16")
+    model(torch.randn(4, 8))
+    path = tmp_path / "plan.json"
+    amp_graph.save_plan(amp_graph.plans(model), path)
+    torch._dynamo.reset()
+    return path
+
+
+def edit(path: Path, change: Any) -> None:
+    table = json.loads(path.read_text())
+    change(table)
+    path.write_text(json.dumps(table))
+
+
+def drop(*path: Any) -> Any:
+    def change(table: Any) -> None:
+        for key in path[:-1]:
+            table = table[key]
+        del table[path[-1]]
+
+    return change
+
+
+def put(value: Any, *path: Any) -> Any:
+    def change(table: Any) -> None:
+        for key in path[:-1]:
+            table = table[key]
+        table[path[-1]] = value
+
+    return change
+
+
+PLAN = ("plans", 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (put("other", "format"), 'does not say "format"'),
+        (put(2, "schema"), "this version reads schema 1"),
+        (drop("schema"), "this version reads schema 1"),
+        (put([], "plans"), "at least one plan"),
+        (put({}, "plans"), "at least one plan"),
+        (put([3], "plans"), r"plans\[0\]: must be an object"),
+        (put("float9", *PLAN, "dtype"), r"plans\[0\].dtype: 'float9' is none of.* Did you mean"),
+        (put(["float32"], *PLAN, "dtype"), "none of known"),
+        (put("denny", *PLAN, "paints", "linear", "color"), "paints.linear.color: 'denny' is none"),
+        (put(1, *PLAN, "paints", "linear", "colour"), "unknown key 'colour'. Did you mean 'color'"),
+        (drop(*PLAN, "paints", "linear", "rule"), "paints.linear: 'rule' is missing"),
+        (put({"color": "deny", "rule": "x"}, *PLAN, "paints", "ghost"), "has no node 'ghost'"),
+        (put("x", *PLAN, "facts", "linear", "op"), "are not for editing"),
+        (drop(*PLAN, "facts", "linear"), "are not for editing"),
+        (put("0" * 64, *PLAN, "fingerprint"), "are not for editing"),
+        (drop(*PLAN, "fingerprint"), "are not for editing"),
+        (put([[]], *PLAN, "casts"), r"casts\[0\]: must be an object, not \[\]"),
+        (put(True, *PLAN, "casts", 0, "bytes"), "casts.0..bytes: must be int, not True"),
+        (put(7, *PLAN, "low"), "low: must be an array"),
+    ],
+)
+def test_a_file_with_a_mistake(saved: Path, change: Any, message: str) -> None:
+    edit(saved, change)
+    refused(saved, message)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "cut off"),
+        (b"\x80\x04\x95K\x00.", "not a plan"),
+        (b"[" * 100_000, "not a plan"),
+        (b"[]", "does not say"),
+        (b"null", "does not say"),
+        (b"{}", "does not say"),
+    ],
+    ids=["empty", "pickle", "deep", "array", "null", "object"],
+)
+def test_a_foreign_file(saved: Path, content: bytes, message: str) -> None:
+    saved.write_bytes(content)
+    refused(saved, message)
+
+
+def test_a_file_cut_off_anywhere(saved: Path) -> None:
+    content = saved.read_bytes()
+    for length in range(1, len(content) - 2, 997):
+        saved.write_bytes(content[:length])
+        refused(saved, "cut off")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_change_is_read_or_refused(saved: Path, data: st.DataObject) -> None:
+    """Whatever is put into whichever place, the answer is plans or a PlanError."""
+    table = json.loads(saved.read_text())
+    place: Any = table
+    while True:
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        key = data.draw(st.sampled_from(keys))
+        inner = place[key]
+        if not isinstance(inner, (dict, list)) or not inner or data.draw(st.integers(0, 3)) == 0:
+            break
+        place = inner
+    place[key] = data.draw(JSON)
+    changed = saved.with_name("changed.json")
+    changed.write_text(json.dumps(table))
+    with contextlib.suppress(PlanError):
+        assert all(isinstance(p, Plan) for p in amp_graph.load_plan(changed))
+
+
+def test_a_file_that_is_missing(tmp_path: Path) -> None:
+    refused(tmp_path / "none.json", "cannot be read: No such file")
+
+
+def test_what_is_no_plan() -> None:
+    with pytest.raises(PlanError, match="a plan is a file, a Plan or several Plans"):
+        amp_graph.convert(Net(), plan=Net())  # type: ignore[arg-type]
+
+
+def refused(path: Path, message: str) -> None:
+    model = Net()
+    attributes = set(vars(model))
+    with pytest.raises(PlanError, match=message):
+        amp_graph.convert(model, plan=path)
+    assert set(vars(model)) == attributes
+
+
+def test_nothing_in_a_file_is_run() -> None:
+    folder = Path(amp_graph.__file__).parent
+    for name in ("plan_file.py", "plain_json.py", "pins.py"):
+        text = (folder / name).read_text()
+        assert not re.search(r"pickle|torch\.load|import_module|\b(eval|exec)\(", text)
