@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_graph.boundary import Boundary, Scale
+from amp_graph.boundary import Boundary
 from amp_graph.capture.retrace import retrace
+from amp_graph.crossing import Scale
 from amp_graph.ir import Plan
 from amp_graph.nonfinite import run_watched
 from amp_graph.passes.lift_weights import lift_weights

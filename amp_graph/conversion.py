@@ -20,7 +20,7 @@ from amp_graph.capture.dynamo import (
 from amp_graph.compiler import Compiler
 from amp_graph.graph_scale import GraphScale
 from amp_graph.ir import Plan
-from amp_graph.loss_scale import LossScale
+from amp_graph.own_code import own_code
 from amp_graph.policy import Policy
 from amp_graph.runtime import Outside, under_autocast, warn, without_autocast
 from amp_graph.training import drop_scale, use_scale
@@ -36,9 +36,11 @@ class Conversion(Compiler):
     the model carries a conversion of its own, a pickle carries the plain model.
     """
 
-    def __init__(self, module: nn.Module, policy: Policy):
+    def __init__(self, module: nn.Module, policy: Policy, scale: GraphScale | None):
         self.module = module
-        self.scale = _new_scale(policy.loss_scale_for(policy.dtype_for(_devices(module))))
+        self.scale = scale
+        if scale is not None:
+            use_scale(scale)
         super().__init__(policy, self.scale)
         self._watch: Outside | None = Outside(self.lists) if can_watch() else None
         self._is_new = True
@@ -57,7 +59,7 @@ class Conversion(Compiler):
     @torch.compiler.disable(reason="a model converted by amp_graph captures its own graphs")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not can_capture():
-            return self._own_code()(*args, **kwargs)
+            return own_code(self.module, *self._devices(), None)(*args, **kwargs)
         if self.scale is not None and torch.is_grad_enabled():
             self.scale.begin_forward()
         frames = frames_seen()
@@ -98,7 +100,10 @@ class Conversion(Compiler):
             devices, dtype = self._devices()
             reason = f"code between graphs ({found}) is not captured; runs under autocast"
             self._plans.append(Plan(dtype, fallback=reason))
-            self._capture(under_autocast, devices, dtype)
+            if self.scale is None:
+                self._capture(under_autocast, devices, dtype)
+            else:  # gradients are scaled within graphs, so that code between them must be in one
+                self._call = self._own_code()
         elif not self._plans:
             warn(f"nothing of {name} was captured, so nothing was converted")
         elif not any(_converts(plan) for plan in self._plans):
@@ -111,8 +116,7 @@ class Conversion(Compiler):
         return bool(self.policy.keep_float32 or self.policy.overrides)
 
     def _devices(self) -> tuple[frozenset[str], torch.dtype]:
-        devices = _devices(self.module)
-        return devices, self.policy.dtype_for(devices)
+        return devices_and_dtype(self.module, self.policy)
 
     def capture_now(self, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
         """Run the model once for its graphs; buffers and random state are put back."""
@@ -129,8 +133,7 @@ class Conversion(Compiler):
 
     def _own_code(self) -> Callable[..., Any]:
         """The model's own code under autocast, for what Dynamo cannot capture."""
-        own_call: Callable[..., Any] = type(self.module)._call_impl.__get__(self.module)
-        return under_autocast(own_call, *self._devices())
+        return own_code(self.module, *self._devices(), self.scale)
 
     def _uncaptured(self, error: Exception) -> Callable[..., Any]:
         """From now on the whole model runs its own code under autocast."""
@@ -149,9 +152,8 @@ class Conversion(Compiler):
     def __deepcopy__(self, memo: dict[int, Any]) -> Conversion:
         """Called while the model is copied, when its copy exists but is not filled in yet."""
         module = memo[id(self.module)]
-        module.__dict__[SLOT] = conversion = Conversion(module, self.policy)
-        if self.scale is not None and conversion.scale is not None:
-            conversion.scale.go_on_from(self.scale.config, self.scale.state)
+        scale = self.scale.copy() if self.scale else None
+        module.__dict__[SLOT] = conversion = Conversion(module, self.policy, scale)
         return conversion
 
     def __reduce__(self) -> Any:
@@ -160,16 +162,10 @@ class Conversion(Compiler):
         return getattr, (self.module, SLOT)
 
 
-def _devices(module: nn.Module) -> frozenset[str]:
-    return frozenset(p.device.type for p in module.parameters())
-
-
-def _new_scale(config: LossScale | None) -> GraphScale | None:
-    if config is None:
-        return None
-    scale = GraphScale(config)
-    use_scale(scale)
-    return scale
+def devices_and_dtype(module: nn.Module, policy: Policy) -> tuple[frozenset[str], torch.dtype]:
+    """Where a model's parameters are, and the low precision that the policy has for there."""
+    devices = frozenset(p.device.type for p in module.parameters())
+    return devices, policy.dtype_for(devices)
 
 
 def _converts(plan: Plan) -> bool:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from amp_graph.compiler import Compiler
-from amp_graph.conversion import SLOT, Conversion
+from amp_graph.conversion import SLOT, Conversion, devices_and_dtype
 from amp_graph.errors import AmpGraphError
 from amp_graph.found_inf import found_inf
 from amp_graph.graph_scale import GraphScale
@@ -71,7 +71,8 @@ def convert(
     if is_converted(inner):
         warn(f"{type(inner).__name__} is converted already; restore() it to change its policy")
     else:
-        inner.__dict__[SLOT] = Conversion(inner, policy)
+        config = policy.loss_scale_for(devices_and_dtype(inner, policy)[1])
+        inner.__dict__[SLOT] = Conversion(inner, policy, GraphScale(config) if config else None)
         if example_inputs is not None:
             inner.__dict__[SLOT].capture_now(example_inputs)
     for each in optimizers:

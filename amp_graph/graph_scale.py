@@ -121,6 +121,12 @@ class GraphScale:
         """Go on from a saved state, `GradScaler.state_dict()` too. Raises CheckpointError."""
         self.go_on_from(*load_state(self.config, state))
 
+    def copy(self) -> GraphScale:
+        """A scale of its own for a copy of the model."""
+        scale = GraphScale(self.config)
+        scale.go_on_from(self.config, self.state)
+        return scale
+
     def go_on_from(self, config: LossScale, state: ScaleState) -> None:
         self.config, self._state, self._pending = config, state, None
         self._factors.clear()

@@ -1,0 +1,212 @@
+"""Crossing the boundary of a scaled graph: the autograd functions, and what they multiply by.
+
+Gradients are multiplied by the loss scale S where they come into a graph and by 1/S where they go
+out of it. Second derivatives: a gradient penalty sends gradients through the backward pass, which
+is a graph like any other, and what left it, divided by S, is where they come in. So a crossing in
+either direction is a multiplication by some factor, and its derivative crosses the other way, with
+the same factor (that is transposition) times S coming in, or times 1/S going out. The factors
+alternate: 1, 1/S, 1 ... for what enters, 1, S, 1 ... for what leaves; inside, gradients of any
+order are S times the true ones. `torch.amp.GradScaler`'s recipe for gradient penalties has the same
+factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from amp_graph.nonfinite import FirstNonfinite
+
+
+class Scale(Protocol):
+    """What a boundary asks of a loss scale."""
+
+    def is_on(self) -> bool:
+        """Whether gradients are scaled in graphs that run from now on."""
+
+    def factor(self, device: torch.device) -> Tensor:
+        """S, 0-dimensional, float32."""
+
+    def inverse(self, device: torch.device) -> Tensor:
+        """1/S, 0-dimensional, float32."""
+
+    @property
+    def watch(self) -> FirstNonfinite | None:
+        """Set while graphs are to look for values that are not finite."""
+
+    def entered(self, parameters: Iterable[Tensor]) -> None:
+        """Called with the parameters whose gradients are scaled, when they change."""
+
+
+def enter(
+    scale: Scale | None, values: Sequence[Tensor], owners: Sequence[int], tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Hand values in for tensors: `owners` tells which tensor each value stands for, as it is or
+    in low precision. Gradients of the values go out to the tensors, in their dtype, divided by S.
+    """
+    entered: tuple[Tensor, ...] = _apply(_Enter, scale, values, owners, *tensors)
+    return entered
+
+
+def leave(scale: Scale, results: Sequence[Any], inputs: Sequence[Tensor]) -> list[Any]:
+    """Hand results out; their gradients come in times S. A tensor returned twice stays one.
+
+    `inputs`: tensors that entered, some of which a result may share memory with.
+    """
+    unique = {id(t): t for t in results if carries_gradient(t)}
+    memories = [_memory(t) for t in (*unique.values(), *inputs)]
+    left = {
+        key: _apply(_Leave, scale, value, memories.count(_memory(value)) > 1)
+        for key, value in unique.items()
+    }
+    return [left.get(id(value), value) for value in results]
+
+
+def write_back(scale: Scale, written: Tensor, value: Tensor) -> None:
+    """Record that a graph wrote into a tensor, by way of the value that had entered for it."""
+    _apply(_WriteBack, scale, written, value)
+
+
+def carries_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scale: Scale | None,
+        values: Sequence[Tensor],
+        owners: Sequence[int],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.scale, ctx.owners, ctx.tensors = scale, owners, tensors
+        return tuple(value.detach() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        pairs = [(i, g) for i, g in zip(ctx.owners, grads, strict=True) if g is not None]
+        out: list[Tensor | None] = [None] * len(ctx.tensors)
+        fused = not torch.is_grad_enabled() and len({i for i, _ in pairs}) == len(pairs)
+        if fused and all(_is_plain(g) and ctx.tensors[i].dtype is torch.float32 for i, g in pairs):
+            for (i, _), gradient in zip(pairs, _unscaled(ctx, pairs), strict=True):
+                out[i] = gradient
+        else:
+            for i, gradient in pairs:
+                crossed = _go_out(ctx.scale, gradient, ctx.tensors[i].dtype)
+                before = out[i]
+                out[i] = crossed if before is None else before + crossed
+        return (None, None, None, *out)
+
+
+def _unscaled(ctx: Any, pairs: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+    """Float32 gradients, laid out as their tensors are, or AccumulateGrad would copy them again."""
+    gradients = [torch.empty_like(ctx.tensors[i], requires_grad=False) for i, _ in pairs]
+    if not gradients:
+        return gradients
+    torch._foreach_copy_(gradients, [g for _, g in pairs])
+    if ctx.scale is not None:
+        for on_device in _by_device(gradients):
+            torch._foreach_mul_(on_device, ctx.scale.inverse(on_device[0].device))
+    return gradients
+
+
+class _Leave(Function):
+    @staticmethod
+    def forward(ctx: Any, scale: Scale, value: Tensor, shares: bool) -> Tensor:
+        ctx.scale, ctx.dtype = scale, value.dtype
+        # A detached alias may be written to in place. Returned as it is, the value becomes a view
+        # that autograd refuses to have written to: right where outputs share memory, since a
+        # write would reach the others unseen.
+        return value if shares else value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, _come_in(ctx.scale, gradient, ctx.dtype), None
+
+
+class _WriteBack(Function):
+    @staticmethod
+    def forward(ctx: Any, scale: Scale, written: Tensor, value: Tensor) -> Tensor:
+        ctx.mark_dirty(written)
+        ctx.scale, ctx.dtype = scale, value.dtype
+        return written
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, None, _come_in(ctx.scale, gradient, ctx.dtype)
+
+
+class _Cross(Function):
+    """Multiply by a factor on the way in or out."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        value: Tensor, factor: Tensor, dtype: torch.dtype, scale: Scale, is_coming_in: bool
+    ) -> Tensor:
+        return _times(value, factor, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        value, ctx.factor, _, ctx.scale, ctx.is_coming_in = inputs
+        ctx.dtype = value.dtype
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if ctx.is_coming_in:
+            factor = ctx.factor * ctx.scale.inverse(gradient.device)
+        else:
+            factor = ctx.factor * ctx.scale.factor(gradient.device)
+        back = _apply(_Cross, gradient, factor, ctx.dtype, ctx.scale, not ctx.is_coming_in)
+        return back, None, None, None, None
+
+
+def _come_in(scale: Scale, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    factor = scale.factor(gradient.device)
+    if torch.is_grad_enabled():
+        crossed: Tensor = _apply(_Cross, gradient, factor, dtype, scale, True)
+        return crossed
+    return _times(gradient, factor, dtype)
+
+
+def _go_out(scale: Scale | None, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    if scale is None:
+        return gradient.to(dtype)
+    factor = scale.inverse(gradient.device)
+    if torch.is_grad_enabled():
+        crossed: Tensor = _apply(_Cross, gradient, factor, dtype, scale, False)
+        return crossed
+    return _times(gradient, factor, dtype)
+
+
+def _times(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product in at least float32: S and 1/S are beyond what float16 holds."""
+    wide = torch.promote_types(value.dtype, torch.float32)
+    return (value.to(wide) * factor).to(dtype)
+
+
+def _apply(function: type[Function], *args: Any) -> Any:
+    return function.apply(*args)
+
+
+def _is_plain(gradient: Tensor) -> bool:
+    """Whether the fused calls take this gradient: it is dense, and not one of a vmap's."""
+    return gradient.layout is torch.strided and not torch._C._functorch.is_batchedtensor(gradient)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def _by_device(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    groups: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device, []).append(tensor)
+    return groups.values()

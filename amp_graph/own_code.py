@@ -1,0 +1,90 @@
+"""A model's own code under autocast, for what cannot be captured, with its gradients scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from amp_graph.crossing import Scale, carries_gradient, enter, leave
+from amp_graph.runtime import under_autocast
+
+PLAIN = (Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def own_code(
+    module: nn.Module, devices: Iterable[str], dtype: torch.dtype, scale: Scale | None
+) -> Callable[..., Any]:
+    """What `module(...)` ran before conversion, under autocast and, in training, scaled."""
+    call: Callable[..., Any] = type(module)._call_impl.__get__(module)
+    under = under_autocast(call, devices, dtype)
+    if scale is None:
+        return under
+    holder = _Holder(module, under)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or not scale.is_on():
+            return under(*args, **kwargs)
+        return _scaled(holder, scale, args, kwargs)
+
+    return run
+
+
+def _scaled(holder: _Holder, scale: Scale, args: Any, kwargs: Any) -> Any:
+    scale = _OneCall(scale)
+    trained = {n: p for n, p in holder.named_parameters() if p.requires_grad}
+    scale.entered(trained.values())
+    entered = enter(scale, [*trained.values()], range(len(trained)), [*trained.values()])
+    flat, spec = tree_flatten((args, kwargs))
+    flat = [enter(scale, [x], (0,), [x])[0] if carries_gradient(x) else x for x in flat]
+    args, kwargs = tree_unflatten(flat, spec)
+    result = torch.func.functional_call(
+        holder, dict(zip(trained, entered, strict=True)), args, kwargs
+    )
+    results, spec = tree_flatten(result)
+    if not all(leaf is None or isinstance(leaf, PLAIN) for leaf in results):
+        scale.is_opaque = True
+        return result
+    inputs = [x for x in flat if carries_gradient(x)]
+    return tree_unflatten(leave(scale, results, inputs), spec)
+
+
+class _Holder(nn.Module):
+    """A module around a module, whose call runs code of ours."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]):
+        super().__init__()
+        self.module = module
+        self._call = call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+
+class _OneCall:
+    """The scale for one call; it is 1 if the outputs are opaque, so that not all gradients that
+    come in can be multiplied by it."""
+
+    def __init__(self, scale: Scale):
+        self._scale = scale
+        self.watch = None
+        self.is_opaque = False
+
+    def is_on(self) -> bool:
+        return True
+
+    def factor(self, device: torch.device) -> Tensor:
+        return self._one(device) if self.is_opaque else self._scale.factor(device)
+
+    def inverse(self, device: torch.device) -> Tensor:
+        return self._one(device) if self.is_opaque else self._scale.inverse(device)
+
+    def entered(self, parameters: Iterable[Tensor]) -> None:
+        self._scale.entered(parameters)
+
+    @staticmethod
+    def _one(device: torch.device) -> Tensor:
+        return torch.ones((), device=device)
