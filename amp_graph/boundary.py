@@ -107,7 +107,7 @@ class Boundary:
             self._groups = tuple(_grouped(slots, args))
             self._groups_for = (lows, wides)
             if scale is not None:
-                scale.entered(args[i] for i, _ in slots)
+                scale.parameters_changed()
         return self._groups
 
 

@@ -53,13 +53,16 @@ class Conversion(Compiler):
 
     def _capture(self, around: Callable[..., Callable[..., Any]], *how: Any) -> None:
         """Capture from now on, with the Python code between graphs run in `around`."""
-        self._around = (around, how)
+        self._around, self._captured_as = (around, how), type(self.module)
         self._call = around(captured_call(self.module, self.compile_graph), *how)
 
     @torch.compiler.disable(reason="a model converted by amp_graph captures its own graphs")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not can_capture():
             return own_code(self.module, *self._devices(), None)(*args, **kwargs)
+        if type(self.module) is not self._captured_as:  # fully_shard() changes it
+            around, how = self._around
+            self._capture(around, *how)
         if self.scale is not None and torch.is_grad_enabled():
             self.scale.begin_forward()
         frames = frames_seen()
@@ -152,7 +155,7 @@ class Conversion(Compiler):
     def __deepcopy__(self, memo: dict[int, Any]) -> Conversion:
         """Called while the model is copied, when its copy exists but is not filled in yet."""
         module = memo[id(self.module)]
-        scale = self.scale.copy() if self.scale else None
+        scale = self.scale.copy(module.parameters) if self.scale else None
         module.__dict__[SLOT] = conversion = Conversion(module, self.policy, scale)
         return conversion
 

@@ -72,7 +72,8 @@ def convert(
         warn(f"{type(inner).__name__} is converted already; restore() it to change its policy")
     else:
         config = policy.loss_scale_for(devices_and_dtype(inner, policy)[1])
-        inner.__dict__[SLOT] = Conversion(inner, policy, GraphScale(config) if config else None)
+        scale = GraphScale(config, inner.parameters) if config else None
+        inner.__dict__[SLOT] = Conversion(inner, policy, scale)
         if example_inputs is not None:
             inner.__dict__[SLOT].capture_now(example_inputs)
     for each in optimizers:

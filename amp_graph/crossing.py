@@ -38,8 +38,8 @@ class Scale(Protocol):
     def watch(self) -> FirstNonfinite | None:
         """Set while graphs are to look for values that are not finite."""
 
-    def entered(self, parameters: Iterable[Tensor]) -> None:
-        """Called with the parameters whose gradients are scaled, when they change."""
+    def parameters_changed(self) -> None:
+        """Called when a graph gets parameters that it has not had before."""
 
 
 def enter(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,9 +26,12 @@ _serials = itertools.count()
 
 
 class GraphScale:
-    """The loss scale inside the graphs of one converted model."""
+    """The loss scale inside the graphs of one converted model.
 
-    def __init__(self, config: LossScale):
+    parameters: returns the model's parameters as they are now.
+    """
+
+    def __init__(self, config: LossScale, parameters: Callable[[], Iterable[Tensor]]):
         self.config = config
         self.serial = next(_serials)  # checkpoints list scales in order of creation
         self.watch: FirstNonfinite | None = None  # set while the graphs are to be looked into
@@ -37,7 +40,8 @@ class GraphScale:
         self._state = config.start()
         self._pending: Tensor | None = None  # found_inf of the round that has not ended
         self._factors: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._parameters: dict[int, weakref.ref[Tensor]] = {}
+        self._parameters = parameters
+        self._known: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
         self._skipped = _Readback()
 
     def is_on(self) -> bool:
@@ -58,13 +62,17 @@ class GraphScale:
             found = self._factors[device] = scale, scale.reciprocal()
         return found
 
-    def entered(self, parameters: Iterable[Tensor]) -> None:
-        """Take note of parameters whose gradients are scaled from now on."""
-        self._parameters.update((id(p), weakref.ref(p)) for p in parameters)
+    def parameters_changed(self) -> None:
+        self._known.clear()
 
     def covers(self, parameter: Tensor) -> bool:
-        found = self._parameters.get(id(parameter))
-        return found is not None and found() is parameter
+        """Whether a parameter is one of the model's; the answer is kept until they change."""
+        known = self._known.get(id(parameter))
+        if known is None or known[0]() is not parameter:
+            own = {id(p): (weakref.ref(p), True) for p in self._parameters()}
+            self._known.update(own)
+            known = self._known.setdefault(id(parameter), (weakref.ref(parameter), False))
+        return known[1]
 
     def stepped(self, found_inf: Tensor) -> None:
         """Take note that an optimizer stepped (0) or had to skip (1) in this round."""
@@ -121,9 +129,9 @@ class GraphScale:
         """Go on from a saved state, `GradScaler.state_dict()` too. Raises CheckpointError."""
         self.go_on_from(*load_state(self.config, state))
 
-    def copy(self) -> GraphScale:
+    def copy(self, parameters: Callable[[], Iterable[Tensor]]) -> GraphScale:
         """A scale of its own for a copy of the model."""
-        scale = GraphScale(self.config)
+        scale = GraphScale(self.config, parameters)
         scale.go_on_from(self.config, self.state)
         return scale
 

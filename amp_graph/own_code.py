@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from amp_graph.capture.dynamo import is_sharded
 from amp_graph.crossing import Scale, carries_gradient, enter, leave
 from amp_graph.runtime import under_autocast
 
@@ -21,8 +22,8 @@ def own_code(
     """What `module(...)` ran before conversion, under autocast and, in training, scaled."""
     call: Callable[..., Any] = type(module)._call_impl.__get__(module)
     under = under_autocast(call, devices, dtype)
-    if scale is None:
-        return under
+    if scale is None or any(map(is_sharded, module.modules())):
+        return under  # FSDP puts its own tensors in the place of parameters; gradients stay true
     holder = _Holder(module, under)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -36,7 +37,6 @@ def own_code(
 def _scaled(holder: _Holder, scale: Scale, args: Any, kwargs: Any) -> Any:
     scale = _OneCall(scale)
     trained = {n: p for n, p in holder.named_parameters() if p.requires_grad}
-    scale.entered(trained.values())
     entered = enter(scale, [*trained.values()], range(len(trained)), [*trained.values()])
     flat, spec = tree_flatten((args, kwargs))
     flat = [enter(scale, [x], (0,), [x])[0] if carries_gradient(x) else x for x in flat]
@@ -82,8 +82,8 @@ class _OneCall:
     def inverse(self, device: torch.device) -> Tensor:
         return self._one(device) if self.is_opaque else self._scale.inverse(device)
 
-    def entered(self, parameters: Iterable[Tensor]) -> None:
-        self._scale.entered(parameters)
+    def parameters_changed(self) -> None:
+        self._scale.parameters_changed()
 
     @staticmethod
     def _one(device: torch.device) -> Tensor:

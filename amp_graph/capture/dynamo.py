@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ set_flag: Callable[[bool], None] | None = getattr(
     torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", None
 )  # None before 2.13
 
+SHARDED: type | None = None  # not every build of PyTorch has torch.distributed
+if torch.distributed.is_available():
+    from torch.distributed.fsdp import FSDPModule as SHARDED
+
 GraphCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 DYNAMO_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
@@ -42,6 +47,7 @@ SETTINGS: dict[str, Any] = {
     "accumulated_recompile_limit": 4096,
     "skip_nnmodule_hook_guards": False,  # else hooks added after the first call never run
     "fail_on_recompile_limit_hit": True,  # say so, rather than fall back to float32 silently
+    "optimize_ddp": False,  # else Dynamo cuts graphs at DDP's buckets, for backends that need it
 }
 
 
@@ -50,12 +56,15 @@ def captured_call(module: nn.Module, compile_graph: GraphCompiler) -> Callable[.
 
     Dynamo skips frames of torch.nn itself, so that a bare nn.Sequential or nn.LSTM would never
     be captured; the function returned is a frame outside torch.nn that calls into it. Its code
-    object is its own, because Dynamo counts recompilations per code object.
+    object is its own, because Dynamo counts recompilations per code object. Hooks of the module
+    are captured with it, save those of FSDP.
     """
     call_impl: Callable[..., Any] = type(module)._call_impl
 
+    inner = module.forward if is_sharded(module) else partial(call_impl, module)
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return call_impl(module, *args, **kwargs)
+        return inner(*args, **kwargs)
 
     own = types.FunctionType(
         forward.__code__.replace(),
@@ -70,7 +79,30 @@ def captured_call(module: nn.Module, compile_graph: GraphCompiler) -> Callable[.
         with settings(), under_dispatch_modes():
             return compiled(*args, **kwargs)
 
-    return call
+    def call_with_hooks(*args: Any, **kwargs: Any) -> Any:
+        with _replaced_forward(module, call):
+            return call_impl(module, *args, **kwargs)
+
+    return call_with_hooks if is_sharded(module) else call
+
+
+@contextlib.contextmanager
+def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = before
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to the module itself. Its hooks gather the parameters, in
+    communication that breaks graphs, so they run outside of what is captured."""
+    return SHARDED is not None and isinstance(module, SHARDED)
 
 
 def frames_seen() -> int:
