@@ -220,9 +220,9 @@ def test_apex_s_scale_loss(many: bool) -> None:
     before = snapshot(model)
     assert optimizer.step() is False
     assert same(snapshot(model), before)
+    wrong: Any = [model]
     with pytest.raises(AmpGraphError, match="takes optimizers"):
-        with amp_graph.scale_loss(loss_of(model), [model]):  # type: ignore[list-item]
-            pass
+        amp_graph.scale_loss(loss_of(model), wrong).__enter__()
 
 
 def test_the_state_of_a_disabled_scaler_is_taken_by_a_disabled_one() -> None:
