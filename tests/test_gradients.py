@@ -242,9 +242,10 @@ def test_bfloat16_gradients() -> None:
     assert_same_gradients(model, plain, within=8 * FLOAT16)  # 8 bits instead of 11
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_anomaly_mode_and_saved_tensor_hooks() -> None:
     plain, model = twins(Mlp())
     for each in (plain, model):
-        with torch.autograd.detect_anomaly(), torch.autograd.graph.save_on_cpu():
+        with torch.autograd.set_detect_anomaly(True), torch.autograd.graph.save_on_cpu():
             loss_of(each).backward()
     assert_same_gradients(model, plain)
