@@ -23,7 +23,8 @@ from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan, TensorFacts
 from amp_graph.loss_scale import LossScale
 from amp_graph.policy import Override, Policy
 from amp_graph.runtime import ConversionWarning
-from amp_graph.training import StepCounts, step_counts
+from amp_graph.step_guard import StepCounts
+from amp_graph.training import step_counts
 
 __version__ = "0.1.0"
 

@@ -84,7 +84,9 @@ class Conversion(Compiler):
 
     def compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         compile_graph = without_autocast(super().compile_graph, AUTOCAST_DEVICES)
-        run = compile_graph(graph, example_inputs)
+        # Saved-tensor hooks of the user (checkpoint's, say) are not for the tensors of a trace.
+        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            run = compile_graph(graph, example_inputs)
 
         def inside(*args: Any) -> Any:
             if self._watch is None:
@@ -163,6 +165,10 @@ class Conversion(Compiler):
         """Pickled as the method that it stands in front of, so that the model loads plain, also
         where this package is not installed."""
         return getattr, (self.module, SLOT)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def devices_and_dtype(module: nn.Module, policy: Policy) -> tuple[frozenset[str], torch.dtype]:

@@ -28,8 +28,9 @@ class Scale(Protocol):
     def is_on(self) -> bool:
         """Whether gradients are scaled in graphs that run from now on."""
 
-    def factor(self, device: torch.device) -> Tensor:
-        """S, 0-dimensional, float32."""
+    def factor(self, gradient: Tensor) -> Tensor:
+        """S for a gradient that comes in, 0-dimensional, float32; the same for all gradients of
+        one backward pass."""
 
     def inverse(self, device: torch.device) -> Tensor:
         """1/S, 0-dimensional, float32."""
@@ -163,13 +164,13 @@ class _Cross(Function):
         if ctx.is_coming_in:
             factor = ctx.factor * ctx.scale.inverse(gradient.device)
         else:
-            factor = ctx.factor * ctx.scale.factor(gradient.device)
+            factor = ctx.factor * ctx.scale.factor(gradient)
         back = _apply(_Cross, gradient, factor, ctx.dtype, ctx.scale, not ctx.is_coming_in)
         return back, None, None, None, None
 
 
 def _come_in(scale: Scale, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    factor = scale.factor(gradient.device)
+    factor = scale.factor(gradient)
     if torch.is_grad_enabled():
         crossed: Tensor = _apply(_Cross, gradient, factor, dtype, scale, True)
         return crossed
@@ -198,11 +199,17 @@ def _apply(function: type[Function], *args: Any) -> Any:
 
 def _is_plain(gradient: Tensor) -> bool:
     """Whether the fused calls take this gradient: it is dense, and not one of a vmap's."""
-    return gradient.layout is torch.strided and not torch._C._functorch.is_batchedtensor(gradient)
+    return gradient.layout is torch.strided and not is_batched(gradient)
 
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def is_batched(gradient: Tensor) -> bool:
+    """Inside torch.vmap, or torch.autograd.grad(is_grads_batched=True) (torch 2.13)."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient)
 
 
 def _by_device(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:

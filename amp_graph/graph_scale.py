@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_graph.crossing import is_batched
 from amp_graph.errors import OverflowAbort
 from amp_graph.grad_scaler import is_grad_scaler_around
 from amp_graph.loss_scale import LossScale, ScaleState, load_state, save_state
 from amp_graph.nonfinite import FirstNonfinite
-from amp_graph.runtime import warn
 
-UNSEEN_FORWARDS = 100
+CAUTIOUS_PEAK = 2.0**4  # what a cautious scale brings the largest incoming gradient to
 _serials = itertools.count()
 
 
@@ -36,31 +36,53 @@ class GraphScale:
         self.serial = next(_serials)  # checkpoints list scales in order of creation
         self.watch: FirstNonfinite | None = None  # set while the graphs are to be looked into
         self.driven_by_grad_scaler = False
-        self._unseen = UNSEEN_FORWARDS  # training forwards left to see an optimizer step
+        self.has_optimizer = False  # that would skip steps; else nobody would see an overflow
+        self.is_in_use = True
+        self._looked_around = False
         self._state = config.start()
         self._pending: Tensor | None = None  # found_inf of the round that has not ended
         self._factors: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._parameters = parameters
         self._known: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
         self._skipped = _Readback()
+        self._cautious: Tensor | None = None
+        self._cautious_in = -1  # the backward pass that it was taken for
 
     def is_on(self) -> bool:
         return not self.driven_by_grad_scaler
 
-    def factor(self, device: torch.device) -> Tensor:
-        """S on a device, 0-dimensional, float32."""
-        return self._factors_on(device)[0]
+    def factor(self, gradient: Tensor) -> Tensor:
+        """S for a gradient that comes in, on its device."""
+        if not self.has_optimizer:
+            self._be_cautious(gradient)
+        return self._factors_on(gradient.device)[0]
 
     def inverse(self, device: torch.device) -> Tensor:
-        """1/S on a device, 0-dimensional, float32."""
+        """1/S on a device."""
         return self._factors_on(device)[1]
 
     def _factors_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         found = self._factors.get(device)
         if found is None:
-            scale = self._state.scale.to(device, non_blocking=True)
+            scale = self._state.scale if self._cautious is None else self._cautious
+            scale = scale.to(device, non_blocking=True)
             found = self._factors[device] = scale, scale.reciprocal()
         return found
+
+    @torch.no_grad()
+    def _be_cautious(self, gradient: Tensor) -> None:
+        """While no optimizer is known that would skip a step, take a scale per backward pass that
+        is no larger than its first incoming gradient needs: a power of 2, so that it rounds
+        nothing."""
+        task = torch._C._current_graph_task_id()
+        if task == self._cautious_in or is_batched(gradient):
+            return
+        peak = gradient.detach().abs().amax().float() if gradient.numel() else self._state.scale
+        enough = torch.exp2(torch.floor(torch.log2(CAUTIOUS_PEAK / peak)))
+        bounded = enough.clamp(self.config.floor, self.config.ceiling)
+        scale = self._state.scale.to(peak.device)
+        self._cautious, self._cautious_in = torch.fmin(scale, bounded), task
+        self._factors.clear()
 
     def parameters_changed(self) -> None:
         self._known.clear()
@@ -76,25 +98,19 @@ class GraphScale:
 
     def stepped(self, found_inf: Tensor) -> None:
         """Take note that an optimizer stepped (0) or had to skip (1) in this round."""
-        self._unseen = -1
+        self.has_optimizer = True
         if self._pending is not None:
             found_inf = torch.maximum(self._pending, found_inf.to(self._pending.device))
         self._pending = found_inf
 
     def begin_forward(self) -> None:
         """End the round, if there was a step in it. Raises OverflowAbort."""
-        if self._unseen == UNSEEN_FORWARDS:
+        if not self._looked_around:
+            self._looked_around = True
             self.driven_by_grad_scaler = is_grad_scaler_around()
-        self._unseen -= self._unseen >= 0
-        if self._unseen == 0 and self.is_on():
-            warn(
-                f"no torch.optim.Optimizer has stepped the parameters of a model in float16 in "
-                f"{UNSEEN_FORWARDS} training forwards, so nobody skips the steps whose gradients "
-                f"overflow. Before an update of your own, ask amp_graph.has_finite_gradients(model)"
-            )
         if self._pending is None or torch._C._current_graph_task_id() != -1:
             return
-        self._state, self._pending = self.state, None
+        self._state, self._pending, self._cautious = self.state, None, None
         self._factors.clear()
         self._skipped.follow(self._state.skipped)
         if self.config.abort_after is None or self._skipped.latest < self.config.abort_after:
@@ -136,7 +152,7 @@ class GraphScale:
         return scale
 
     def go_on_from(self, config: LossScale, state: ScaleState) -> None:
-        self.config, self._state, self._pending = config, state, None
+        self.config, self._state, self._pending, self._cautious = config, state, None, None
         self._factors.clear()
 
 

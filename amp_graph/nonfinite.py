@@ -48,6 +48,9 @@ class _Looking(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
+        if n.op == "placeholder" and n.name not in self._facts:  # a low-precision weight
+            if self._found.value is None and not _is_finite(result):
+                self._found.value = f"{n.name}, a weight in low precision"
         if n.op != "call_function":
             return result
         for tensor in tree_leaves(result):

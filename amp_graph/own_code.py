@@ -76,8 +76,8 @@ class _OneCall:
     def is_on(self) -> bool:
         return True
 
-    def factor(self, device: torch.device) -> Tensor:
-        return self._one(device) if self.is_opaque else self._scale.factor(device)
+    def factor(self, gradient: Tensor) -> Tensor:
+        return self._one(gradient.device) if self.is_opaque else self._scale.factor(gradient)
 
     def inverse(self, device: torch.device) -> Tensor:
         return self._one(device) if self.is_opaque else self._scale.inverse(device)

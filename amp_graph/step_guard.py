@@ -1,0 +1,242 @@
+"""An optimizer that skips a step whose gradients overflowed, without a trace in its state.
+
+- A fused optimizer gets `found_inf`, as from GradScaler, and leaves everything alone on the device;
+  the host need not wait to know.
+- Any other is not called.
+- One that calls its closure again and again, as LBFGS does, may meet an overflow in the middle of
+  its work: parameters and state are put back when it is done.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_graph.errors import CheckpointError
+from amp_graph.found_inf import found_inf
+from amp_graph.grad_scaler import is_grad_scaler_stepping
+from amp_graph.graph_scale import GraphScale
+from amp_graph.loss_scale import load_state
+from amp_graph.undo import Copies, GuardedClosure
+
+STATE_KEY = "amp_graph"  # in an optimizer's state_dict
+
+FindScales = Callable[[Optimizer], Iterable[GraphScale]]
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """How often an optimizer stepped, and how often it had to skip."""
+
+    stepped: int
+    skipped: int
+
+
+class StepGuard:
+    """Stands in front of one optimizer's `step`. It holds no reference to the optimizer.
+
+    find_scales: the scales in use that a parameter of the optimizer is under.
+    """
+
+    def __init__(self, optimizer: Optimizer, find_scales: FindScales):
+        self.attached: list[weakref.ref[GraphScale]] = []
+        self.tells = False  # whether step() returns whether it stepped
+        self.is_stepping = False
+        self._find_scales = find_scales
+        self._stepped: bool | Tensor = True  # a tensor if the host does not know
+        self._has_state = bool(optimizer.state)
+        self._calls_closure_again = True  # until it is seen not to
+        self._steps, self._skipped = 0, torch.zeros(())
+        self._loaded: tuple[list[Any], int, Tensor] | None = None
+        self._unguarded = 0  # how deep in steps that did not come through here
+        self._undo: Copies | None = None
+        self._closure: GuardedClosure | None = None
+        optimizer.register_state_dict_post_hook(self._save)
+        optimizer.register_load_state_dict_pre_hook(self._check_loaded)
+        optimizer.register_load_state_dict_post_hook(self._apply_loaded)
+        self._stand_before(optimizer)
+
+    def _stand_before(self, optimizer: Optimizer) -> None:
+        original = optimizer.step
+
+        @functools.wraps(original)
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._stepped, self._unguarded = True, 0
+            with self._stepping():
+                result = self._step(optimizer, original, args, kwargs)
+            return self._stepped if result is None and self.tells else result
+
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        before, self.is_stepping = self.is_stepping, True
+        try:
+            yield
+        finally:
+            self.is_stepping = before
+
+    def _step(
+        self, optimizer: Optimizer, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        scales = self.scales_to_ask(optimizer)
+        if not scales:
+            return original(*args, **kwargs)
+        closure = kwargs.get("closure", args[0] if args else None)
+        if callable(closure):
+            return self._step_with_closure(optimizer, original, closure, scales, kwargs)
+        found = check(optimizer, scales)
+        # Only with state: skipping its very first step, a fused SGD would leave the momentum
+        # uninitialised (torch 2.13).
+        if self._has_state and getattr(optimizer, "_step_supports_amp_scaling", False):
+            self._record(found)
+            optimizer.found_inf = found  # type: ignore[attr-defined]
+            try:
+                return original(*args, **kwargs)
+            finally:
+                del optimizer.found_inf  # type: ignore[attr-defined]
+        self._record(bool(found))
+        return original(*args, **kwargs) if self._stepped else None
+
+    def _step_with_closure(
+        self,
+        optimizer: Optimizer,
+        original: Callable[..., Any],
+        closure: Callable[[], Any],
+        scales: Sequence[GraphScale],
+        kwargs: Any,
+    ) -> Any:
+        guarded = GuardedClosure(closure, lambda: bool(check(optimizer, scales)))
+        if guarded.overflowed:
+            self._record(True)
+            return guarded.loss
+        copies = Copies(optimizer) if self._calls_closure_again else None
+        result = original(**{**kwargs, "closure": guarded})
+        self._calls_closure_again = guarded.calls > 1
+        self._record(guarded.overflowed)
+        if guarded.overflowed and copies is not None:
+            copies.put_back(optimizer)
+        return result
+
+    def scales_to_ask(self, optimizer: Optimizer) -> list[GraphScale]:
+        """The scales whose gradients are to be checked now: none if a GradScaler does it."""
+        scales = self.scales(optimizer)
+        explicit = bool(scales) and is_grad_scaler_stepping(sys._getframe())
+        for scale in scales:
+            scale.driven_by_grad_scaler = explicit
+        return [] if explicit else scales
+
+    def scales(self, optimizer: Optimizer) -> list[GraphScale]:
+        """The scales that this optimizer's gradients are made under, the oldest first."""
+        attached = {scale for ref in self.attached if (scale := ref()) is not None}
+        found = attached.union(self._find_scales(optimizer))
+        return sorted((s for s in found if s.is_in_use), key=lambda scale: scale.serial)
+
+    def before_unguarded_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """The net under a step that did not come through this guard: the step in which the
+        optimizer was found, or a call of its class's `step`. It cannot be stopped any more. If
+        gradients overflowed the optimizer gets zeros, and what it does is undone after."""
+        self._unguarded += 1
+        if self._unguarded > 1:  # a step that calls the step of its base class
+            return None
+        scales = self.scales_to_ask(optimizer)
+        if not scales:
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._record(bool(check(optimizer, scales)))
+            if not self._stepped:
+                self._undo = Copies(optimizer)
+                self._undo.give_zeros()
+            return None
+        self._closure = GuardedClosure(closure, lambda: bool(check(optimizer, scales)))
+        self._undo = Copies(optimizer)
+        if self._closure.overflowed:
+            self._undo.give_zeros()
+        return args[:1], {**kwargs, "closure": self._closure}
+
+    def after_unguarded_step(self, optimizer: Optimizer) -> None:
+        self._unguarded -= 1
+        if self._unguarded > 0:
+            return
+        undo, self._undo = self._undo, None
+        closure, self._closure = self._closure, None
+        if closure is not None:
+            self._record(closure.overflowed)
+        if undo is not None and not self._stepped:
+            undo.put_back(optimizer)
+
+    def _record(self, overflowed: bool | Tensor) -> None:
+        self._steps += 1
+        self._skipped = self._skipped + overflowed
+        self._stepped = overflowed == 0 if isinstance(overflowed, Tensor) else not overflowed
+        self._has_state = self._has_state or self._stepped is True
+
+    @property
+    def counts(self) -> StepCounts:
+        skipped = int(self._skipped)
+        return StepCounts(self._steps - skipped, skipped)
+
+    def _save(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        scales = self.scales(optimizer)
+        if scales:
+            saved = [scale.state_dict() for scale in scales]
+            counts = {"steps": self._steps, "skipped": int(self._skipped)}
+            state[STATE_KEY] = {"scales": saved, **counts}
+
+    def _check_loaded(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Raise CheckpointError before anything is changed."""
+        saved, scales = state.get(STATE_KEY), self.scales(optimizer)
+        self._loaded = None
+        if saved is None or not scales:
+            return
+        try:
+            states, steps, skipped = list(saved["scales"]), int(saved["steps"]), saved["skipped"]
+            skipped = torch.tensor(float(skipped))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"'{STATE_KEY}' in the optimizer's state is damaged or foreign ({error!r}); "
+                f"without that key the loss scale starts anew"
+            ) from None
+        if len(states) != len(scales):
+            raise CheckpointError(
+                f"the optimizer's state has {len(states)} loss scales, but {len(scales)} models "
+                f"with one are converted; convert all models before loading"
+            )
+        loaded = [
+            (scale, *load_state(scale.config, state))
+            for scale, state in zip(scales, states, strict=True)
+        ]
+        self._loaded = loaded, steps, skipped
+
+    def _apply_loaded(self, optimizer: Optimizer) -> None:
+        self._has_state = bool(optimizer.state)
+        if self._loaded is not None:
+            loaded, self._steps, self._skipped = self._loaded
+            for scale, config, state in loaded:
+                scale.go_on_from(config, state)
+
+
+def check(optimizer: Optimizer, scales: Sequence[GraphScale]) -> Tensor:
+    """Whether any gradient overflowed; each scale is told of its own parameters' gradients."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if len(scales) == 1:
+        found = found_inf(parameters)
+        scales[0].stepped(found)
+        return found
+    of_all = found_inf(p for p in parameters if not any(s.covers(p) for s in scales))
+    for scale in scales:
+        found = found_inf(p for p in parameters if scale.covers(p))
+        scale.stepped(found)
+        of_all = torch.maximum(found, of_all.to(found.device))
+    return of_all

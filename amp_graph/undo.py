@@ -1,0 +1,54 @@
+"""What it takes to undo an optimizer's step, and a closure whose every evaluation is checked."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class Copies:
+    """An optimizer's parameters, gradients and state as they are now."""
+
+    def __init__(self, optimizer: Optimizer):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._values = [(p, p.detach().clone(), p.grad) for p in parameters]
+        self._state = {p: copy.deepcopy(state) for p, state in optimizer.state.items()}
+
+    def give_zeros(self) -> None:
+        """Replace the gradients, until they are put back."""
+        for parameter, _, gradient in self._values:
+            parameter.grad = None if gradient is None else torch.zeros_like(gradient)
+
+    @torch.no_grad()
+    def put_back(self, optimizer: Optimizer) -> None:
+        for parameter, value, gradient in self._values:
+            parameter.copy_(value)
+            parameter.grad = gradient
+        optimizer.state.clear()
+        optimizer.state.update(self._state)
+
+
+class GuardedClosure:
+    """A closure that is evaluated once before the optimizer runs. The optimizer gets that result
+    when it first calls; after an overflow in a later call nothing more is evaluated."""
+
+    def __init__(self, closure: Callable[[], Any], overflows: Callable[[], bool]):
+        self._closure = closure
+        self._overflows = overflows
+        self.calls = 0
+        self._evaluate()
+
+    def __call__(self) -> Any:
+        self.calls += 1
+        if self.calls > 1 and not self.overflowed:
+            self._evaluate()
+        return self.loss
+
+    def _evaluate(self) -> None:
+        with torch.enable_grad():
+            self.loss = self._closure()
+        self.overflowed = self._overflows()

@@ -1,0 +1,138 @@
+"""One rank of a distributed run; test_distributed starts two. Prints a line per check that holds.
+
+torchrun --nproc-per-node 2 distributed_training.py WAY DTYPE [BACKEND]
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import amp_graph
+
+STEPS, OVERFLOW_AT = 5, 3
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + torch.relu(self.inner(self.norm(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.blocks = nn.ModuleList([Block(32), Block(32)])
+        self.last = nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def build(way: str, policy: amp_graph.Policy, device: str):
+    """The model, the models that were converted, and an optimizer."""
+    torch.manual_seed(0)
+    net = Net().to(device)
+    reference = copy.deepcopy(net)
+    converted = [net]
+    if way == "ddp around a converted model":
+        model = DistributedDataParallel(amp_graph.convert(net, policy=policy))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    elif way == "convert around ddp":
+        model = DistributedDataParallel(net)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        model, optimizer = amp_graph.convert(model, optimizer, policy=policy)
+    elif way == "fsdp with converted blocks":
+        converted = list(net.blocks)
+        for block in net.blocks:
+            fully_shard(amp_graph.convert(block, policy=policy))
+        model = fully_shard(net)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    elif way == "convert around fsdp":
+        for block in net.blocks:
+            fully_shard(block)
+        model = fully_shard(net)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model, optimizer = amp_graph.convert(model, optimizer, policy=policy)
+    else:
+        raise ValueError(way)
+    return model, reference, converted, optimizer
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def main(way: str, dtype: str, backend: str = "gloo") -> None:
+    dist.init_process_group(backend)
+    rank = dist.get_rank()
+    device = f"cuda:{rank % torch.cuda.device_count()}" if backend == "nccl" else "cpu"
+    policy = amp_graph.Policy(dtype, loss_scale=amp_graph.LossScale(2.0**10))
+    model, reference, converted, optimizer = build(way, policy, device)
+    generator = torch.Generator().manual_seed(1)
+    tolerance = 0.02 if dtype == "bfloat16" else 0.004  # a few roundings: 2**-9, 2**-12
+    for step in range(STEPS):
+        data = torch.randn(2, 2, 4, 16, generator=generator).to(device)  # micro-batch, rank, ...
+        ddp = isinstance(model, DistributedDataParallel)
+        optimizer.zero_grad()
+        if ddp:
+            with model.no_sync():
+                model(data[0, rank]).square().mean().backward()
+        else:
+            model.set_requires_gradient_sync(False)
+            model(data[0, rank]).square().mean().backward()
+            model.set_requires_gradient_sync(True)
+        model(data[1, rank]).square().mean().backward()
+        if step == OVERFLOW_AT and rank == 0:
+            gradient = next(p.grad for p in model.parameters())
+            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            local.view(-1)[0] = float("inf")
+        if step == OVERFLOW_AT and ddp:  # as if it had come before the ranks' gradients were summed
+            for p in model.parameters():
+                dist.all_reduce(
+                    p.grad, op=dist.ReduceOp.AVG if backend == "nccl" else dist.ReduceOp.SUM
+                )
+        if step == 0:
+            (2 * reference(data.flatten(0, 2)).square().mean()).backward()
+            for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+                error = (whole(p.grad) - q.grad).norm() / q.grad.norm()
+                assert error < tolerance, f"{name}: {error}"
+            print("gradients agree", flush=True)
+        before = [whole(p.detach()).clone() for p in model.parameters()]
+        optimizer.step()
+        after = [whole(p.detach()) for p in model.parameters()]
+        stepped = [not torch.equal(b, a) for b, a in zip(before, after, strict=True)]
+        assert all(stepped) if step != OVERFLOW_AT else not any(stepped), (step, stepped)
+        assert all(bool(p.isfinite().all()) for p in after)
+    print("skipped together", flush=True)
+    for module in converted:
+        (model_plans) = amp_graph.plans(module)
+        assert model_plans and all(p.fallback is None for p in model_plans), model_plans
+        assert any(p.low for p in model_plans)
+        assert amp_graph.scale_of(module).get_scale() == 2.0**9
+    print("converted, one scale", flush=True)
+    parameters = [whole(p.detach()) for p in model.parameters()]
+    for p in parameters:
+        theirs = p.clone()
+        dist.broadcast(theirs, src=0)
+        assert torch.equal(p, theirs)
+    print("ranks agree", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
