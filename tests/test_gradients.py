@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training import FLOAT16, Mlp, assert_same_gradients, distance, gradients, scaled, twins
+from training import (
+    FLOAT16,
+    Mlp,
+    assert_same_gradients,
+    distance,
+    gradients,
+    overflow,
+    scaled,
+    twins,
+)
 
 import amp_graph
 
@@ -214,6 +223,22 @@ def test_gradient_checkpointing(reentrant: bool, around: str) -> None:
         each.x = x.grad
     assert_same_gradients(model, plain)
     assert distance(model.x, plain.x) <= FLOAT16
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_scale_moves_under_checkpointing(reentrant: bool) -> None:
+    model = Mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp_graph.convert(model, optimizer, policy=scaled(2.0**10, growth_interval=2))
+    x, scales = X.clone().requires_grad_(), []
+    for overflows in (True, True, True, False, False, False):
+        model.zero_grad()
+        checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
+        if overflows:
+            overflow(model)
+        assert optimizer.step() is not overflows
+        scales.append(amp_graph.scale_of(model).get_scale())
+    assert scales == [2.0**9, 2.0**8, 2.0**7, 2.0**7, 2.0**8, 2.0**8]
 
 
 def test_a_converted_part_of_a_plain_model() -> None:

@@ -180,6 +180,10 @@ def test_a_policy_s_loss_scale_that_makes_no_sense(loss_scale: Any) -> None:
 # States that travel
 
 
+def graph_scale(config: LossScale) -> GraphScale:
+    return GraphScale(config, list)
+
+
 def stepped(scaler: Any, overflows: list[bool]) -> Any:
     """A scaler, ours or PyTorch's, after steps with and without overflow."""
     parameter = torch.nn.Parameter(torch.ones(()))
@@ -197,13 +201,13 @@ def stepped(scaler: Any, overflows: list[bool]) -> Any:
 def test_a_state_goes_on_where_it_was_saved(before: list[bool], after: list[bool]) -> None:
     config = LossScale(2.0**10, growth_interval=3, hysteresis=2)
     for split in (before, before + after):
-        scale = GraphScale(config)
+        scale = graph_scale(config)
         for overflow in split:
             scale.stepped(YES if overflow else NO)
             scale.begin_forward()
         if split is before:
             saved = scale.state_dict()
-    resumed = GraphScale(config)
+    resumed = graph_scale(config)
     resumed.load_state_dict(saved)
     for overflow in after:
         resumed.stepped(YES if overflow else NO)
@@ -212,7 +216,7 @@ def test_a_state_goes_on_where_it_was_saved(before: list[bool], after: list[bool
 
 
 def test_a_step_that_was_not_followed_by_a_forward_is_in_the_state() -> None:
-    scale = GraphScale(LossScale())
+    scale = graph_scale(LossScale())
     scale.stepped(YES)
     assert scale.state_dict()["scale"] == scale.get_scale() == 2.0**15
 
@@ -257,7 +261,7 @@ DAMAGED: dict[str, Any] = {
 @pytest.mark.parametrize("damaged", DAMAGED.values(), ids=DAMAGED.keys())
 @pytest.mark.parametrize("kind", [GraphScale, GradScaler])
 def test_a_damaged_state_is_refused_and_changes_nothing(kind: Any, damaged: Any) -> None:
-    scale = GraphScale(LossScale(2.0**8)) if kind is GraphScale else GradScaler(init_scale=2.0**8)
+    scale = graph_scale(LossScale(2.0**8)) if kind is GraphScale else GradScaler(init_scale=2.0**8)
     before = scale.state_dict()
     with pytest.raises(CheckpointError):
         scale.load_state_dict(damaged)

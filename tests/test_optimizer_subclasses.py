@@ -71,7 +71,8 @@ def test_a_subclass_that_calls_its_base_is_counted_once(attached: bool) -> None:
         assert same(snapshot(model, optimizer), before) is overflows
     assert amp_graph.step_counts(optimizer) == StepCounts(1, 2)
     assert amp_graph.scale_of(model).get_scale() == 2.0**8
-    assert optimizer.calls == 1, "of a skipped step nothing is run, so nothing is counted"
+    # A skipped step is not run, but the one by which an optimizer is found cannot be stopped.
+    assert optimizer.calls == (1 if attached else 2)
 
 
 @pytest.mark.parametrize("which", ["outer", "inner", "neither"])

@@ -169,7 +169,7 @@ def test_a_scheduler_after_a_skipped_first_step_does_not_warn() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_hooks_of_the_user_run_at_skipped_steps_too() -> None:
+def test_hooks_of_the_user_run_when_it_steps_as_under_a_grad_scaler() -> None:
     model, optimizer = converted(SGD, lr=0.1)
     seen: list[tuple[str, Any]] = []
     optimizer.register_step_pre_hook(lambda o, a, k: seen.append(("pre", o)))
@@ -177,7 +177,7 @@ def test_hooks_of_the_user_run_at_skipped_steps_too() -> None:
     for overflows in (False, True):
         seen.clear()
         trained(model, optimizer, overflows=overflows)
-        assert [name for name, _ in seen] == ["pre", "post"]
+        assert [name for name, _ in seen] == ([] if overflows else ["pre", "post"])
         assert all(o is optimizer for _, o in seen)
 
 

@@ -29,8 +29,12 @@ class Mlp(nn.Module):
 
 
 def twins(model: nn.Module, policy: Any = "float16") -> tuple[nn.Module, nn.Module]:
-    """A model and a converted copy of it."""
-    return model, amp_graph.convert(copy.deepcopy(model), policy=policy)
+    """A model and a converted copy of it, with an optimizer attached: the scale is the policy's."""
+    twin = copy.deepcopy(model)
+    trained = next((p for p in twin.parameters() if p.requires_grad), None)
+    known = [] if trained is None else [torch.optim.SGD([trained], lr=0.0)]
+    amp_graph.convert(twin, known, policy=policy)
+    return model, twin
 
 
 def scaled(scale: float, **others: Any) -> Policy:
