@@ -20,7 +20,7 @@ from amp_graph.capture.dynamo import (
 from amp_graph.compiler import Compiler
 from amp_graph.graph_scale import GraphScale
 from amp_graph.ir import Plan
-from amp_graph.own_code import own_code
+from amp_graph.own_code import can_scale, own_code
 from amp_graph.policy import Policy
 from amp_graph.runtime import Outside, under_autocast, warn, without_autocast
 from amp_graph.training import drop_scale, use_scale
@@ -103,12 +103,14 @@ class Conversion(Compiler):
         if watch and watch.found and not self._says_what_stays_float32():
             found = ", ".join(sorted(watch.found))
             devices, dtype = self._devices()
-            reason = f"code between graphs ({found}) is not captured; runs under autocast"
-            self._plans.append(Plan(dtype, fallback=reason))
+            reason = f"code between graphs ({found}) is not captured; "
             if self.scale is None:
                 self._capture(under_autocast, devices, dtype)
-            else:  # gradients are scaled within graphs, so that code between them must be in one
+            elif can_scale(self.module):  # graphs scale gradients, code between them does not
                 self._call = self._own_code()
+            under = self.scale is None or can_scale(self.module)
+            reason += "runs under autocast" if under else "stays float32"
+            self._plans.append(Plan(dtype, fallback=reason))
         elif not self._plans:
             warn(f"nothing of {name} was captured, so nothing was converted")
         elif not any(_converts(plan) for plan in self._plans):

@@ -22,8 +22,8 @@ def own_code(
     """What `module(...)` ran before conversion, under autocast and, in training, scaled."""
     call: Callable[..., Any] = type(module)._call_impl.__get__(module)
     under = under_autocast(call, devices, dtype)
-    if scale is None or any(map(is_sharded, module.modules())):
-        return under  # FSDP puts its own tensors in the place of parameters; gradients stay true
+    if scale is None or not can_scale(module):
+        return under
     holder = _Holder(module, under)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -32,6 +32,11 @@ def own_code(
         return _scaled(holder, scale, args, kwargs)
 
     return run
+
+
+def can_scale(module: nn.Module) -> bool:
+    """Not where FSDP puts tensors of its own in the place of parameters."""
+    return not any(map(is_sharded, module.modules()))
 
 
 def _scaled(holder: _Holder, scale: Scale, args: Any, kwargs: Any) -> Any:
