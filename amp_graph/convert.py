@@ -122,7 +122,7 @@ def has_finite_gradients(model: nn.Module) -> bool:
     found = found_inf(model.parameters())
     scale = scale_of(model)
     if scale is not None:
-        scale.stepped(found)
+        scale.stepped(found, model)
     return not found
 
 

@@ -12,7 +12,7 @@ factors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from amp_graph.nonfinite import FirstNonfinite
+from amp_graph.together import empty_together, merged
 
 
 class Scale(Protocol):
@@ -107,13 +108,13 @@ class _Enter(Function):
 
 def _unscaled(ctx: Any, pairs: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
     """Float32 gradients, laid out as their tensors are, or AccumulateGrad would copy them again."""
-    gradients = [torch.empty_like(ctx.tensors[i], requires_grad=False) for i, _ in pairs]
-    if not gradients:
-        return gradients
+    if not pairs:
+        return []
+    gradients = empty_together([ctx.tensors[i] for i, _ in pairs])
     torch._foreach_copy_(gradients, [g for _, g in pairs])
     if ctx.scale is not None:
-        for on_device in _by_device(gradients):
-            torch._foreach_mul_(on_device, ctx.scale.inverse(on_device[0].device))
+        for gradient in merged(gradients):
+            gradient.mul_(ctx.scale.inverse(gradient.device))
     return gradients
 
 
@@ -210,10 +211,3 @@ def is_batched(gradient: Tensor) -> bool:
     """Inside torch.vmap, or torch.autograd.grad(is_grads_batched=True) (torch 2.13)."""
     functorch = torch._C._functorch
     return functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient)
-
-
-def _by_device(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    groups: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.device, []).append(tensor)
-    return groups.values()

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_graph.together import merged
+
 
 @torch.no_grad()
 def found_inf(parameters: Iterable[Tensor], inverse: Tensor | None = None) -> Tensor:
@@ -33,7 +35,7 @@ def found_inf(parameters: Iterable[Tensor], inverse: Tensor | None = None) -> Te
     for (device, _), gradients in groups.items():
         on_device = found if device == found.device else torch.zeros((), device=device)
         factor = torch.ones((), device=device) if inverse is None else inverse.to(device)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, on_device, factor)
+        torch._amp_foreach_non_finite_check_and_unscale_(merged(gradients), on_device, factor)
         if on_device is not found:
             found = torch.maximum(found, on_device.to(found.device, non_blocking=True))
     for mesh in meshes.values():

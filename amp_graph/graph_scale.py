@@ -40,6 +40,7 @@ class GraphScale:
         self.is_in_use = True
         self._looked_around = False
         self._state = config.start()
+        self._stepped_by: set[int] = set()
         self._pending: Tensor | None = None  # found_inf of the round that has not ended
         self._factors: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._parameters = parameters
@@ -96,21 +97,30 @@ class GraphScale:
             known = self._known.setdefault(id(parameter), (weakref.ref(parameter), False))
         return known[1]
 
-    def stepped(self, found_inf: Tensor) -> None:
-        """Take note that an optimizer stepped (0) or had to skip (1) in this round."""
+    def stepped(self, found_inf: Tensor, by: object) -> None:
+        """Take note that an optimizer stepped (0) or had to skip (1) in this round. One that steps
+        twice has seen a round end without a forward (reentrant checkpointing hides them)."""
+        if id(by) in self._stepped_by:
+            self.end_round()
+        self._stepped_by.add(id(by))
         self.has_optimizer = True
         if self._pending is not None:
             found_inf = torch.maximum(self._pending, found_inf.to(self._pending.device))
         self._pending = found_inf
 
     def begin_forward(self) -> None:
-        """End the round, if there was a step in it. Raises OverflowAbort."""
+        """Called before each training forward."""
         if not self._looked_around:
             self._looked_around = True
             self.driven_by_grad_scaler = is_grad_scaler_around()
+        self.end_round()
+
+    def end_round(self) -> None:
+        """Adjust the scale if there was a step. Raises OverflowAbort."""
         if self._pending is None or torch._C._current_graph_task_id() != -1:
             return
         self._state, self._pending, self._cautious = self.state, None, None
+        self._stepped_by.clear()
         self._factors.clear()
         self._skipped.follow(self._state.skipped)
         if self.config.abort_after is None or self._skipped.latest < self.config.abort_after:

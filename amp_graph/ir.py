@@ -6,6 +6,7 @@ Nothing here imports the rest of the package, and nothing here runs a model.
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -84,6 +85,15 @@ class NodeFacts:
     def is_weight(self) -> bool:
         """Whether casts of it are lifted out of the graph: a parameter that is only read."""
         return self.is_parameter and not self.written
+
+    @property
+    def label(self) -> str:
+        """The name to show: a parameter or buffer by its path in the model ("head.fc.weight"),
+        which Dynamo calls `l_self_modules_head_modules_fc_parameters_weight_`."""
+        stored = re.search(r"_(?:parameters|buffers)_(\w+?)_*$", self.name)
+        if self.op != "placeholder" or stored is None:
+            return self.name
+        return f"{self.module_path}.{stored[1]}".lstrip(".")
 
     @property
     def is_scalar(self) -> bool:

@@ -50,7 +50,7 @@ class _Looking(fx.Interpreter):
         result = super().run_node(n)
         if n.op == "placeholder" and n.name not in self._facts:  # a low-precision weight
             if self._found.value is None and not _is_finite(result):
-                self._found.value = f"{n.name}, a weight in low precision"
+                self._found.value = f"{self._weight(n)}, a weight that low precision cannot hold"
         if n.op != "call_function":
             return result
         for tensor in tree_leaves(result):
@@ -72,6 +72,10 @@ class _Looking(fx.Interpreter):
                 self._found.gradient = self._spelled(n)
 
         return look
+
+    def _weight(self, n: fx.Node) -> str:
+        parameter = self._facts.get(n.meta.get("weight_of", ""))
+        return parameter.label if parameter else n.name
 
     def _spelled(self, n: fx.Node) -> str:
         facts = self._facts.get(n.name)

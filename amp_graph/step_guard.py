@@ -234,11 +234,11 @@ def check(optimizer: Optimizer, scales: Sequence[GraphScale]) -> Tensor:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if len(scales) == 1:
         found = found_inf(parameters)
-        scales[0].stepped(found)
+        scales[0].stepped(found, optimizer)
         return found
     of_all = found_inf(p for p in parameters if not any(s.covers(p) for s in scales))
     for scale in scales:
         found = found_inf(p for p in parameters if scale.covers(p))
-        scale.stepped(found)
+        scale.stepped(found, optimizer)
         of_all = torch.maximum(found, of_all.to(found.device))
     return of_all

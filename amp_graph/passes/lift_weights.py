@@ -36,7 +36,7 @@ def lift_weights(
         source = cast.all_input_nodes[0]
         if source in copies and plan.facts[source.name].is_weight:
             copies[cast] = graph.placeholder(cast.name)
-            copies[cast].meta = {**cast.meta, "is_parameter": False}
+            copies[cast].meta = {**cast.meta, "is_parameter": False, "weight_of": source.name}
             weights.append((inputs.index(source), cast.meta["val"].dtype))
     for node in emitted.graph.nodes:
         if node not in copies:
