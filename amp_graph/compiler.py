@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import fx
 
 from amp_graph.boundary import Boundary
 from amp_graph.capture.retrace import retrace
-from amp_graph.crossing import Scale
+from amp_graph.graph_scale import GraphScale
 from amp_graph.ir import Plan
 from amp_graph.nonfinite import run_watched
 from amp_graph.passes.lift_weights import lift_weights
@@ -22,19 +23,28 @@ from amp_graph.runtime import Guarded, under_autocast, warn, without_autocast
 from amp_graph.weights import LowPrecisionWeights
 
 
+@dataclass
+class Record:
+    """What is known of one conversion: the plans of its graphs in order of capture, how often
+    each graph ran, and the loss scale. It does not keep the model alive."""
+
+    plans: list[Plan] = field(default_factory=list)
+    runs: Counter[int] = field(default_factory=Counter)
+    scale: GraphScale | None = None
+
+
 class Compiler:
     """Rewrites every graph that Dynamo hands over; keeps their plans in order of capture."""
 
-    def __init__(self, policy: Policy, scale: Scale | None = None):
+    def __init__(self, policy: Policy, scale: GraphScale | None = None):
         self.policy = policy
-        self._scale = scale
+        self.record = Record(scale=scale)
         self.lists = policy.load_lists()
-        self._plans: list[Plan] = []
         self._weights = LowPrecisionWeights()
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        return tuple(self._plans)
+        return tuple(self.record.plans)
 
     def module_names(self) -> dict[str, str]:
         """The path of each module of the model by its id; see `retrace`."""
@@ -54,16 +64,16 @@ class Compiler:
             emitted, plan = rewrite(aten, self.policy, self.lists)
             lifted, weights = lift_weights(emitted, plan)
         except Exception as error:
-            self._plans.append(Plan(self.policy.dtype_for(devices)))
-            self._fall_back(len(self._plans) - 1, f"{type(error).__name__}: {error}")
+            self.record.plans.append(Plan(self.policy.dtype_for(devices)))
+            self._fall_back(len(self.record.plans) - 1, f"{type(error).__name__}: {error}")
             return graph.forward
-        self._plans.append(plan)
-        index = len(self._plans) - 1
+        self.record.plans.append(plan)
+        index = len(self.record.plans) - 1
         watched = partial(run_watched, lifted, plan.facts)
         boundary = Boundary(
             without_autocast(lifted.forward, devices),
             self._weights,
-            self._scale,
+            self.record.scale,
             weights,
             _parameters_read(lifted),
             without_autocast(watched, devices),
@@ -80,13 +90,13 @@ class Compiler:
     ) -> Callable[..., Any]:
         dtype = self.policy.dtype_for(devices)
         reason = f"not retraced to ATen ({type(error).__name__}: {error}); runs under autocast"
-        self._plans.append(Plan(dtype, fallback=reason.replace("\n", " ")))
+        self.record.plans.append(Plan(dtype, fallback=reason.replace("\n", " ")))
         run = under_autocast(graph.forward, devices, dtype)
-        return Boundary(run, self._weights, self._scale) if self._scale else run
+        return Boundary(run, self._weights, self.record.scale) if self.record.scale else run
 
     def _fall_back(self, index: int, reason: str) -> None:
-        plan = self._plans[index]
-        self._plans[index] = replace(plan, low=frozenset(), casts=(), fallback=reason)
+        plan = self.record.plans[index]
+        self.record.plans[index] = replace(plan, low=frozenset(), casts=(), fallback=reason)
         warn(f"graph {index} runs as it was captured, in its own precision: {reason}")
 
 

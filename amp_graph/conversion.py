@@ -88,7 +88,10 @@ class Conversion(Compiler):
         with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
             run = compile_graph(graph, example_inputs)
 
+        runs, index = self.record.runs, len(self.record.plans) - 1
+
         def inside(*args: Any) -> Any:
+            runs[index] += 1
             if self._watch is None:
                 return run(*args)
             with self._watch.paused():
@@ -110,11 +113,11 @@ class Conversion(Compiler):
                 self._call = self._own_code()
             under = self.scale is None or can_scale(self.module)
             reason += "runs under autocast" if under else "stays float32"
-            self._plans.append(Plan(dtype, fallback=reason))
-        elif not self._plans:
+            self.record.plans.append(Plan(dtype, fallback=reason))
+        elif not self.record.plans:
             warn(f"nothing of {name} was captured, so nothing was converted")
-        elif not any(_converts(plan) for plan in self._plans):
-            reasons = [p.fallback for p in self._plans if p.fallback] or [
+        elif not any(_converts(plan) for plan in self.record.plans):
+            reasons = [p.fallback for p in self.record.plans if p.fallback] or [
                 "no operator of it is on the allow list and has float32 operands"
             ]
             warn(f"nothing of {name} was converted: {reasons[0]}")
@@ -147,7 +150,9 @@ class Conversion(Compiler):
         name = type(self.module).__name__
         reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         _, dtype = self._devices()
-        self._plans.append(Plan(dtype, fallback=f"not captured ({reason}); runs under autocast"))
+        self.record.plans.append(
+            Plan(dtype, fallback=f"not captured ({reason}); runs under autocast")
+        )
         warn(f"{name} was not captured and runs under autocast: {reason}")
         self._call = call = self._own_code()
         return call

@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from amp_graph.compiler import Compiler
+from amp_graph.compiler import Compiler, Record
 from amp_graph.conversion import SLOT, Conversion, devices_and_dtype
 from amp_graph.errors import AmpGraphError
 from amp_graph.found_inf import found_inf
@@ -124,6 +124,11 @@ def has_finite_gradients(model: nn.Module) -> bool:
     if scale is not None:
         scale.stepped(found, model)
     return not found
+
+
+def record_of(model: nn.Module) -> Record:
+    """What happened to a converted model so far; it goes on while the model lives."""
+    return _conversion_of(model).record
 
 
 def _conversion_of(model: nn.Module) -> Conversion:

@@ -28,7 +28,7 @@ _serials = itertools.count()
 class GraphScale:
     """The loss scale inside the graphs of one converted model.
 
-    parameters: returns the model's parameters as they are now.
+    parameters: the method that returns the model's parameters; it is held weakly.
     """
 
     def __init__(self, config: LossScale, parameters: Callable[[], Iterable[Tensor]]):
@@ -41,9 +41,10 @@ class GraphScale:
         self._looked_around = False
         self._state = config.start()
         self._stepped_by: set[int] = set()
+        self._skips: Tensor | int = 0
         self._pending: Tensor | None = None  # found_inf of the round that has not ended
         self._factors: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._parameters = parameters
+        self._parameters = weakref.WeakMethod(parameters)
         self._known: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
         self._skipped = _Readback()
         self._cautious: Tensor | None = None
@@ -92,7 +93,8 @@ class GraphScale:
         """Whether a parameter is one of the model's; the answer is kept until they change."""
         known = self._known.get(id(parameter))
         if known is None or known[0]() is not parameter:
-            own = {id(p): (weakref.ref(p), True) for p in self._parameters()}
+            parameters = self._parameters() or (lambda: ())
+            own = {id(p): (weakref.ref(p), True) for p in parameters()}
             self._known.update(own)
             known = self._known.setdefault(id(parameter), (weakref.ref(parameter), False))
         return known[1]
@@ -119,6 +121,7 @@ class GraphScale:
         """Adjust the scale if there was a step. Raises OverflowAbort."""
         if self._pending is None or torch._C._current_graph_task_id() != -1:
             return
+        self._skips = self._skips + self._pending
         self._state, self._pending, self._cautious = self.state, None, None
         self._stepped_by.clear()
         self._factors.clear()
@@ -142,6 +145,11 @@ class GraphScale:
         if self._pending is None:
             return self._state
         return self.config.adjust(self._state.to(self._pending.device), self._pending)
+
+    @property
+    def skips(self) -> int:
+        """Rounds in which an optimizer skipped its step; waits for the device."""
+        return int(self._skips + (0 if self._pending is None else self._pending))
 
     def get_scale(self) -> float:
         """The loss scale as a number; waits for the device."""

@@ -28,7 +28,7 @@ class Color(enum.Enum):
     KEEP = "keep"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorFacts:
     """One tensor that a node returns. `numel` is a size hint where the shape is symbolic."""
 
@@ -38,7 +38,7 @@ class TensorFacts:
     numel: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class NodeFacts:
     """What is known of one node of a captured graph before anything is decided.
 
@@ -100,7 +100,7 @@ class NodeFacts:
         return len(self.tensors) == 1 and self.tensors[0].shape == ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Paint:
     """The colour of a node, the rule that gave it, and the list entry or node responsible.
 
@@ -117,7 +117,7 @@ class Paint:
     huge: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Cast:
     """One conversion of one value, shared by all of `readers`.
 
@@ -134,7 +134,7 @@ class Cast:
     is_weight: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Every decision for one graph.
 

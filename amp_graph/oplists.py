@@ -105,6 +105,15 @@ class OpLists:
         kept = {n: listing for n, listing in self.entries.items() if not _covered(n, mine)}
         return OpLists({**kept, **_with_argument_facts(mine, self.entries)}, self.no_kernel)
 
+    def without(self, color: str, op: str) -> OpLists:
+        """These lists with an operator taken off one. Raises ListError if it is not on it."""
+        name = op if op.count(".") else f"aten.{op}"
+        listing = self.entries.get(name)
+        if listing is None or listing.color.value != color:
+            on = f"on the {listing.color.value} list" if listing else "on no list"
+            raise ListError(f"{op!r} cannot be taken off the {color} list: it is {on}")
+        return replace(self, entries={n: e for n, e in self.entries.items() if n != name})
+
 
 @functools.cache
 def load_lists(folder: Path | None = None, strict: bool = False) -> OpLists:

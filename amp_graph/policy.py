@@ -65,6 +65,7 @@ class Policy:
     lists: the user's operator lists, merged over the shipped ones: a TOML file, a mapping such
         as {"deny": ["aten.gelu"]}, or several of them.
     overrides: exceptions for single nodes or modules; the first that matches wins.
+    unlisted: (colour, operator) pairs to take off the shipped lists.
     keep_float32: globs of module paths that stay in float32 altogether.
     output_dtype: the dtype of the model's float32 outputs; None keeps float32.
     loss_scale: "dynamic" scales gradients inside the graphs in float16 and not in bfloat16, whose
@@ -75,6 +76,7 @@ class Policy:
     dtype: torch.dtype | str | None = None
     lists: UserLists | None = None
     overrides: tuple[Override, ...] = ()
+    unlisted: tuple[tuple[str, str], ...] = ()
     keep_float32: tuple[str, ...] = ()
     output_dtype: torch.dtype | None = None
     loss_scale: LossScale | float | str | None = "dynamic"
@@ -122,8 +124,10 @@ class Policy:
         return None
 
     def load_lists(self) -> OpLists:
-        shipped = load_lists()
-        return shipped if self.lists is None else shipped.merged(self.lists)
+        lists = load_lists()
+        for color, op in self.unlisted:
+            lists = lists.without(color, op)
+        return lists if self.lists is None else lists.merged(self.lists)
 
 
 def as_policy(policy: Policy | str | torch.dtype | None) -> Policy:

@@ -12,6 +12,7 @@ from amp_graph.passes.annotate import annotate
 from amp_graph.passes.emit import emit
 from amp_graph.passes.paint import paint
 from amp_graph.passes.place_casts import place_casts
+from amp_graph.passes.split_attention import split_attention
 from amp_graph.passes.verify import verify
 from amp_graph.policy import Policy
 
@@ -24,14 +25,17 @@ def rewrite(
     `captured` is left as it was. Raises VerifyError if the result fails a check.
     """
     dtype = policy.dtype_for(device_types(captured))
+    facts = annotate(captured, lists)
+    flow = flow_graph(facts)
+    paints = paint(facts, flow, lists, policy, dtype)
+    split = split_attention(captured, paints)
+    if split is not captured:
+        return rewrite(split, policy, lists)
     bodies = {
         name: rewrite_body(body, policy, lists)
         for node in captured.graph.nodes
         for name, body in bodies_of(captured, node).items()
     }
-    facts = annotate(captured, lists)
-    flow = flow_graph(facts)
-    paints = paint(facts, flow, lists, policy, dtype)
     low, _ = place_casts(facts, flow, paints, dtype)
     new_bodies = {name: body for name, (body, _) in bodies.items()}
     emitted = emit(captured, facts, paints, low, dtype, lists, new_bodies)

@@ -12,8 +12,9 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,14 @@ from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
 
 import amp_graph
 from amp_graph.inspection.text import render
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from counting import CastCounter, MatmulCounter
 
 BATCH = 64
 LEARNING_RATE = 2e-3
@@ -37,7 +42,7 @@ MAX_ACCURACY_DROP = 0.02
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 EXCERPT_LINES = 14
 
-MATRIX_OPERATORS = {"convolution", "mm", "addmm", "bmm", "baddbmm", "linear"}
+Batches = DataLoader[tuple[Tensor, ...]]
 
 
 class Residual(nn.Module):
@@ -75,57 +80,25 @@ class DigitNet(nn.Module):
         return self.classify(h.flatten(1))
 
 
-@dataclass(frozen=True)
-class Digits:
-    train_x: Tensor
-    train_y: Tensor
-    test_x: Tensor
-    test_y: Tensor
-
-    def batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """One epoch of full batches in an order that depends on the seed alone."""
-        order = torch.randperm(len(self.train_x), generator=torch.Generator().manual_seed(seed))
-        for chosen in order.split(BATCH):
-            if len(chosen) == BATCH:
-                yield self.train_x[chosen], self.train_y[chosen]
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return len(self.train_x) // BATCH
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one forward pass did. Bytes are those read and written by the casts, and those of
-    all distinct storages that autograd kept for backward besides the parameters."""
-
-    casts: int
-    cast_bytes: int
-    low_matrix_calls: int
-    matrix_calls: int
-    kept_bytes: int
-
-
+@dataclass
 class Contestant:
-    """A model in training, and the context that its forward pass runs in."""
+    """A model in training, the context that its forward pass runs in, and how training went."""
 
-    def __init__(
-        self,
-        name: str,
-        model: nn.Module,
-        context: Callable[[], contextlib.AbstractContextManager[Any]],
-    ):
-        self.name = name
-        self.model = model
-        self.context = context
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-        self.losses: list[float] = []
-        self.seconds: list[float] = []
+    model: nn.Module
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        with self.context():
+            return F.cross_entropy(self.model(x), y)
 
     def step(self, x: Tensor, y: Tensor) -> None:
         start = time.perf_counter()
-        with self.context():
-            loss = F.cross_entropy(self.model(x), y)
+        loss = self.loss(x, y)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -135,88 +108,69 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Result:
-    """What a contestant reached after training, and what it cost."""
+    """What a contestant reached, and what one forward pass of it costs: bytes read and written
+    by casts, and those of all that autograd keeps for backward besides the parameters."""
 
-    name: str
     accuracy: float
     loss: float
     step_seconds: float
     first_step_seconds: float
-    cost: Cost
+    low_products: int
+    products: int
+    casts: int
+    cast_bytes: int
+    kept_bytes: int
 
 
-class OperatorCounter(TorchDispatchMode):
-    """Counts casts and matrix operators among everything that reaches a kernel."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Without this, Dynamo (2.13) runs a captured model uncaptured under a dispatch mode."""
-        return True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.casts = self.cast_bytes = self.low_matrix_calls = self.matrix_calls = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        name = function.overloadpacket.__name__
-        if name in ("_to_copy", "copy_"):
-            self.count_cast(source=args[name == "copy_"], result=result)
-        if name in MATRIX_OPERATORS:
-            self.matrix_calls += 1
-            self.low_matrix_calls += args[-1 if name == "linear" else 0].dtype != torch.float32
-        return result
-
-    def count_cast(self, source: Tensor, result: Tensor) -> None:
-        if source.dtype != result.dtype:
-            self.casts += 1
-            self.cast_bytes += source.nbytes + result.nbytes
+ROWS: dict[str, Callable[[Result], str]] = {
+    "test accuracy": lambda r: f"{r.accuracy:.1%}",
+    "training loss, mean of last epoch": lambda r: f"{r.loss:.5f}",
+    "step time, median": lambda r: f"{1000 * r.step_seconds:.2f} ms",
+    "first step, with any capture": lambda r: f"{r.first_step_seconds:.2f} s",
+    "convolutions and matmuls in low precision": lambda r: f"{r.low_products} of {r.products}",
+    "casts in forward": lambda r: str(r.casts),
+    "bytes moved by these casts": lambda r: f"{r.cast_bytes / 2**20:.2f} MiB",
+    "bytes kept for backward": lambda r: f"{r.kept_bytes / 2**20:.2f} MiB",
+}
 
 
 def main() -> int:
     options = parse_arguments()
     console = Console()
-    dtype = DTYPES[options.dtype]
     torch.set_num_threads(options.threads)
-    digits = load(options.device)
-    trained = contestants(options.device, dtype)
-    train(trained, digits, options.epochs, console)
-    results = [measure(contestant, digits) for contestant in trained]
-    console.print(table_of(results, options.dtype))
+    batches, test_set = load(options.device)
+    trained = contestants(options.device, DTYPES[options.dtype])
+    train(trained, batches, options.epochs, console)
+    sample = next(iter(batches))
+    results = [measure(contestant, len(batches), sample, test_set) for contestant in trained]
+    table = Table("", title=f"ConvNet on handwritten digits, batches of {BATCH}")
+    for name in ("float32", f"autocast\n{options.dtype}", f"amp_graph\n{options.dtype}"):
+        table.add_column(name, justify="right")
+    for label, cell in ROWS.items():
+        table.add_row(label, *map(cell, results))
+    console.print(table)
     converted = trained[-1].model
     if not amp_graph.plans(converted):
         console.print("[red]amp_graph captured no graph of the model: nothing was converted.")
         return 1
     write_graph(converted, options.output, console)
-    return verdict(results, console)
+    return verdict(results[0], results[-1], console)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
-    parser.add_argument("--epochs", type=int, default=8, help="passes over the data (default 8)")
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="bfloat16",
-        help="the low precision (default bfloat16; float16 is slow on most CPUs)",
+    parser = argparse.ArgumentParser(
+        prog="scripts/demo",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument(
-        "--device", default="cpu", help="where to train, for example cpu or cuda (default cpu)"
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=1,
-        help="processor threads (default 1, which makes step times steady on a busy computer)",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("amp_graph_dump/demo.txt"),
-        help="where to write the annotated graph (default amp_graph_dump/demo.txt)",
-    )
+    dtype_help = "the low precision; float16 is slow on most CPUs"
+    threads_help = "processor threads; one makes step times steady on a busy computer"
+    dump = Path("amp_graph_dump/demo.txt")
+    parser.add_argument("--epochs", type=int, default=8, help="passes over the data")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help=dtype_help)
+    parser.add_argument("--device", default="cpu", help="where to train, for example cpu or cuda")
+    parser.add_argument("--threads", type=int, default=1, help=threads_help)
+    parser.add_argument("--output", type=Path, default=dump, help="file for the annotated graph")
     options = parser.parse_args()
     if options.epochs < 1:
         parser.error("--epochs must be at least 1")
@@ -227,16 +181,23 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def load(device: str) -> Digits:
-    """scikit-learn's 1797 scans of handwritten digits; a quarter is held out for testing."""
+def load(device: str) -> tuple[Batches, list[Tensor]]:
+    """Training batches, shuffled alike in every run, and the images and labels of a quarter held
+    out for testing, of scikit-learn's 1797 scans of handwritten digits."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
     labels = torch.tensor(digits.target, dtype=torch.int64)
     train, test = train_test_split(
         torch.arange(len(labels)).numpy(), test_size=0.25, stratify=digits.target, random_state=0
     )
-    parts = (images[train], labels[train], images[test], labels[test])
-    return Digits(*(part.to(device) for part in parts))
+    batches = DataLoader(
+        TensorDataset(images[train].to(device), labels[train].to(device)),
+        batch_size=BATCH,
+        shuffle=True,
+        drop_last=True,
+        generator=torch.Generator().manual_seed(0),
+    )
+    return batches, [images[test].to(device), labels[test].to(device)]
 
 
 def contestants(device: str, dtype: torch.dtype) -> list[Contestant]:
@@ -246,107 +207,64 @@ def contestants(device: str, dtype: torch.dtype) -> list[Contestant]:
         torch.manual_seed(0)
         return DigitNet().to(device)
 
-    def autocast() -> torch.autocast:
-        return torch.autocast(torch.device(device).type, dtype)
-
-    converted = amp_graph.convert(fresh_model(), policy=dtype)
+    autocast = partial(torch.autocast, torch.device(device).type, dtype)
     return [
-        Contestant("float32", fresh_model(), contextlib.nullcontext),
-        Contestant("autocast", fresh_model(), autocast),
-        Contestant("amp_graph", converted, contextlib.nullcontext),
+        Contestant(fresh_model()),
+        Contestant(fresh_model(), autocast),
+        Contestant(amp_graph.convert(fresh_model(), policy=dtype)),
     ]
 
 
-def train(trained: list[Contestant], digits: Digits, epochs: int, console: Console) -> None:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[loss]}"),
-    )
+def train(trained: list[Contestant], batches: Batches, epochs: int, console: Console) -> None:
+    text, losses = TextColumn("{task.description}"), TextColumn("{task.fields[losses]}")
+    columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), losses)
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("training", total=epochs * digits.steps_per_epoch, loss="")
-        for epoch in range(epochs):
-            for x, y in digits.batches(seed=epoch):
+        task = progress.add_task("training", total=epochs * len(batches), losses="")
+        for _ in range(epochs):
+            for x, y in batches:
                 for contestant in trained:
                     contestant.step(x, y)
-                losses = " / ".join(f"{c.losses[-1]:.3f}" for c in trained)
-                progress.update(task, advance=1, loss=f"loss {losses}")
+                last = " / ".join(f"{c.losses[-1]:.3f}" for c in trained)
+                progress.update(task, advance=1, losses=f"loss {last}")
 
 
-def measure(contestant: Contestant, digits: Digits) -> Result:
+def measure(contestant: Contestant, steps: int, sample: list[Tensor], test: list[Tensor]) -> Result:
+    """The loss is that of the last `steps`; costs are those of one batch, loss included."""
+    reached = accuracy(contestant, *test)
+    with MatmulCounter() as products, CastCounter() as casts:
+        contestant.loss(*sample)
     return Result(
-        name=contestant.name,
-        accuracy=accuracy(contestant, digits),
-        loss=statistics.fmean(contestant.losses[-digits.steps_per_epoch :]),
+        accuracy=reached,
+        loss=statistics.fmean(contestant.losses[-steps:]),
         step_seconds=statistics.median(contestant.seconds[WARM_UP_STEPS:]),
         first_step_seconds=contestant.seconds[0],
-        cost=cost_of_forward(contestant, digits),
+        low_products=sum(n for (_, d), n in products.forward.items() if d is not torch.float32),
+        products=products.forward.total(),
+        casts=casts.forward.casts,
+        cast_bytes=casts.forward.bytes,
+        kept_bytes=bytes_kept(contestant, *sample),
     )
 
 
 @torch.no_grad()
-def accuracy(contestant: Contestant, digits: Digits) -> float:
-    model = contestant.model.eval()
+def accuracy(contestant: Contestant, x: Tensor, y: Tensor) -> float:
+    contestant.model.eval()
     with contestant.context():
-        predicted = model(digits.test_x).argmax(dim=1)
-    model.train()
-    return (predicted == digits.test_y).float().mean().item()
+        predicted = contestant.model(x).argmax(dim=1)
+    contestant.model.train()
+    return (predicted == y).float().mean().item()
 
 
-def cost_of_forward(contestant: Contestant, digits: Digits) -> Cost:
-    """Measured on one training batch, loss included, in the same way for every contestant."""
-    model = contestant.model
-    x, y = next(digits.batches(seed=0))
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+def bytes_kept(contestant: Contestant, x: Tensor, y: Tensor) -> int:
+    parameters = {p.untyped_storage().data_ptr() for p in contestant.model.parameters()}
     kept: dict[int, Tensor] = {}  # holding the tensors keeps their addresses from being reused
 
     def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
+        return kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        with contestant.context():
-            loss = F.cross_entropy(model(x), y)
-        kept_bytes = sum(
-            tensor.untyped_storage().nbytes()
-            for address, tensor in kept.items()
-            if address not in parameters
-        )
-    del loss
-    with OperatorCounter() as counter, contestant.context():
-        F.cross_entropy(model(x), y)
-    return Cost(
-        casts=counter.casts,
-        cast_bytes=counter.cast_bytes,
-        low_matrix_calls=counter.low_matrix_calls,
-        matrix_calls=counter.matrix_calls,
-        kept_bytes=kept_bytes,
-    )
-
-
-def table_of(results: list[Result], dtype: str) -> Table:
-    table = Table(title=f"ConvNet on handwritten digits, batches of {BATCH}")
-    table.add_column("")
-    for result in results:
-        name = result.name if result.name == "float32" else f"{result.name}\n{dtype}"
-        table.add_column(name, justify="right")
-    rows: dict[str, Callable[[Result], str]] = {
-        "test accuracy": lambda r: f"{r.accuracy:.1%}",
-        "training loss, mean of last epoch": lambda r: f"{r.loss:.5f}",
-        "step time, median": lambda r: f"{1000 * r.step_seconds:.2f} ms",
-        "first step, with any capture": lambda r: f"{r.first_step_seconds:.2f} s",
-        "convolutions and matmuls in low precision": lambda r: (
-            f"{r.cost.low_matrix_calls} of {r.cost.matrix_calls}"
-        ),
-        "casts in forward": lambda r: str(r.cost.casts),
-        "bytes moved by these casts": lambda r: f"{r.cost.cast_bytes / 2**20:.2f} MiB",
-        "bytes kept for backward": lambda r: f"{r.cost.kept_bytes / 2**20:.2f} MiB",
-    }
-    for label, cell in rows.items():
-        table.add_row(label, *(cell(result) for result in results))
-    return table
+        contestant.loss(x, y)
+    return sum(t.untyped_storage().nbytes() for p, t in kept.items() if p not in parameters)
 
 
 def write_graph(model: nn.Module, path: Path, console: Console) -> None:
@@ -363,24 +281,18 @@ def write_graph(model: nn.Module, path: Path, console: Console) -> None:
     console.print()
 
 
-def verdict(results: list[Result], console: Console) -> int:
+def verdict(float32: Result, converted: Result, console: Console) -> int:
     """The exit status: 0 if the converted model computed in low precision and lost nothing."""
-    by_name = {result.name: result for result in results}
-    converted = by_name["amp_graph"]
-    drop = by_name["float32"].accuracy - converted.accuracy
-    if converted.cost.low_matrix_calls < converted.cost.matrix_calls:
-        console.print(
-            "[red]amp_graph left convolutions or matmuls of this model in float32; "
-            "the annotated graph says why."
-        )
-        return 1
-    if drop > MAX_ACCURACY_DROP:
-        console.print(
-            f"[red]amp_graph is {100 * drop:.1f} points of test accuracy below float32; "
-            f"more than {100 * MAX_ACCURACY_DROP:.0f} is a failure of this demo."
-        )
-        return 1
-    return 0
+    drop = 100 * (float32.accuracy - converted.accuracy)
+    allowed = 100 * MAX_ACCURACY_DROP
+    if converted.low_products < converted.products:
+        complaint = "left convolutions or matmuls in float32; the annotated graph says why"
+    elif drop > allowed:
+        complaint = f"is {drop:.1f} points of test accuracy below float32, more than {allowed:.0f}"
+    else:
+        return 0
+    console.print(f"[red]amp_graph {complaint}.")
+    return 1
 
 
 if __name__ == "__main__":

@@ -160,14 +160,6 @@ def test_a_factory_shaped_like_a_low_value_keeps_its_own_precision():
     assert torch.equal(ours[1], theirs[1])
 
 
-def test_type_as_in_float32_does_not_round():
-    def function(x, w):
-        return w.type_as(x @ w) + 0, w
-
-    result = run(function, X, W)
-    assert torch.equal(result(X, W)[0], W)
-
-
 def test_scalars_of_no_dimensions_are_not_cast():
     def function(x, w, scale):
         return ((x @ w) * scale + scale) @ w

@@ -5,8 +5,6 @@ scripts/placement_report.py prints the same comparison for every model of the zo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import zoo
@@ -14,6 +12,7 @@ from cuda_autocast import autocast_casts
 from graphs import SIZE, W, X, capture, chain, rewritten
 from grappler import OUTPUT, bytes_moved, compare, excess, greedy_fill, our_casts, unexplained
 
+pytestmark = pytest.mark.usefixtures("whole_models")
 CASES = {case.name: case for case in zoo.cases()}
 BELOW_AUTOCAST = "unet lstm bert llama swin attention gpt2".split()
 ABOVE_AUTOCAST = {  # what autocast does without; what `unexplained` leaves out of account
@@ -24,16 +23,6 @@ ABOVE_AUTOCAST = {  # what autocast does without; what `unexplained` leaves out 
     "deberta_v2": "residuals and scores add float32 to low precision",
 }
 MATRIX = SIZE * SIZE * (4 + 2)  # bytes of casting one
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch._dynamo.reset()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", [*BELOW_AUTOCAST, *ABOVE_AUTOCAST])

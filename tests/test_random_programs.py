@@ -1,4 +1,7 @@
-"""Random programs give the same results after the pass, within the precision's tolerance."""
+"""Random programs give the same results after the pass, within the precision's tolerance.
+
+Rewriting includes verifying, and raises where that fails.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from programs import Program, gradients, make_inputs, programs
 from torch import Tensor
 
 from amp_graph.capture.retrace import trace
-from amp_graph.passes.verify import verify
 from amp_graph.policy import Policy
 
 SETTINGS = settings(
@@ -51,7 +53,6 @@ def assert_as_close(ours: Tensor, exact: Tensor, rounded: Tensor, eps: float, wh
 
 def check(program: Program, policy: Policy) -> None:
     result = rewritten(trace(program, make_inputs(program)), policy)
-    verify(result.captured, result.module, result.plan)
     inputs, outputs, grads = run(program, program)
     our_inputs, our_outputs, our_grads = run(result.module, program)
     low_inputs, low_outputs, low_grads = run(program.rounded(policy.dtype), program)

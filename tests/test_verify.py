@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from graphs import Rewritten, W, X, run
+from graphs import Rewritten, W, X, capture, rewritten, run
 from torch import fx
 
 from amp_graph.capture.aten import CAST
@@ -183,3 +183,20 @@ def test_other_damage_is_found_by_some_check(breakage):
     breakage(result)
     with pytest.raises(VerifyError):
         verify(result.captured, result.module, result.plan)
+
+
+@pytest.mark.parametrize("name", ["x_bfloat16", "x_bfloat16_", "allow1_float32"])
+def test_a_captured_node_named_like_a_cast_is_not_taken_for_one(name):
+    """Casts are named after their value and dtype, but never as a captured node is."""
+
+    def function(x, w):
+        return torch.exp(x @ w) + torch.exp(x), w.sin()
+
+    captured = capture(function, X, W)
+    named = [n for n in captured.graph.nodes if n.op == "call_function"][-1]
+    named._rename(name)
+    assert named.name == name
+    result = rewritten(captured)
+    assert len(result.plan.casts) == 3
+    assert str(node(result, name).target) == "aten.sin.default"
+    verify(result.captured, result.module, result.plan)

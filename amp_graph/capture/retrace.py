@@ -5,8 +5,9 @@
     y = h.matmul(w)                      matmul = aten.matmul.default(relu, w)
     z = wrap_body_0(checkpoint, y)       wrap_body_0(checkpoint, matmul)
 
-A node that changes a mode (grad, autocast) or holds a graph of its own (checkpoint, cond, a
-custom autograd function) passes through as it is, and its body is retraced in its own right.
+A node that changes a mode (grad, autocast, the kernels allowed for attention) or holds a graph of
+its own (checkpoint, cond, a custom autograd function) passes through as it is, and its body is
+retraced in its own right.
 The stretches between such nodes are traced by `make_fx(pre_dispatch=True)` on the fake tensors
 that Dynamo left in `meta["example_value"]`, under the modes in force at that place.
 """
@@ -22,16 +23,49 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import (
+    _backend_from_string,
+    _cur_sdpa_kernel_backends,
+    _sdpa_kernel,
+    sdpa_kernel,
+)
 
 from amp_graph.capture.aten import get_attribute, set_attribute
+from amp_graph.capture.attention import ATTENTION, note_kernel
 from amp_graph.capture.fake import fake_mode_of
 from amp_graph.errors import CaptureError
 
-MODE_SETTERS = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
+KERNEL_CHOICE = (_sdpa_kernel, _backend_from_string)
+MODE_SETTERS = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast, *KERNEL_CHOICE)
+
+
+def convert_like(
+    tensor: torch.Tensor,
+    other: torch.Tensor,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Any:
+    """A conversion to the type of another tensor, by naming that type: casting the other one must
+    not change it, nor cost anything. `Tensor.to(other)` is spelled so by PyTorch itself."""
+    if tensor.layout is not other.layout:
+        return NotImplemented
+    if (tensor.dtype, tensor.device) == (other.dtype, other.device):
+        if not copy and memory_format in (None, torch.preserve_format):
+            return tensor
+    target = (other.device, other.dtype, non_blocking, copy)
+    return tensor.to(*target, memory_format=memory_format or torch.preserve_format)
+
+
+DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
+    ATTENTION: note_kernel,
+    torch.ops.aten.to.other: convert_like,
+    torch.ops.aten.type_as.default: convert_like,
+}
 
 
 def retrace(module: fx.GraphModule, names: Mapping[str, str] | None = None) -> fx.GraphModule:
@@ -66,7 +100,9 @@ def _module_path(node: fx.Node, names: Mapping[str, str]) -> str:
 
 def trace(function: Callable[..., Any], args: Sequence[Any]) -> fx.GraphModule:
     """Capture a plain function of tensors as an ATen graph, without Dynamo."""
-    graph_module: fx.GraphModule = make_fx(function, pre_dispatch=True, tracing_mode="fake")(*args)
+    tracer = make_fx(function, DECOMPOSITIONS, pre_dispatch=True, tracing_mode="fake")
+    with fx_traceback.preserve_node_meta():
+        graph_module: fx.GraphModule = tracer(*args)
     return graph_module
 
 
@@ -102,7 +138,9 @@ class _Retracer:
         for node in self.module.graph.nodes:
             if getattr(node.target, "__module__", "").startswith("torch._functorch"):
                 raise CaptureError(f"'{node.name}' is inside a functorch transform")
-        with torch.enable_grad(), self.fake_mode or contextlib.nullcontext():
+        grad_as_called = torch.set_grad_enabled(torch.is_grad_enabled())
+        kernels_as_called = sdpa_kernel(_cur_sdpa_kernel_backends())
+        with grad_as_called, kernels_as_called, self.fake_mode or contextlib.nullcontext():
             for node in self.module.graph.nodes:
                 if not passes_through(node):
                     stretch.append(node)
@@ -131,6 +169,8 @@ class _Retracer:
             return _exit_autocast(self.autocasts.pop())
         if node.target is torch._C._set_grad_enabled:
             return torch._C._set_grad_enabled(*node.args)
+        if node.target in KERNEL_CHOICE:
+            return node.target(*fx.node.map_arg(node.args, lambda n: self.fake[n]))
         if node.target is operator.getitem:
             return self.fake[node.args[0]][node.args[1]]  # type: ignore[index]
         if "example_value" not in node.meta:
@@ -174,7 +214,7 @@ class _Retracer:
             results[:] = [interpreter.env[node] for node in outputs]
             return list(results)
 
-        traced = make_fx(run, pre_dispatch=True, _allow_non_fake_inputs=True)(
+        traced = make_fx(run, DECOMPOSITIONS, pre_dispatch=True, _allow_non_fake_inputs=True)(
             *(self.fake[node] for node in inputs)
         )
         self.inline(traced, inputs, outputs)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,7 +57,7 @@ def _facts(node: fx.Node, lists: OpLists, memory: _Memory, region: str) -> NodeF
     origin = memory.origin(node)
     return NodeFacts(
         name=node.name,
-        op=op_name(node),
+        op=sys.intern(op_name(node)),
         color=color,
         group=listing.group if listing else "",
         bounded=bool(listing and listing.bounded),
@@ -73,7 +74,7 @@ def _facts(node: fx.Node, lists: OpLists, memory: _Memory, region: str) -> NodeF
         scalars=tuple(_scalars(node)),
         fixed=region or _fixed(node),
         module_path=node.meta.get("module_path", ""),
-        source=_source(node),
+        source=sys.intern(_source(node)),
     )
 
 

@@ -91,6 +91,7 @@ class _Emitter:
         self.cached: dict[str, dict[tuple[fx.Node, torch.dtype], fx.Node]] = defaultdict(dict)
         self.casts: dict[fx.Node, Cast] = {}
         self.refused: set[str] = set()
+        self.names = set(facts)
         self.moved: set[str] = set()  # memories that are a cast of what their operator returned
         self.float32_memory = {
             memory for f in facts.values() if f.name not in low for memory in f.writes
@@ -241,11 +242,12 @@ class _Emitter:
         return cast
 
     def call(self, target: OpOverload, args: Any, kwargs: Any, name: str, of: fx.Node) -> fx.Node:
+        while name in self.names:  # a captured node of this name, met later, would be renamed
+            name += "_"
+        self.names.add(name)
         node = self.graph.create_node("call_function", target, args, kwargs, name)
-        node.meta = {
-            **of.meta,
-            "val": target(*fx.node.map_arg(args, lambda n: n.meta["val"]), **kwargs),
-        }
+        value = target(*fx.node.map_arg(args, lambda n: n.meta["val"]), **kwargs)
+        node.meta = {**of.meta, "val": value}
         return node
 
     def needs_float32_memory(self, node: fx.Node) -> bool:

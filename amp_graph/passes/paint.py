@@ -49,24 +49,25 @@ def paint(
     facts: Facts, flow: nx.DiGraph, lists: OpLists, policy: Policy, dtype: torch.dtype
 ) -> Paints:
     """Return a Paint for every node, in graph order."""
-    operators = {name: f for name, f in facts.items() if f.op != "getitem"}
-    overrides = {name: o for name, f in operators.items() if (o := policy.override_for(f))}
+    operators = (f for f in facts.values() if f.op != "getitem")
+    overrides = {f.name: o for f in operators if (o := policy.override_for(f))}
     scene = Scene(facts, flow, _colors(facts, overrides), overrides, lists, dtype)
     painted: Paints = {}
     for rule in RULES:
         painted.update(rule(scene, painted))
     wide, huge = _wide(scene, painted)[0], _huge(scene, painted)
-    return {
-        name: replace(painted.get(name) or _free(scene, name), wide=name in wide, huge=name in huge)
-        for name in facts
+    paints = {name: painted.get(name) or _free(scene, name) for name in facts}
+    return paints | {
+        name: replace(paints[name], wide=name in wide, huge=name in huge) for name in wide | huge
     }
 
 
 def _colors(facts: Facts, overrides: Overrides) -> dict[str, Color | None]:
     """List colours with the user's overrides; an operator that computes in float32 on
     low-precision tensors is as free as an infer one, its arithmetic being the same either way."""
-    listed = {n: Color.INFER if f.low_storage else f.color for n, f in facts.items()}
-    return listed | {name: color for name, (color, _) in overrides.items()}
+    colors = {n: Color.INFER if f.low_storage else f.color for n, f in facts.items()}
+    colors.update((name, color) for name, (color, _) in overrides.items())
+    return colors
 
 
 def _free(scene: Scene, name: str) -> Paint:
@@ -83,54 +84,53 @@ def fixed_as_captured(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
 def written_inputs(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
     """Memory that came from outside and is written to stays what the caller handed over."""
     return {
-        name: Paint(Color.DENY, "writes into", scene.facts[name].memory)
-        for name in _open(scene, painted)
-        if scene.facts[name].written and scene.facts[name].external
+        f.name: Paint(Color.DENY, "writes into", f.memory)
+        for f in _open(scene, painted)
+        if f.written and f.external
     }
 
 
 def shared_outputs(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
     """Outputs that share memory with an input or with one another go on sharing it. The operator
     that made the memory may compute low all the same; its result is then cast on the spot."""
-    outputs = [n for n, f in scene.facts.items() if f.op == "output"]
-    returned = [n for o in outputs for n in scene.flow.predecessors(o)]
+    returned = [n for f in scene.facts.values() if f.op == "output" for n in f.reads]
     count = Counter(scene.facts[name].memory for name in returned)
-    paints = {
-        name: Paint(Color.DENY, "output shares memory with", f.memory, shares=True)
-        for name in _open(scene, painted)
-        if count[(f := scene.facts[name]).memory] > (0 if f.external else 1)
-        if f.is_view or scene.colors[name] is not Color.ALLOW
-    }
-    for name in paints.keys() & {n for n, f in scene.facts.items() if f.op == "getitem"}:
-        paints.update(dict.fromkeys(scene.flow.predecessors(name), paints[name]))
+    sharing = [
+        f
+        for f in _open(scene, painted)
+        if count[f.memory] > (0 if f.external else 1)
+        if f.is_view or scene.colors[f.name] is not Color.ALLOW
+    ]
+    paints = {}
+    for f in sharing:
+        given = Paint(Color.DENY, "output shares memory with", f.memory, shares=True)
+        paints.update(dict.fromkeys((f.name, *(f.reads if f.op == "getitem" else ())), given))
     return paints
 
 
 def missing_kernels(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
     paints = {}
-    for name in _open(scene, painted, Color.ALLOW, *FREE):
-        f = scene.facts[name]
+    for f in _open(scene, painted, Color.ALLOW, *FREE):
         device = f.tensors[0].device if f.tensors else "cpu"
         if not scene.lists.has_kernel(f.op, device, scene.dtype):
-            paints[name] = Paint(Color.DENY, "no kernel", f"{f.op} on {device}")
+            paints[f.name] = Paint(Color.DENY, "no kernel", f"{f.op} on {device}")
     return paints
 
 
 def user_overrides(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
-    paints = {}
-    for name in _open(scene, painted):
-        color, because = scene.overrides.get(name, (Color.CLEAR, ""))
-        if color not in FREE:
-            paints[name] = Paint(color, "override", because)
-    return paints
+    return {
+        name: Paint(color, "override", because)
+        for name, (color, because) in scene.overrides.items()
+        if name not in painted and color not in FREE
+    }
 
 
 def user_casts(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
     """An explicit `.float()` asks for float32 from there on."""
     return {
-        name: Paint(Color.DENY, "user cast", "the model converts to float32")
-        for name in _open(scene, painted)
-        if scene.facts[name].user_cast
+        f.name: Paint(Color.DENY, "user cast", "the model converts to float32")
+        for f in _open(scene, painted)
+        if f.user_cast
     }
 
 
@@ -138,21 +138,21 @@ def unrepresentable_numbers(scene: Scene, painted: Mapping[str, Paint]) -> Paint
     """A constant that overflows or vanishes in low precision (a mask value, an epsilon)."""
     info = torch.finfo(scene.dtype)
     paints = {}
-    for name in _open(scene, painted, *FREE):
-        for number in scene.facts[name].scalars:
+    for f in _open(scene, painted, *FREE):
+        for number in f.scalars:
             size = abs(number)
             if math.isfinite(size) and size and not info.smallest_normal <= size <= info.max:
-                paints[name] = Paint(Color.DENY, "constant out of range", f"{number:g}")
+                paints[f.name] = Paint(Color.DENY, "constant out of range", f"{number:g}")
     return paints
 
 
 def listed(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
     """Allow, deny, and operators on no list."""
     paints = {}
-    for name in _open(scene, painted, Color.ALLOW, Color.DENY, None):
-        f, color = scene.facts[name], scene.colors[name]
+    for f in _open(scene, painted, Color.ALLOW, Color.DENY, None):
+        color = scene.colors[f.name]
         unlisted = Paint(Color.DENY, "on no list", f.op)
-        paints[name] = Paint(color, "listed", f.group) if color else unlisted
+        paints[f.name] = Paint(color, "listed", f.group) if color else unlisted
     return paints
 
 
@@ -167,7 +167,7 @@ def deny_spreads(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
             if _spreads(f, painted[name]):
                 unsafe[name] = name
             continue
-        ancestor = next((unsafe[p] for p in scene.flow.predecessors(name) if p in unsafe), None)
+        ancestor = next((unsafe[p] for p in f.reads if p in unsafe), None)
         if ancestor is None:
             continue
         if not f.bounded:
@@ -205,8 +205,9 @@ def _wide(scene: Scene, painted: Mapping[str, Paint]) -> tuple[set[str], Paints]
     wide: set[str] = set()
     low_reaches: set[str] = set()
     paints: Paints = {}
-    for name in scene.facts:
-        operands = [p for p in scene.flow.predecessors(name) if not scene.facts[p].is_scalar]
+    scalars = {name for name, f in scene.facts.items() if f.is_scalar}
+    for name, f in scene.facts.items():
+        operands = [p for p in f.reads if p not in scalars]
         wide_operand = next((p for p in operands if p in wide), None)
         reached = any(p in low_reaches for p in operands)
         color = painted[name].color if name in painted else scene.colors[name]
@@ -230,7 +231,7 @@ def _huge(scene: Scene, painted: Mapping[str, Paint]) -> set[str]:
         if f.bounded or scene.colors[name] is Color.ALLOW:
             continue
         own = any(math.isfinite(x) and abs(x) > limit for x in f.scalars)
-        if own or any(p in huge for p in scene.flow.predecessors(name)):
+        if own or any(p in huge for p in f.reads):
             huge.add(name)
     return huge
 
@@ -238,13 +239,11 @@ def _huge(scene: Scene, painted: Mapping[str, Paint]) -> set[str]:
 def follow_parent(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
     """One result out of several has the colour of the operator that returned them all."""
     paints: Paints = {}
-    for name in _open(scene, painted):
-        if scene.facts[name].op != "getitem":
-            continue
-        for parent in scene.flow.predecessors(name):
+    for f in _open(scene, painted):
+        for parent in f.reads if f.op == "getitem" else ():
             given = painted.get(parent) or paints.get(parent)
             if given is not None:
-                paints[name] = Paint(given.color, "result of", parent)
+                paints[f.name] = Paint(given.color, "result of", parent)
     return paints
 
 
@@ -276,11 +275,11 @@ def _members(scene: Scene) -> dict[str, list[str]]:
     return members
 
 
-def _open(scene: Scene, painted: Mapping[str, Paint], *colors: Color | None) -> Iterator[str]:
+def _open(scene: Scene, painted: Mapping[str, Paint], *colors: Color | None) -> Iterator[NodeFacts]:
     """The nodes not painted yet, of these list colours if any are given."""
-    for name in scene.facts:
+    for name, f in scene.facts.items():
         if name not in painted and (not colors or scene.colors[name] in colors):
-            yield name
+            yield f
 
 
 RULES: tuple[Rule, ...] = (

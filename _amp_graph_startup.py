@@ -1,0 +1,43 @@
+"""Starts amp_graph once torch is imported. Loaded by amp_graph_startup.pth, and only where
+AMP_GRAPH_ENABLE is set; imports nothing of the package before that.
+"""
+
+import importlib.util
+import sys
+
+
+class _AfterTorch:
+    """A finder that finds torch as the others would, and has something run right after it."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("torch")
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module):
+                execute(module)
+                _start()
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+def _start():
+    try:
+        from amp_graph.autopatch import start
+    except Exception as error:
+        print(
+            f"amp_graph: cannot start, the script runs unchanged ({type(error).__name__}: {error})",
+            file=sys.stderr,
+        )
+    else:
+        start()
+
+
+if "torch" in sys.modules:
+    _start()
+else:
+    sys.meta_path.insert(0, _AfterTorch())

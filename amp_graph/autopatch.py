@@ -1,0 +1,174 @@
+"""AMP_GRAPH_ENABLE=1 python train.py: convert the models of a script that never heard of us.
+
+One name of PyTorch is patched: `nn.Module._compiled_call_impl`, a class attribute that
+`module(...)` looks at before anything else, and that is None where `nn.Module.compile` was not
+used (torch 2.11 to 2.13). A descriptor in its place sees every call that Dynamo does not inline;
+Dynamo itself does not look there.
+
+This is the only file that reads the environment.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fnmatch
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from amp_graph.errors import AmpGraphError, PolicyError
+from amp_graph.exit_report import write_report
+from amp_graph.first_call import Models
+from amp_graph.policy import Policy
+
+SLOT = "_compiled_call_impl"
+YES, NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+COLORS = ("allow", "deny", "infer", "clear")
+COMPILERS = ("eager",)
+LAUNCHERS = ("torch.distributed.*", "accelerate.commands.*", "torchrun", "accelerate")
+
+VARIABLES = {
+    "AMP_GRAPH_ENABLE": "1 converts, 0 or nothing leaves everything alone",
+    "AMP_GRAPH_DTYPE": "float16 or bfloat16 (float16 on CUDA, else bfloat16)",
+    "AMP_GRAPH_LISTS": f"operator lists to put on top: TOML files, separated by '{os.pathsep}'",
+    **{
+        f"AMP_GRAPH_{color.upper()}LIST_{change}": f"operators to {verb} that list, by commas"
+        for color in COLORS
+        for change, verb in (("ADD", "put on"), ("REMOVE", "take off"))
+    },
+    "AMP_GRAPH_LOSS_SCALE": "dynamic, none, or a number for a static scale (dynamic)",
+    "AMP_GRAPH_DUMP": "a folder for annotated graphs and the report",
+    "AMP_GRAPH_COMPILER": f"what runs the graphs: {' or '.join(COMPILERS)}",
+    "AMP_GRAPH_SKIP": "module paths that stay in float32, with * and ?, by commas",
+    "AMP_GRAPH_VERBOSE": "1 says what is converted, when it is",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for."""
+
+    policy: Policy = field(default_factory=Policy)
+    dump: Path | None = None
+    verbose: bool = False
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> Settings:
+        """Raises PolicyError or ListError for a wrong value, in words that say what is legal."""
+        given = {k: v.strip() for k, v in environment.items() if k.startswith("AMP_GRAPH_")}
+        unknown = sorted(given.keys() - VARIABLES.keys())
+        if unknown:
+            raise PolicyError(f"{unknown[0]} is not known; there are {', '.join(VARIABLES)}")
+        _choice(given, "AMP_GRAPH_COMPILER", ("", *COMPILERS))
+        lists = _items(given, "AMP_GRAPH_LISTS", os.pathsep)
+        added = {c: ops for c in COLORS if (ops := _items(given, f"AMP_GRAPH_{c.upper()}LIST_ADD"))}
+        removed = {c: _items(given, f"AMP_GRAPH_{c.upper()}LIST_REMOVE") for c in COLORS}
+        policy = Policy(
+            dtype=_choice(given, "AMP_GRAPH_DTYPE", ("", "float16", "bfloat16")) or None,
+            lists=[*lists, *([added] if added else [])] or None,
+            unlisted=tuple((c, op) for c in COLORS for op in removed[c]),
+            keep_float32=tuple(_items(given, "AMP_GRAPH_SKIP")),
+            loss_scale=_loss_scale(given.get("AMP_GRAPH_LOSS_SCALE", "")),
+        )
+        policy.load_lists()
+        dump = given.get("AMP_GRAPH_DUMP")
+        verbose = _choice(given, "AMP_GRAPH_VERBOSE", YES + NO) in YES
+        return cls(policy, Path(dump) if dump else None, verbose)
+
+
+def _choice(given: Mapping[str, str], name: str, legal: tuple[str, ...]) -> str:
+    value = given.get(name, "").lower()
+    if value not in legal:
+        raise PolicyError(f"{name}={given[name]}: choose one of {', '.join(v for v in legal if v)}")
+    return value
+
+
+def _items(given: Mapping[str, str], name: str, separator: str = ",") -> list[str]:
+    return [item.strip() for item in given.get(name, "").split(separator) if item.strip()]
+
+
+def _loss_scale(value: str) -> float | str | None:
+    if value.lower() in ("", "dynamic"):
+        return "dynamic"
+    if value.lower() == "none":
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        raise PolicyError(
+            f"AMP_GRAPH_LOSS_SCALE={value}: choose dynamic, none or a number"
+        ) from None
+
+
+class Installation:
+    """The patch in place. `models` holds what became of each model."""
+
+    def __init__(self, settings: Settings):
+        self.models = Models(settings.policy, settings.verbose)
+        self._original = getattr(nn.Module, SLOT)
+        setattr(nn.Module, SLOT, _EveryCall(self.models))
+
+    def undo(self) -> None:
+        """Restore the patched name and every model that was converted."""
+        if nn.Module.__dict__.get(SLOT) is not self._original:
+            setattr(nn.Module, SLOT, self._original)
+        self.models.restore_all()
+        if _installed and _installed[0] is self:
+            _installed.clear()
+
+
+class _EveryCall:
+    """Stands in for `nn.Module._compiled_call_impl`: what `module(...)` is to run, or None."""
+
+    def __init__(self, models: Models):
+        self._models = models
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is None or sys._getframe(1).f_code is not CALL:
+            return None
+        return self._models.on_call(module)
+
+
+CALL = nn.Module._wrapped_call_impl.__code__
+_installed: list[Installation] = []  # at most one
+
+
+def install(settings: Settings | None = None) -> Installation:
+    """Convert models at their first call from now on, as `settings` or else the environment says.
+
+    A second installation is the first one. Raises PolicyError or ListError for a wrong value.
+    """
+    if not _installed:
+        _installed.append(Installation(settings or Settings.read(os.environ)))
+    return _installed[0]
+
+
+def start() -> None:
+    """Install what the environment asks for, and report when the process ends. Ends the process
+    with one line and exit code 2 if a variable is wrong."""
+    enabled = os.environ.get("AMP_GRAPH_ENABLE", "").strip().lower()
+    try:
+        if _choice({"AMP_GRAPH_ENABLE": enabled}, "AMP_GRAPH_ENABLE", YES + NO) in NO:
+            return
+        settings = Settings.read(os.environ)
+    except AmpGraphError as error:
+        print(f"amp_graph: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    installation = install(settings)
+    if _reports():
+        atexit.register(write_report, installation.models, settings.dump)
+
+
+def _reports() -> bool:
+    """Whether this process is the one to report: no worker, launcher or rank above 0."""
+    if multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0":
+        return False
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    name = spec.name if spec else Path(sys.argv[0] if sys.argv else "").name
+    return not any(fnmatch.fnmatch(name, pattern) for pattern in LAUNCHERS)

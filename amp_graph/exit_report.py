@@ -1,0 +1,113 @@
+"""What happened to the models of a script: a few lines on stderr when it ends, and JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch._dynamo.utils import graph_break_reasons
+
+from amp_graph.first_call import Model, Models
+from amp_graph.inspection import render
+from amp_graph.ir import NodeFacts, Plan
+
+NOT_OPERATORS = ("placeholder", "get_attr", "output", "getitem")
+
+
+def write_report(models: Models, folder: Path | None) -> None:
+    """Print the report; with a folder also write report.json and the annotated graphs there."""
+    report = {"models": [describe(m) for m in models.seen], "graph_breaks": [*graph_breaks()]}
+    print("\n".join(f"amp_graph: {line}" for line in _lines(report)), file=sys.stderr)
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.json").write_text(json.dumps(report, indent=2), encoding="utf-8")
+        for number, model in enumerate(models.seen):
+            for graph, plan in enumerate(model.record.plans if model.record else ()):
+                text = render(plan)
+                name = f"{number}-{model.name}-{graph}.txt"
+                (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(f"amp_graph: cannot write to {folder}: {error}", file=sys.stderr)
+
+
+def describe(model: Model) -> dict[str, Any]:
+    """The figures of one model. Operators and casts are counted as often as they ran."""
+    if model.record is None:
+        return {"model": model.name, "converted": False, "why": model.left_alone}
+    low = total = casts = moved = 0
+    for graph, plan in enumerate(model.record.plans):
+        runs = model.record.runs[graph]
+        for part in _with_bodies(plan):
+            operators = [f.name for f in part.facts.values() if _is_operator(f)]
+            low += runs * sum(name in part.low for name in operators)
+            total += runs * len(operators)
+            own = [cast for cast in part.casts if not cast.is_weight]
+            casts += runs * len(own)
+            moved += runs * sum(cast.bytes for cast in own)
+    described = {
+        "model": model.name,
+        "converted": any(plan.low for plan in model.record.plans),
+        "dtype": str(model.record.plans[0].dtype) if model.record.plans else "",
+        "graphs": len(model.record.plans),
+        "runs": model.record.runs.total(),
+        "operators": total,
+        "operators_low": low,
+        "casts": casts,
+        "cast_bytes": moved,
+        "fallbacks": [plan.fallback for plan in model.record.plans if plan.fallback],
+    }
+    scale = model.record.scale
+    if scale is not None:
+        described |= {"loss_scale": scale.get_scale(), "steps_skipped": scale.skips}
+    return described
+
+
+def graph_breaks() -> Iterator[str]:
+    """Why and where Dynamo had to cut graphs."""
+    seen = set()
+    for reason in graph_break_reasons:
+        where = reason.user_stack[-1] if reason.user_stack else None
+        line = f"{where.filename}:{where.lineno}: " if where else ""
+        text = line + reason.reason.strip().splitlines()[0]
+        if text not in seen:
+            seen.add(text)
+            yield text
+
+
+def _lines(report: dict[str, Any]) -> Iterator[str]:
+    models = report["models"]
+    if not any(m["converted"] for m in models):
+        whys = "; ".join(f"{m['model']}: {m.get('why') or _why(m)}" for m in models)
+        yield f"NOTHING WAS CONVERTED, because {whys or 'no module with parameters was called'}"
+    for m in models:
+        if not m["converted"]:
+            continue
+        yield (
+            f"{m['model']}: {m['operators_low']} of {m['operators']} operators in "
+            f"{m['dtype'].removeprefix('torch.')}, {m['casts']} casts moving "
+            f"{m['cast_bytes'] / 2**20:.1f} MiB, in {m['runs']} runs of {m['graphs']} graphs"
+        )
+        yield from (f"  {fallback}" for fallback in m["fallbacks"])
+        if "loss_scale" in m:
+            yield f"  loss scale {m['loss_scale']:g}, {m['steps_skipped']} steps skipped"
+    yield from (f"  graph break at {text}" for text in report["graph_breaks"])
+
+
+def _why(described: dict[str, Any]) -> str:
+    return "; ".join(described["fallbacks"]) or "no operator on the allow list was captured"
+
+
+def _with_bodies(plan: Plan) -> Iterable[Plan]:
+    yield plan
+    for body in plan.bodies.values():
+        yield from _with_bodies(body)
+
+
+def _is_operator(facts: NodeFacts) -> bool:
+    """Whether a node computes on or returns float32 tensors."""
+    return facts.op not in NOT_OPERATORS and bool(facts.reads or facts.numel)

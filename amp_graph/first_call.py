@@ -1,0 +1,124 @@
+"""What becomes of each model that a script calls: converted at its first call, or left alone."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+from amp_graph.capture.dynamo import can_capture
+from amp_graph.compiler import Record
+from amp_graph.convert import convert, is_converted, record_of, restore, unwrapped
+from amp_graph.grad_scaler import is_grad_scaler_around
+from amp_graph.policy import Policy
+
+
+@dataclass
+class Model:
+    """One model of the script, as the report tells of it."""
+
+    name: str
+    module: weakref.ref[nn.Module]
+    record: Record | None = None  # of its conversion
+    left_alone: str = ""  # why
+
+
+class Models:
+    """All models that were called so far."""
+
+    def __init__(self, policy: Policy, verbose: bool):
+        self.seen: list[Model] = []
+        self._policy, self._verbose = policy, verbose
+        self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._no_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._local = threading.local()
+
+    def on_call(self, module: nn.Module) -> Callable[..., Any] | None:
+        """What a call of this module is to run; None, if it is inside of another's call."""
+        if getattr(self._local, "inside", False) or torch.compiler.is_compiling():
+            return None
+        return partial(self._outermost_call, module)
+
+    def _outermost_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        self._local.inside = True
+        try:
+            if module not in self._parts and module not in self._no_models:
+                self._first_call(module)
+            return module._call_impl(*args, **kwargs)
+        finally:
+            self._local.inside = False
+
+    def _first_call(self, module: nn.Module) -> None:
+        """Decide about a module; whatever goes wrong, it is left alone."""
+        inner = unwrapped(module)
+        if not any(p.is_floating_point() for p in inner.parameters()):
+            self._no_models.add(module)  # a loss, a metric, an activation; it may get some later
+            return
+        if not can_capture():
+            return  # not now; perhaps in its next call
+        model = Model(type(inner).__name__, weakref.ref(inner))
+        try:
+            model.left_alone = _why_not(module, inner)
+            if not model.left_alone:
+                self._convert(model, inner)
+        except Exception as error:
+            model.left_alone = f"{type(error).__name__}: {error}"
+        self.seen.append(model)
+        self._parts.update(inner.modules())
+        self._parts.add(module)
+        if model.left_alone:
+            _say(f"{model.name} is left as it is: {model.left_alone}")
+        elif self._verbose:
+            _say(f"{model.name} runs in mixed precision")
+
+    def _convert(self, model: Model, inner: nn.Module) -> None:
+        for earlier in self.seen:  # parts of this model that were called by themselves before
+            part = earlier.module()
+            if earlier.record and part is not None and part in set(inner.modules()):
+                restore(part)
+        convert(inner, policy=self._policy)
+        model.record = record_of(inner)
+
+    def restore_all(self) -> None:
+        for model in self.seen:
+            module = model.module()
+            if module is not None and model.record and is_converted(module):
+                restore(module)
+
+
+def _why_not(module: nn.Module, inner: nn.Module) -> str:
+    """Why a model is to be left alone, or ""."""
+    dtypes = {p.dtype for p in inner.parameters() if p.is_floating_point()}
+    if is_converted(inner):
+        return "the script converts it itself"
+    if isinstance(module, OptimizedModule) or any(
+        isinstance(m, OptimizedModule) or "_compiled_call_impl" in m.__dict__
+        for m in inner.modules()
+    ):
+        return "the script uses torch.compile"
+    if isinstance(inner, torch.jit.ScriptModule):
+        return "it is scripted"
+    if dtypes != {torch.float32}:
+        found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        return f"its parameters are {found}"
+    if any(".quantized" in type(m).__module__ for m in inner.modules()):
+        return "it is quantised"
+    if any(p.is_meta for p in inner.parameters()):
+        return "its parameters are on the meta device"
+    if any(torch.is_autocast_enabled(p.device.type) for p in inner.parameters()):
+        return "the script uses torch.autocast"
+    if is_grad_scaler_around():
+        return "the script uses a GradScaler"
+    return ""
+
+
+def _say(message: str) -> None:
+    print(f"amp_graph: {message}", file=sys.stderr)

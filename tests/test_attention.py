@@ -1,0 +1,290 @@
+"""Attention that PyTorch would compute in float32 inside is split; its parts compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from counting import MatmulCounter
+from graphs import BFLOAT16, Rewritten, rewritten
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import amp_graph
+from amp_graph.capture.attention import ATTENTION, attention, widens
+from amp_graph.capture.retrace import trace
+
+whole = nn.functional.scaled_dot_product_attention
+OVERRIDE = [amp_graph.Override(color="deny", op=ATTENTION.name().replace("::", "."))]
+L, S, E = 5, 7, 8  # queries, keys, numbers per head
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def operands(heads: int = 4, key_heads: int = 4, value_size: int = E) -> list[torch.Tensor]:
+    shapes = (2, heads, L, E), (2, key_heads, S, E), (2, key_heads, S, value_size)
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def bool_mask(*shape: int) -> torch.Tensor:
+    """Some rows are masked altogether."""
+    mask = torch.rand(shape) > 0.4
+    mask[..., 1, :] = False
+    return mask
+
+
+def float_mask(*shape: int, requires_grad: bool = True) -> torch.Tensor:
+    mask = torch.randn(shape)
+    mask[..., 1, :] = float("-inf")
+    mask[..., 2, 3] = float("-inf")
+    return mask.requires_grad_(requires_grad)
+
+
+MASKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "no mask": dict,
+    "causal": lambda: {"is_causal": True},
+    "bool": lambda: {"attn_mask": bool_mask(L, S)},
+    "bool per head": lambda: {"attn_mask": bool_mask(2, 4, L, S)},
+    "bool of one row": lambda: {"attn_mask": torch.rand(2, 1, 1, S) > 0.4},
+    "float": lambda: {"attn_mask": float_mask(2, 1, L, S, requires_grad=False)},
+    "float with gradient": lambda: {"attn_mask": float_mask(1, 4, L, S)},
+    "largest number": lambda: {"attn_mask": torch.where(bool_mask(L, S), 0.0, -3.4e38)},
+}
+SCALES = {"default": None, "one": 1.0, "given": 0.7, "negative": -0.3}
+HEADS = {"heads": 4, "grouped heads": 2}
+
+
+def gradients(function: Callable[..., torch.Tensor], args: list[Any], options: dict[str, Any]):
+    torch.manual_seed(1)
+    result = function(*args, **options)
+    leaves = [t for t in (*args, options.get("attn_mask")) if t is not None and t.requires_grad]
+    direction = torch.randn(result.shape, generator=torch.Generator().manual_seed(2))
+    return [result, *torch.autograd.grad(result, leaves, direction)]
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_parts_compute_the_same(mask: str, scale: str, heads: str, dropout_p: float) -> None:
+    """Also the same random numbers are dropped: the math kernel drops what the parts drop."""
+    args = operands(key_heads=HEADS[heads])
+    options = MASKS[mask]() | {"scale": SCALES[scale], "dropout_p": dropout_p}
+    options["enable_gqa"] = heads == "grouped heads"
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = gradients(whole, args, options)
+    for found, wanted in zip(gradients(attention, args, options), expected, strict=True):
+        assert (found - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(L, E), (S, E), (S, E)],
+        [(3, L, E), (3, S, E), (3, S, 2)],
+        [(2, 4, L, E), (2, 1, S, E), (2, 1, S, E)],
+        [(2, 3, 4, L, E), (2, 3, 4, S, E), (2, 3, 4, S, E)],
+        [(1, 1, L, 1), (1, 1, 1, 1), (1, 1, 1, 1)],
+        [(2, 4, 0, E), (2, 4, S, E), (2, 4, S, E)],
+    ],
+    ids=str,
+)
+def test_parts_take_every_shape(shapes: list[tuple[int, ...]]) -> None:
+    args = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    for options in ({}, {"is_causal": True}):
+        expected = gradients(whole, args, options)
+        for found, wanted in zip(gradients(attention, args, options), expected, strict=True):
+            assert (found - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+def rewrite_call(*args: torch.Tensor, policy: amp_graph.Policy = BFLOAT16, **options) -> Rewritten:
+    """Rewrite one call of attention on operands that are low already."""
+    mask = options.pop("attn_mask", None)
+
+    def function(weight: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        query, key, value, *rest = given
+        return whole(query @ weight, key @ weight, value, *rest, **options)
+
+    tensors = [torch.eye(E), *args, *([] if mask is None else [mask])]
+    return rewritten(trace(function, tensors), policy)
+
+
+def is_whole(result: Rewritten) -> bool:
+    return [n.target for n in result.nodes(ATTENTION.name().partition("::")[2])] == [ATTENTION]
+
+
+SPLIT = {
+    "mask with gradient": lambda: (operands(), {"attn_mask": float_mask(2, 4, L, S)}),
+    "dropout": lambda: (operands(), {"dropout_p": 0.1}),
+    "broadcast key heads": lambda: (operands(key_heads=1), {}),
+    "another value size": lambda: (operands(value_size=2 * E), {}),
+    "three dimensions": lambda: ([t[0] for t in operands()], {}),
+}
+WHOLE = {
+    "plain": lambda: (operands(), {}),
+    "causal": lambda: (operands(), {"is_causal": True}),
+    "mask": lambda: (operands(), {"attn_mask": float_mask(2, 4, L, S, requires_grad=False)}),
+    "bool mask": lambda: (operands(), {"attn_mask": bool_mask(L, S)}),
+    "grouped heads": lambda: (operands(key_heads=2), {"enable_gqa": True}),
+}
+
+
+@pytest.mark.parametrize("call", SPLIT)
+def test_what_takes_the_math_kernel_is_split(call: str) -> None:
+    args, options = SPLIT[call]()
+    result = rewrite_call(*args, **options)
+    assert not is_whole(result)
+    products = [n.name for n in result.nodes("matmul")]
+    assert len(products) == 4 and all(result.is_low(name) for name in products)
+    parts = [f for f in result.plan.facts.values() if f.name.startswith("scaled_dot_product")]
+    assert {f.op for f in parts} >= {"aten.matmul.default", "aten.transpose.int"}
+
+
+@pytest.mark.parametrize("call", WHOLE)
+def test_what_takes_a_fused_kernel_stays_whole(call: str) -> None:
+    args, options = WHOLE[call]()
+    result = rewrite_call(*args, **options)
+    assert is_whole(result) and result.is_low("scaled_dot_product_attention")
+
+
+CUDA = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.cuda,  # not yet run on a device
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda t: t,
+    "heads next to each other": lambda t: t.transpose(-2, -3).contiguous().transpose(-2, -3),
+    "numbers of a head apart": lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("call", SPLIT | WHOLE)
+def test_the_kernel_asked_for_is_the_kernel_taken(call: str, layout: str, device: str) -> None:
+    args, options = (SPLIT | WHOLE)[call]()
+    given = [LAYOUTS[layout](t.to(device)) for t in args]
+    mask = options.pop("attn_mask", None)
+    if mask is not None:
+        mask = mask.to(device)
+        given.append(mask)
+
+    def function(*tensors: torch.Tensor) -> torch.Tensor:
+        return whole(*tensors, **options)
+
+    taken = torch._fused_sdp_choice(
+        *(t if t.dtype is torch.bool else t.half() for t in given), **options
+    )
+    noted = [widens(n) for n in trace(function, given).graph.nodes if n.target is ATTENTION]
+    assert noted == [taken == SDPBackend.MATH.value]
+
+
+def test_without_gradients_a_mask_takes_a_fused_kernel() -> None:
+    mask = float_mask(2, 4, L, S)
+    with torch.no_grad():
+        assert is_whole(rewrite_call(*operands(), attn_mask=mask * 2))
+
+
+def test_kernels_that_the_user_disabled_do_not_count() -> None:
+    with sdpa_kernel(SDPBackend.MATH):
+        assert not is_whole(rewrite_call(*operands()))
+    no_kernel = pytest.raises(RuntimeError, match="No available kernel")
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), no_kernel:
+        rewrite_call(*operands(), dropout_p=0.1)
+
+
+@pytest.fixture
+def reduced_in_low() -> Iterator[None]:
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    yield
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
+def test_a_math_kernel_told_to_stay_low_stays_whole(reduced_in_low: None) -> None:
+    assert is_whole(rewrite_call(*operands(), dropout_p=0.1))
+
+
+def test_what_is_to_stay_in_float32_stays_whole() -> None:
+    by_operator = amp_graph.Policy("bfloat16", overrides=OVERRIDE)
+    result = rewrite_call(*operands(), dropout_p=0.1, policy=by_operator)
+    assert is_whole(result) and not result.is_low("scaled_dot_product_attention")
+    half = [t.detach().half() for t in operands()]
+    assert is_whole(rewritten(trace(lambda *t: whole(*t, dropout_p=0.1), half)))
+
+
+def test_a_choice_of_kernels_in_the_model_is_kept(reduced_in_low: None) -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(E))
+
+        def forward(self, *given: torch.Tensor) -> torch.Tensor:
+            query, key, value = given
+            with sdpa_kernel(SDPBackend.MATH):
+                scores = whole(query @ self.weight, key @ self.weight, value)
+            return whole(scores, key, value)
+
+    model = amp_graph.convert(Chosen(), policy="bfloat16")
+    with MatmulCounter() as seen:
+        model(*operands())
+    assert [plan.fallback for plan in amp_graph.plans(model)] == [None]
+    assert seen.low_share == 1 and seen.forward["bmm", torch.bfloat16] == 2
+    assert sum("flash" in name for name, _ in seen.forward) == 1
+    assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
+
+
+class Attention(nn.Module):
+    """Attention with a learned bias, as in T5, BEiT and Swin."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.project = nn.Linear(E, 3 * E)
+        self.bias = nn.Embedding(32, 1)
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.project(x).unsqueeze(1).chunk(3, dim=-1)
+        where = torch.arange(x.shape[1])
+        bias = self.bias((where[:, None] - where).abs()).squeeze(-1)
+        return whole(query, key, value, bias, dropout_p=self.dropout).squeeze(1)
+
+
+def test_a_model_trains_split_and_evaluates_whole() -> None:
+    model = amp_graph.convert(Attention(), policy="bfloat16")
+    for length in (6, 9, 11):  # from the second on, the length is symbolic
+        x = torch.randn(2, length, E)
+        model(x)
+        with MatmulCounter() as seen:
+            model(x).sum().backward()
+        assert seen.forward == {("addmm", torch.bfloat16): 1, ("bmm", torch.bfloat16): 2}
+        assert seen.backward_low_share == 1
+        assert model.bias.weight.grad.abs().max() > 0
+    assert [plan.fallback for plan in amp_graph.plans(model)] == [None, None]
+    parts = [f for f in amp_graph.plans(model)[0].facts.values() if "product_attention" in f.name]
+    assert all("in forward" in f.source for f in parts)
+    with torch.no_grad(), MatmulCounter() as seen:
+        model(x)
+        model(x)
+    assert not any("bmm" in name for name, _ in seen.forward)
+
+
+def test_dropout_drops_what_the_float32_model_drops() -> None:
+    plain = Attention(dropout=0.5)
+    model = amp_graph.convert(Attention(dropout=0.5), policy="bfloat16")
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 6, E)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        expected = plain(x)
+        torch.manual_seed(seed)
+        torch.testing.assert_close(model(x), expected, rtol=0.03, atol=0.03)
