@@ -3,12 +3,12 @@
 A loop is the same in every precision but for the call of `convert`, which does nothing in float32.
 """
 
-
 from __future__ import annotations
 
 import argparse  # its source is one of the texts
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import amp_graph
 

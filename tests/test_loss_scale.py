@@ -17,6 +17,7 @@ from amp_graph.graph_scale import GraphScale
 from amp_graph.loss_scale import load_state, save_state
 
 YES, NO = torch.tensor(1.0), torch.tensor(0.0)
+OPTIMIZER, MODEL = object(), torch.nn.Linear(1, 1)
 OVERFLOWS = st.lists(st.booleans(), max_size=60)
 POWERS = st.integers(-14, 24).map(lambda e: 2.0**e)
 
@@ -181,7 +182,7 @@ def test_a_policy_s_loss_scale_that_makes_no_sense(loss_scale: Any) -> None:
 
 
 def graph_scale(config: LossScale) -> GraphScale:
-    return GraphScale(config, list)
+    return GraphScale(config, MODEL.parameters)
 
 
 def stepped(scaler: Any, overflows: list[bool]) -> Any:
@@ -203,21 +204,21 @@ def test_a_state_goes_on_where_it_was_saved(before: list[bool], after: list[bool
     for split in (before, before + after):
         scale = graph_scale(config)
         for overflow in split:
-            scale.stepped(YES if overflow else NO)
+            scale.stepped(YES if overflow else NO, OPTIMIZER)
             scale.begin_forward()
         if split is before:
             saved = scale.state_dict()
     resumed = graph_scale(config)
     resumed.load_state_dict(saved)
     for overflow in after:
-        resumed.stepped(YES if overflow else NO)
+        resumed.stepped(YES if overflow else NO, OPTIMIZER)
         resumed.begin_forward()
     assert resumed.state_dict() == scale.state_dict()
 
 
 def test_a_step_that_was_not_followed_by_a_forward_is_in_the_state() -> None:
     scale = graph_scale(LossScale())
-    scale.stepped(YES)
+    scale.stepped(YES, OPTIMIZER)
     assert scale.state_dict()["scale"] == scale.get_scale() == 2.0**15
 
 

@@ -178,11 +178,12 @@ class Run:
         return losses[-1].detach()
 
     def backoffs(self, model: nn.Module) -> int:
-        """How often a model's scale has to go down: once in a round, and every step with a closure
-        is a round of its own."""
+        """How often a model's scale has to go down: once in a round. A step with a closure is a
+        round of its own, unless reentrant checkpointing hides its forwards."""
         own = {id(p) for p in model.parameters()} & self.bad
         rounds = sum(any(id(p) in own for p in ps) for ps in self.parts)
-        return rounds if self.case.kind == "LBFGS" else min(rounds, 1)
+        own_rounds = self.case.kind == "LBFGS" and self.case.loop != "checkpoint"
+        return rounds if own_rounds else min(rounds, 1)
 
     def run(self) -> Run:
         for self.step_now in range(STEPS):
