@@ -21,7 +21,8 @@ import amp_graph
 
 OVERFLOWS = (1, 2, 7)
 POLICY = amp_graph.Policy(
-    "float16", loss_scale=amp_graph.LossScale(2.0**10, growth_interval=3, hysteresis=2)
+    "float16",
+    loss_scale=amp_graph.LossScale(2.0**10, growth_interval=3, ceiling=2.0**12, hysteresis=2),
 )
 MAKE: dict[str, Any] = {
     "SGD": lambda p: SGD(p, lr=0.1, momentum=0.9),
