@@ -90,6 +90,8 @@ class GradScaler:
         if not self._enabled:
             return
         if new_scale is not None:
+            if not self._config.floor <= float(new_scale) <= self._config.ceiling:
+                raise AmpGraphError(f"update() sets a scale beyond the bounds: {new_scale}")
             value = torch.tensor(float(new_scale), device=self._state.scale.device)
             self._state = self._state._replace(scale=value)
         elif not self._found:

@@ -66,6 +66,8 @@ class LossScale:
                 f"LossScale: init_scale {self.init_scale:g} must lie between floor "
                 f"{self.floor:g} and ceiling {self.ceiling:g}"
             )
+        if self.floor < 2.0**-126 or self.ceiling > 2.0**126:
+            raise PolicyError("LossScale: float32 holds no such bound, or not its reciprocal")
         if self.growth_factor < 1 or self.backoff_factor > 1:
             raise PolicyError("LossScale: growth_factor is below 1 or backoff_factor above")
         for name in ("growth_interval", "hysteresis", "abort_after"):

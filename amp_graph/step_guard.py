@@ -201,9 +201,11 @@ class StepGuard:
         if saved is None or not scales:
             return
         try:
-            states, steps, skipped = list(saved["scales"]), int(saved["steps"]), saved["skipped"]
-            skipped = torch.tensor(float(skipped))
-        except (KeyError, TypeError, ValueError) as error:
+            states, steps, count = list(saved["scales"]), int(saved["steps"]), int(saved["skipped"])
+            if not 0 <= count <= steps:
+                raise ValueError(f"{count} of {steps} steps skipped")
+            skipped = torch.tensor(float(count))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(
                 f"'{STATE_KEY}' in the optimizer's state is damaged or foreign ({error!r}); "
                 f"without that key the loss scale starts anew"

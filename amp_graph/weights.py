@@ -38,7 +38,8 @@ class LowPrecisionWeights:
         lows = [copy.low for copy in copies]
         unchanged = []
         for copy, parameter in zip(copies, parameters, strict=True):
-            version = parameter._version
+            # Inference tensors count no versions; autograd does not record their use either.
+            version = 0 if parameter.is_inference() else parameter._version
             if copy.version == version:
                 unchanged.append(copy.low)
             copy.version = version

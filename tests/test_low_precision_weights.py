@@ -1,0 +1,281 @@
+"""Low-precision weights are never stale, however a parameter was changed.
+
+After each kind of change the model must compute what a model freshly converted with the same
+parameters computes, to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.swa_utils import AveragedModel
+from training import FLOAT16, Mlp, assert_same_gradients, distance, scaled, twins
+
+import amp_graph
+
+SCALED = scaled(2.0**8)
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+OTHER = Mlp().state_dict()
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def now(model: nn.Module, policy: Any = SCALED) -> Tensor:
+    """What the parameters as they are now make of X: by a new model, converted now."""
+    new = copy.deepcopy(amp_graph.restore(copy.deepcopy(model)))
+    with torch.no_grad():
+        return amp_graph.convert(new, policy=policy)(X)
+
+
+def by_optimizer(kind: Any, **options: Any) -> Callable[[nn.Module], None]:
+    def change(model: nn.Module) -> None:
+        optimizer = kind(model.parameters(), lr=0.1, **options)
+        for _ in range(3):
+            model.zero_grad()
+            model(X).square().mean().backward()
+            assert optimizer.step() is not False
+        assert amp_graph.step_counts(optimizer).stepped in (0, 3)
+
+    return change
+
+
+def by_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.mul_(0.5)
+        p.data.add_(torch.ones(()), alpha=0.1)
+
+
+def by_new_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data * 0.5
+
+
+def by_numpy(model: nn.Module) -> None:
+    for p in model.parameters():
+        np.multiply(p.detach().numpy(), 0.5, out=p.detach().numpy())
+
+
+def by_copy(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p * 0.5)
+
+
+def by_memory_shared_with_another(model: nn.Module) -> None:
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    nn.utils.vector_to_parameters(flat, model.parameters())  # views into one buffer
+    flat.mul_(0.5)
+
+
+def by_set(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.set_(p * 0.5)
+
+
+def by_replacement(model: Any) -> None:
+    model.first.weight = nn.Parameter(torch.randn(8, 4))
+    model.second = nn.Linear(8, 2)
+
+
+def by_resizing(model: Any) -> None:
+    for name in ("weight", "bias"):
+        parameter = getattr(model.first, name)
+        parameter.data = torch.cat([parameter.data] * 2)
+    model.second.weight.data = torch.randn(2, 16)
+
+
+def by_assigned_state(model: nn.Module) -> None:
+    model.load_state_dict({k: v.clone() for k, v in OTHER.items()}, assign=True)
+
+
+def by_other_strides(model: Any) -> None:
+    model.first.weight.data = torch.randn(4, 8).t()
+
+
+CHANGES = {
+    "SGD": by_optimizer(SGD, momentum=0.9),
+    "SGD foreach": by_optimizer(SGD, foreach=True),
+    "SGD fused": by_optimizer(SGD, fused=True),
+    "Adam foreach": by_optimizer(Adam, foreach=True),
+    "AdamW fused": by_optimizer(AdamW, fused=True),
+    "AdamW plain": by_optimizer(AdamW, foreach=False),
+    ".data in place": by_data,
+    ".data replaced": by_new_data,
+    "numpy": by_numpy,
+    "copy_": by_copy,
+    "memory shared with a flat buffer": by_memory_shared_with_another,
+    "set_": by_set,
+    "load_state_dict": lambda model: model.load_state_dict(OTHER),
+    "load_state_dict assign": by_assigned_state,
+    "parameters replaced": by_replacement,
+    "parameters resized": by_resizing,
+    "other strides": by_other_strides,
+    "moved there and back": lambda model: by_data(model.double()) or model.float(),
+    "init": lambda model: [nn.init.normal_(p) for p in model.parameters()],
+    "apply": lambda model: model.apply(lambda m: getattr(m, "reset_parameters", int)()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize("mode", ["training", "eval", "inference"])
+def test_is_never_stale(change: Callable[[nn.Module], Any], mode: str) -> None:
+    model = amp_graph.convert(Mlp(), policy=SCALED)
+    around = {"training": torch.enable_grad, "eval": torch.no_grad}.get(mode, torch.inference_mode)
+    model.train(mode == "training")
+    before = model(X).detach()
+    with around():
+        before = model(X).clone()
+    change(model)
+    with around():
+        after = model(X)
+    assert torch.equal(after, now(model))
+    assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_gradients_after_a_change(change: Callable[[nn.Module], Any]) -> None:
+    _, model = twins(Mlp(), SCALED)
+    model(X).square().mean().backward()
+    change(model)
+    plain = amp_graph.restore(copy.deepcopy(model))
+    for each in (plain, model):
+        each.zero_grad()
+        each(X).square().mean().backward()
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("by", [".data", "copy_", "swap of .data"])
+def test_ema_swapped_in_and_out(by: str) -> None:
+    model = amp_graph.convert(Mlp(), policy=SCALED)
+    live = model(X).detach()
+    averages = [p.detach() * 0.5 for p in model.parameters()]
+    backup = [p.detach().clone() for p in model.parameters()]
+
+    def put(values: list[Tensor]) -> None:
+        for p, value in zip(model.parameters(), values, strict=True):
+            if by == "copy_":
+                with torch.no_grad():
+                    p.copy_(value)
+            elif by == ".data":
+                p.data.copy_(value)
+            else:
+                p.data = value
+
+    for _ in range(2):
+        put(averages)
+        with torch.no_grad():
+            assert torch.equal(model(X), now(model))
+        put(backup)
+        assert torch.equal(model(X).detach(), live)
+
+
+def test_averaged_model_computes_with_its_own_weights() -> None:
+    model = amp_graph.convert(Mlp(), policy=SCALED)
+    model(X)
+    averaged = AveragedModel(model)
+    averaged.update_parameters(model)
+    for p in model.parameters():
+        p.data.mul_(2)
+    averaged.update_parameters(model)
+    with torch.no_grad():
+        assert torch.equal(averaged(X), now(averaged.module))
+        assert torch.equal(model(X), now(model))
+        assert not torch.equal(averaged(X), model(X))
+
+
+def test_frozen_then_unfrozen() -> None:
+    plain, model = twins(Mlp(), SCALED)
+    for frozen in (True, False, True):
+        for each in (plain, model):
+            each.first.requires_grad_(not frozen)
+            optimizer = SGD([p for p in each.parameters() if p.requires_grad], lr=0.1)
+            each.zero_grad()
+            each(X).square().mean().backward()
+            assert all((p.grad is None) is frozen for p in each.first.parameters())
+            optimizer.step()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert distance(p, q) <= 0.001  # one part in a thousand: lr times float16's error
+        assert_same_gradients(model, plain)
+
+
+def test_all_frozen_but_the_input() -> None:
+    found = []
+    for each in twins(Mlp().requires_grad_(False)):
+        x = X.clone().requires_grad_()
+        (each(x).square().mean() * 1e-6).backward()
+        found.append(x.grad)
+    assert distance(found[1], found[0]) <= FLOAT16
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+        self.inner = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inner(self.table((x * 3).abs().long() % 8))))
+
+
+PARAMETRIZED: dict[str, Callable[[], nn.Module]] = {
+    "weight_norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 2))),
+    "spectral_norm": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 2))),
+    "orthogonal": lambda: nn.Sequential(parametrizations.orthogonal(nn.Linear(4, 4))),
+    "old weight_norm": lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 2))),
+    "old spectral_norm": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 2))),
+    "tied": Tied,
+    "one layer twice": lambda: (lambda m: nn.Sequential(m, nn.Tanh(), m))(nn.Linear(4, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated", "ignore::FutureWarning")
+@pytest.mark.parametrize("make", PARAMETRIZED.values(), ids=PARAMETRIZED.keys())
+def test_shared_and_parametrized_weights_train(make: Callable[[], nn.Module]) -> None:
+    plain = make()
+    # deepcopy refuses the old weight_norm; a second one with the same state does as well.
+    model = make()
+    model.load_state_dict(plain.state_dict())
+    amp_graph.convert(model, policy=SCALED)
+    steppers = [SGD(m.parameters(), lr=0.02) for m in (plain, model)]
+    for _ in range(3):
+        for each, optimizer in zip((plain, model), steppers, strict=True):
+            optimizer.zero_grad()
+            each(X).square().mean().backward()
+            optimizer.step()
+        assert_same_gradients(model, plain)
+        plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        model.eval(), plain.eval()
+        assert distance(model(X), plain(X)) <= FLOAT16
+        for p in model.parameters():
+            p.data.mul_(0.5)
+        plain.load_state_dict(model.state_dict())
+        assert distance(model(X), plain(X)) <= FLOAT16
+
+
+def test_a_parametrization_added_later() -> None:
+    class Twice(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight * 2
+
+    model = amp_graph.convert(Mlp(), policy=SCALED)
+    before = model(X)
+    parametrize.register_parametrization(model.second, "weight", Twice())
+    after = model(X)
+    bias = model.second.bias.detach()
+    torch.testing.assert_close(after - bias, 2 * (before - bias), rtol=1e-3, atol=1e-3)

@@ -1,0 +1,132 @@
+"""Optimizers that people write: subclasses, wrappers around another one, lists of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Optimizer
+from training import Mlp, overflow, same, scaled, snapshot
+
+import amp_graph
+from amp_graph import StepCounts
+
+SCALED = scaled(2.0**10)
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+class Halving(SGD):
+    """Calls its base class's step, and counts its own."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.calls += 1
+        return loss
+
+
+class Lookahead(Optimizer):
+    """Zhang et al. (2019), as packages write it: an optimizer around another one."""
+
+    def __init__(self, inner: Optimizer, every: int = 2):
+        self.inner, self.every, self.count = inner, every, 0
+        super().__init__(inner.param_groups, {})
+        self.slow = [p.detach().clone() for g in inner.param_groups for p in g["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.inner.step(closure)
+        self.count += 1
+        if self.count % self.every == 0:
+            fast = [p for g in self.param_groups for p in g["params"]]
+            for slow, p in zip(self.slow, fast, strict=False):
+                slow.add_(p - slow, alpha=0.5)
+                p.copy_(slow)
+        return loss
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_subclass_that_calls_its_base_is_counted_once(attached: bool) -> None:
+    model = Mlp()
+    optimizer = Halving(model.parameters(), lr=0.1, momentum=0.9)
+    if attached:
+        amp_graph.convert(model, optimizer, policy=SCALED)
+    else:
+        amp_graph.convert(model, policy=SCALED)
+    for overflows in (True, False, True):
+        before = snapshot(model, optimizer)
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        if overflows:
+            overflow(model)
+        optimizer.step()
+        assert same(snapshot(model, optimizer), before) is overflows
+    assert amp_graph.step_counts(optimizer) == StepCounts(1, 2)
+    assert amp_graph.scale_of(model).get_scale() == 2.0**8
+    # A skipped step is not run, but the one by which an optimizer is found cannot be stopped.
+    assert optimizer.calls == (1 if attached else 2)
+
+
+@pytest.mark.parametrize("which", ["outer", "inner", "neither"])
+def test_an_optimizer_around_another(which: str) -> None:
+    model = Mlp()
+    inner = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    outer = Lookahead(inner)
+    amp_graph.convert(
+        model, {"outer": [outer], "inner": [inner], "neither": []}[which], policy=SCALED
+    )
+    for overflows in (False, True, False, True):
+        before = snapshot(model, inner), [s.clone() for s in outer.slow]
+        outer.zero_grad()
+        model(X).square().mean().backward()
+        if overflows:
+            overflow(model)
+        outer.step()
+        after = snapshot(model, inner), outer.slow
+        assert same(after[0], before[0]) is overflows
+        assert not overflows or same(after[1], before[1])
+        assert all(p.isfinite().all() for p in model.parameters())
+    assert amp_graph.scale_of(model).get_scale() == 2.0**8
+
+
+class Own(Optimizer):
+    """Keeps a list of its parameters besides param_groups, and steps those."""
+
+    def __init__(self, parameters: Any):
+        self.own = list(parameters)
+        self.moments = [torch.zeros_like(p) for p in self.own]
+        super().__init__(self.own, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert self.param_groups[0]["params"] == self.own
+        for p, moment in zip(self.own, self.moments, strict=True):
+            moment.mul_(0.9).add_(p.grad)
+            p.sub_(moment, alpha=0.1)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_an_optimizer_with_a_list_of_its_own_skips_too(attached: bool) -> None:
+    model = Mlp()
+    optimizer = Own(model.parameters())
+    if attached:
+        amp_graph.convert(model, optimizer, policy=SCALED)
+    else:
+        amp_graph.convert(model, policy=SCALED)
+    for overflows in (False, True, False, True):
+        before = snapshot(model), [m.clone() for m in optimizer.moments]
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        if overflows:
+            overflow(model)
+        optimizer.step()
+        assert same((snapshot(model), optimizer.moments), before) is overflows
+    assert amp_graph.step_counts(optimizer) == StepCounts(2, 2)
