@@ -18,21 +18,21 @@ from amp_graph.errors import (
     PolicyError,
     VerifyError,
 )
-from amp_graph.grad_scaler import GradScaler, scale_loss
-from amp_graph.graph_scale import GraphScale
 from amp_graph.inspection.difference import diff
 from amp_graph.inspection.dump import dump
 from amp_graph.inspection.explain import explain
 from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan, TensorFacts
-from amp_graph.loss_scale import LossScale
 from amp_graph.numerics.calibrate import Calibration, calibrate
 from amp_graph.numerics.compare import Comparison, compare
 from amp_graph.numerics.nonfinite import NonFinite, find_nonfinite
 from amp_graph.plan_file import load_plan, save_plan
 from amp_graph.policy import Override, Policy
 from amp_graph.runtime import ConversionWarning
-from amp_graph.step_guard import StepCounts
-from amp_graph.training import step_counts
+from amp_graph.training.grad_scaler import GradScaler, scale_loss
+from amp_graph.training.graph_scale import GraphScale
+from amp_graph.training.loss_scale import LossScale
+from amp_graph.training.optimizers import step_counts
+from amp_graph.training.step_guard import StepCounts
 
 __version__ = "0.1.0"
 

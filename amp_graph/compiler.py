@@ -11,11 +11,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from amp_graph.boundary import Boundary
 from amp_graph.capture.dynamo import break_in
 from amp_graph.capture.retrace import retrace
 from amp_graph.errors import PlanError
-from amp_graph.graph_scale import GraphScale
 from amp_graph.ir import Plan
 from amp_graph.nonfinite import run_watched
 from amp_graph.passes.lift_weights import lift_weights
@@ -23,7 +21,9 @@ from amp_graph.pins import Saved, pins_for
 from amp_graph.policy import Policy
 from amp_graph.rewrite import device_types, outline, rewrite, split_where_wide
 from amp_graph.runtime import Guarded, under_autocast, warn, without_autocast
-from amp_graph.weights import LowPrecisionWeights
+from amp_graph.training.boundary import Boundary
+from amp_graph.training.graph_scale import GraphScale
+from amp_graph.training.weights import LowPrecisionWeights
 
 
 @dataclass

@@ -19,13 +19,13 @@ from amp_graph.capture.dynamo import (
 )
 from amp_graph.compiler import Compiler
 from amp_graph.errors import PlanError
-from amp_graph.graph_scale import GraphScale
 from amp_graph.ir import Plan
 from amp_graph.own_code import can_scale, own_code
 from amp_graph.pins import Saved
 from amp_graph.policy import Policy
 from amp_graph.runtime import Outside, under_autocast, warn, without_autocast
-from amp_graph.training import drop_scale, use_scale
+from amp_graph.training.graph_scale import GraphScale
+from amp_graph.training.optimizers import drop_scale, use_scale
 
 SLOT = "_call_impl"  # the method of nn.Module that a conversion stands in front of
 AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")

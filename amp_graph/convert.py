@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 from amp_graph.compiler import Compiler, Record
 from amp_graph.conversion import SLOT, Conversion, devices_and_dtype
 from amp_graph.errors import AmpGraphError, PlanError
-from amp_graph.found_inf import found_inf
-from amp_graph.graph_scale import GraphScale
 from amp_graph.ir import Plan
 from amp_graph.pins import Saved
 from amp_graph.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, as_policy
 from amp_graph.runtime import warn
-from amp_graph.training import attach
+from amp_graph.training.found_inf import found_inf
+from amp_graph.training.graph_scale import GraphScale
+from amp_graph.training.optimizers import attach
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizers = TypeVar("Optimizers", Optimizer, list[Optimizer], tuple[Optimizer, ...])

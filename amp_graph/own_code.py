@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amp_graph.capture.dynamo import is_sharded
-from amp_graph.crossing import Scale, carries_gradient, enter, leave
 from amp_graph.runtime import under_autocast
+from amp_graph.training.crossing import Scale, carries_gradient, enter, leave
 
 PLAIN = (Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 

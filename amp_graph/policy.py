@@ -10,8 +10,8 @@ import torch
 
 from amp_graph.errors import PolicyError
 from amp_graph.ir import Color, NodeFacts
-from amp_graph.loss_scale import LossScale
 from amp_graph.oplists import OpLists, UserLists, load_lists
+from amp_graph.training.loss_scale import LossScale
 
 LOW_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 FLOAT16_DEVICES = frozenset({"cuda", "mps"})  # elsewhere float16 arithmetic is emulated or slow

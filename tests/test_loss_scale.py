@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amp_graph import CheckpointError, GradScaler, LossScale, Policy, PolicyError
-from amp_graph.graph_scale import GraphScale
-from amp_graph.loss_scale import load_state, save_state
+from amp_graph.training.graph_scale import GraphScale
+from amp_graph.training.loss_scale import load_state, save_state
 
 YES, NO = torch.tensor(1.0), torch.tensor(0.0)
 OPTIMIZER, MODEL = object(), torch.nn.Linear(1, 1)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from amp_graph.nonfinite import FirstNonfinite
-from amp_graph.together import empty_together, merged
+from amp_graph.training.together import empty_together, merged
 
 
 class Scale(Protocol):

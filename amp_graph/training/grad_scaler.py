@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.errors import AmpGraphError
-from amp_graph.found_inf import found_inf
-from amp_graph.loss_scale import LossScale, ScaleState, load_state, save_state
+from amp_graph.training.found_inf import found_inf
+from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, save_state
 
 
 class GradScaler:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_graph.together import merged
+from amp_graph.training.together import merged
 
 
 @torch.no_grad()

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.errors import CheckpointError
-from amp_graph.found_inf import found_inf
-from amp_graph.grad_scaler import is_grad_scaler_stepping
-from amp_graph.graph_scale import GraphScale
-from amp_graph.loss_scale import load_state
-from amp_graph.undo import Copies, GuardedClosure
+from amp_graph.training.found_inf import found_inf
+from amp_graph.training.grad_scaler import is_grad_scaler_stepping
+from amp_graph.training.graph_scale import GraphScale
+from amp_graph.training.loss_scale import load_state
+from amp_graph.training.undo import Copies, GuardedClosure
 
 STATE_KEY = "amp_graph"  # in an optimizer's state_dict
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_graph.crossing import Scale, carries_gradient, enter, leave, write_back
-from amp_graph.weights import LowPrecisionWeights
+from amp_graph.training.crossing import Scale, carries_gradient, enter, leave, write_back
+from amp_graph.training.weights import LowPrecisionWeights
 
 # Bytes of float32 parameters per group, the last parameters first: as in DistributedDataParallel,
 # whose communication can start when the first, small group is done.

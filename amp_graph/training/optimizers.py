@@ -17,8 +17,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from amp_graph.graph_scale import GraphScale
-from amp_graph.step_guard import StepCounts, StepGuard
+from amp_graph.training.graph_scale import GraphScale
+from amp_graph.training.step_guard import StepCounts, StepGuard
 
 _scales: weakref.WeakSet[GraphScale] = weakref.WeakSet()
 _guards: weakref.WeakKeyDictionary[Optimizer, StepGuard] = weakref.WeakKeyDictionary()

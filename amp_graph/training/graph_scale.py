@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_graph.crossing import is_batched
 from amp_graph.errors import OverflowAbort
-from amp_graph.grad_scaler import is_grad_scaler_around
-from amp_graph.loss_scale import LossScale, ScaleState, load_state, save_state
 from amp_graph.nonfinite import FirstNonfinite
+from amp_graph.training.crossing import is_batched
+from amp_graph.training.grad_scaler import is_grad_scaler_around
+from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, save_state
 
 CAUTIOUS_PEAK = 2.0**4  # what a cautious scale brings the largest incoming gradient to
 _serials = itertools.count()
