@@ -29,6 +29,7 @@ A model is named by a function without arguments that returns it with a batch to
     amp_graph explain models:small --plan plan.json
     amp_graph diff plan.json other_plan.json
     amp_graph lists aten.gelu
+    amp_graph run train.py --epochs 3
 
 Exit codes: 0 success, 1 the answer is no (plans differ, error above the bound, operator on no
 list), 2 something is wrong with the arguments, the model or a file.

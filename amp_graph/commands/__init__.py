@@ -2,8 +2,9 @@
 
 from amp_graph.commands.lists import LISTS
 from amp_graph.commands.numerics import CALIBRATE, COMPARE
+from amp_graph.commands.run import RUN
 from amp_graph.commands.see import DIFF, DUMP, EXPLAIN
 
-COMMANDS = (EXPLAIN, DUMP, COMPARE, CALIBRATE, DIFF, LISTS)
+COMMANDS = (EXPLAIN, DUMP, COMPARE, CALIBRATE, DIFF, LISTS, RUN)
 
 __all__ = ["COMMANDS"]

@@ -1,0 +1,69 @@
+"""`run`: a script whose models are converted, as with AMP_GRAPH_ENABLE=1."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import types
+from argparse import REMAINDER, ArgumentParser, Namespace
+from pathlib import Path
+
+from amp_graph import autopatch
+from amp_graph.commands.command import Command
+from amp_graph.errors import AmpGraphError
+
+
+def _run_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("script", help="a Python file, or the name of a module after -m")
+    parser.add_argument("-m", action="store_true", dest="is_module", help="run a module")
+    parser.add_argument("arguments", nargs=REMAINDER, help="the script's own arguments")
+
+
+def _run(args: Namespace) -> int:
+    if not args.is_module and not Path(args.script).is_file():
+        raise AmpGraphError(f"there is no file {args.script!r}; give the path of a script")
+    os.environ["AMP_GRAPH_ENABLE"] = "1"  # for child processes as well
+    autopatch.start()
+    sys.argv = [args.script, *args.arguments]
+    try:
+        if args.is_module:
+            sys.path[0] = os.getcwd()
+            runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+        else:
+            _run_file(Path(args.script))
+    except Exception as error:
+        traceback = error.__traceback__
+        while traceback is not None and _is_ours(traceback):
+            traceback = traceback.tb_next
+        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+        return 1
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    return 0
+
+
+def _run_file(script: Path) -> None:
+    """As `python script` would: in a `__main__` that stays, its folder first on the path."""
+    file = str(script.absolute())
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=file, __builtins__=__builtins__)
+    sys.modules["__main__"] = main
+    sys.path[0] = str(script.resolve().parent)
+    exec(compile(script.read_bytes(), file, "exec"), main.__dict__)
+
+
+def _is_ours(traceback: types.TracebackType) -> bool:
+    file = traceback.tb_frame.f_code.co_filename
+    return file in (__file__, runpy.__file__) or file.startswith("<frozen runpy")
+
+
+RUN = Command(
+    "run",
+    "run a script with its models converted",
+    "The script's arguments, exit code and tracebacks are its own. The AMP_GRAPH_ variables apply.",
+    _run_arguments,
+    _run,
+)
