@@ -38,7 +38,14 @@ from torch import nn
 
 import amp_graph
 
-Step = Callable[[], None]
+
+@dataclass(frozen=True)
+class Variant:
+    """A model in one precision: its forward pass up to the loss, and its whole training step."""
+
+    model: nn.Module
+    forward: Callable[[], torch.Tensor]
+    step: Callable[[], None]
 
 
 @dataclass
@@ -88,26 +95,27 @@ class Saved:
 
 def training_step(
     work: Workload, model: nn.Module, device: str, dtype: torch.dtype | None, scaled: bool
-) -> Step:
+) -> Variant:
     """A step under autocast of `dtype`, if given, and with a GradScaler."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     scaler = torch.amp.GradScaler(device, enabled=scaled)
 
-    def step() -> None:
+    def forward() -> torch.Tensor:
         with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
-            loss = work.loss(model)
-        scaler.scale(loss).backward()
+            return work.loss(model)
+
+    def step() -> None:
+        scaler.scale(forward()).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
 
-    step.loss = lambda: work.loss(model)  # type: ignore[attr-defined]
-    return step
+    return Variant(model, forward, step)
 
 
-def variants(name: str, device: str, dtype: torch.dtype, compiled: bool) -> dict[str, Step]:
+def variants(name: str, device: str, dtype: torch.dtype, compiled: bool) -> dict[str, Variant]:
     torch.manual_seed(0)
     work = WORKLOADS[name](device)
     work.model.to(device)
@@ -116,11 +124,11 @@ def variants(name: str, device: str, dtype: torch.dtype, compiled: bool) -> dict
     def fresh() -> nn.Module:
         return copy.deepcopy(work.model)
 
-    def amp() -> Step:
+    def amp() -> Variant:
         model = amp_graph.convert(fresh(), policy=amp_graph.Policy(dtype))
         return training_step(work, model, device, None, False)
 
-    def pure() -> Step:
+    def pure() -> Variant:
         model = fresh().to(dtype)
         lowered = _with_low_inputs(model, dtype)
         return training_step(work, lowered, device, None, False)
@@ -154,35 +162,31 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     dtype = getattr(torch, args.dtype)
     steps = variants(name, args.device, dtype, args.compile)
     started = {}
-    for variant, step in steps.items():
+    for label, variant in steps.items():
         before = time.perf_counter()
-        step()
-        started[variant] = time.perf_counter() - before
+        variant.step()
+        started[label] = time.perf_counter() - before
         for _ in range(4):
-            step()
-    counters = {} if args.compile else {v: asdict(count(step)) for v, step in steps.items()}
-    seconds: dict[str, list[float]] = {variant: [] for variant in steps}
+            variant.step()
+    counters = {} if args.compile else {label: asdict(count(v)) for label, v in steps.items()}
+    seconds: dict[str, list[float]] = {label: [] for label in steps}
     for _ in range(args.turns):
-        for variant in random.sample(list(steps), len(steps)):
+        for label in random.sample(list(steps), len(steps)):
             before = time.perf_counter()
-            steps[variant]()
+            steps[label].step()
             if args.device == "cuda":
                 torch.cuda.synchronize()
-            seconds[variant].append(time.perf_counter() - before)
+            seconds[label].append(time.perf_counter() - before)
     return {"model": name, "seconds": seconds, "counters": counters, "first_call": started}
 
 
-def count(step: Step) -> Counters:
+def count(variant: Variant) -> Counters:
     launches = Launches()
     with launches:
-        step()
-    loss = step.loss  # type: ignore[attr-defined]
-    model = next(
-        c.cell_contents for c in loss.__closure__ if isinstance(c.cell_contents, nn.Module)
-    )
-    saved = Saved(model)
+        variant.step()
+    saved = Saved(variant.model)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
-        loss()
+        variant.forward()
     launches.counters.saved_bytes = sum(saved.memory.values())
     return launches.counters
 
