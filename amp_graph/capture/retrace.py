@@ -61,7 +61,17 @@ def convert_like(
     return tensor.to(*target, memory_format=memory_format or torch.preserve_format)
 
 
+def drop_if_active(tensor: torch.Tensor, p: float, train: bool) -> Any:
+    """Dropout that drops nothing returns the tensor that it was given, and who writes into the one
+    writes into the other. On fake tensors it returns a copy (torch 2.13), which would hide that."""
+    return NotImplemented if train and p != 0 else tensor
+
+
+aten = torch.ops.aten
+DROPOUTS = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout)
+
 DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
+    **{packet.default: drop_if_active for packet in DROPOUTS},
     ATTENTION: note_kernel,
     torch.ops.aten.to.other: convert_like,
     torch.ops.aten.type_as.default: convert_like,

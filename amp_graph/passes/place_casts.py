@@ -11,9 +11,10 @@ readers, through one auxiliary node per direction:
     producer --bytes--> up(value) --inf--> each reader      cut when the producer is low
     each reader --inf--> down(value) --bytes--> producer    cut when the producer is float32
 
-and a free node pays for the traffic it would cause in float32. Casts of parameters are free: they
-are made outside of the graph, all at once (see `lift_weights`). Each connected free region is
-solved on its own; equal cuts fall to float32. (The construction is the one of project selection,
+and a free node pays for the traffic it would cause in float32. A cast of a parameter costs a byte
+less than it moves, so that of equal cuts the one is taken whose casts can be lifted out of the
+graph (see `lift_weights`). Each connected free region is solved on its own; equal cuts fall to
+float32. (The construction is the one of project selection,
 Picard 1976; auxiliary nodes for shared transfers as in Stone 1977.)
 """
 
@@ -119,7 +120,7 @@ def _network(
         producer = side(name)
         if not (readers | {producer}) - {LOW, FLOAT32}:
             continue
-        bytes_moved = 0 if f.is_weight else f.numel * CAST_BYTES
+        bytes_moved = max(0, f.numel * CAST_BYTES - f.is_weight)
         up, down = ("up", name), ("down", name)
         if producer != FLOAT32 and readers - {LOW, producer}:
             rounds = paints[name].wide and producer != LOW
