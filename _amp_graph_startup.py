@@ -18,6 +18,7 @@ class _AfterTorch:
             execute = spec.loader.exec_module
 
             def exec_module(module):
+                del spec.loader.exec_module
                 execute(module)
                 _start()
 
@@ -28,13 +29,13 @@ class _AfterTorch:
 def _start():
     try:
         from amp_graph.autopatch import start
+
+        start()
     except Exception as error:
         print(
             f"amp_graph: cannot start, the script runs unchanged ({type(error).__name__}: {error})",
             file=sys.stderr,
         )
-    else:
-        start()
 
 
 if "torch" in sys.modules:

@@ -31,7 +31,13 @@ SLOT = "_compiled_call_impl"
 YES, NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 COLORS = ("allow", "deny", "infer", "clear")
 COMPILERS = ("eager",)
-LAUNCHERS = ("torch.distributed.*", "accelerate.commands.*", "torchrun", "accelerate")
+LAUNCHERS = (
+    "torch.distributed.*",
+    "torchrun",
+    "accelerate.commands.*",
+    "accelerate",
+    "torch._inductor.*",  # its compile workers
+)
 
 VARIABLES = {
     "AMP_GRAPH_ENABLE": "1 converts, 0 or nothing leaves everything alone",
@@ -78,6 +84,8 @@ class Settings:
         )
         policy.load_lists()
         dump = given.get("AMP_GRAPH_DUMP")
+        if dump and Path(dump).exists() and not Path(dump).is_dir():
+            raise PolicyError(f"AMP_GRAPH_DUMP={dump}: there is a file; give a folder")
         verbose = _choice(given, "AMP_GRAPH_VERBOSE", YES + NO) in YES
         return cls(policy, Path(dump) if dump else None, verbose)
 
@@ -110,7 +118,7 @@ class Installation:
     """The patch in place. `models` holds what became of each model."""
 
     def __init__(self, settings: Settings):
-        self.models = Models(settings.policy, settings.verbose)
+        self.models = Models(settings.policy, settings.verbose, _say)
         self._original = getattr(nn.Module, SLOT)
         setattr(nn.Module, SLOT, _EveryCall(self.models))
 
@@ -161,12 +169,26 @@ def start() -> None:
         print(f"amp_graph: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     installation = install(settings)
+    atexit.register(_at_exit, installation, settings, os.getpid())
+
+
+def _at_exit(installation: Installation, settings: Settings, process: int) -> None:
+    if os.getpid() != process or not _reports():
+        return
+    try:
+        write_report(installation.models, settings.dump)
+    except Exception as error:
+        _say(f"no report ({type(error).__name__}: {error})")
+
+
+def _say(message: str) -> None:
     if _reports():
-        atexit.register(write_report, installation.models, settings.dump)
+        print(f"amp_graph: {message}", file=sys.stderr)
 
 
 def _reports() -> bool:
-    """Whether this process is the one to report: no worker, launcher or rank above 0."""
+    """Whether this process is the one to report: no worker, launcher or rank above 0. Known late:
+    a spawned process imports torch before it says that it is one."""
     if multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0":
         return False
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
