@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import fnmatch
+import logging
 import multiprocessing
 import os
 import sys
@@ -39,6 +40,9 @@ LAUNCHERS = (
     "torch._inductor.*",  # its compile workers
 )
 
+# Loggers of Dynamo that print a traceback where it cannot capture, before it raises the same.
+CAPTURE_LOGS = ("torch._subclasses.fake_tensor", "torch._guards")
+
 VARIABLES = {
     "AMP_GRAPH_ENABLE": "1 converts, 0 or nothing leaves everything alone",
     "AMP_GRAPH_DTYPE": "float16 or bfloat16 (float16 on CUDA, else bfloat16)",
@@ -48,7 +52,7 @@ VARIABLES = {
         for color in COLORS
         for change, verb in (("ADD", "put on"), ("REMOVE", "take off"))
     },
-    "AMP_GRAPH_LOSS_SCALE": "dynamic, none, or a number for a static scale (dynamic)",
+    "AMP_GRAPH_LOSS_SCALE": "dynamic, none, or a number above 0 for a static scale (dynamic)",
     "AMP_GRAPH_DUMP": "a folder for annotated graphs and the report",
     "AMP_GRAPH_COMPILER": f"what runs the graphs: {' or '.join(COMPILERS)}",
     "AMP_GRAPH_SKIP": "module paths that stay in float32, with * and ?, by commas",
@@ -107,28 +111,54 @@ def _loss_scale(value: str) -> float | str | None:
     if value.lower() == "none":
         return None
     try:
-        return float(value)
+        scale = float(value)
     except ValueError:
-        raise PolicyError(
-            f"AMP_GRAPH_LOSS_SCALE={value}: choose dynamic, none or a number"
-        ) from None
+        scale = 0.0
+    if not 0 < scale < float("inf"):
+        raise PolicyError(f"AMP_GRAPH_LOSS_SCALE={value}: choose dynamic, none or a number above 0")
+    return scale
 
 
 class Installation:
     """The patch in place. `models` holds what became of each model."""
 
     def __init__(self, settings: Settings):
-        self.models = Models(settings.policy, settings.verbose, _say)
+        self.models = Models(settings.policy, settings.verbose, self._say)
+        self._dump, self._process = settings.dump, os.getpid()
         self._original = getattr(nn.Module, SLOT)
-        setattr(nn.Module, SLOT, _EveryCall(self.models))
+        for log in map(logging.getLogger, CAPTURE_LOGS):
+            log.addFilter(self._lets_log)
+        self._patch = _EveryCall(self.models)
+        setattr(nn.Module, SLOT, self._patch)
 
     def undo(self) -> None:
         """Restore the patched name and every model that was converted."""
-        if nn.Module.__dict__.get(SLOT) is not self._original:
+        if nn.Module.__dict__.get(SLOT) is self._patch:
             setattr(nn.Module, SLOT, self._original)
         self.models.restore_all()
+        for log in map(logging.getLogger, CAPTURE_LOGS):
+            log.removeFilter(self._lets_log)
         if _installed and _installed[0] is self:
             _installed.clear()
+
+    def _lets_log(self, record: logging.LogRecord) -> bool:
+        return not self.models.is_inside()
+
+    def report(self) -> None:
+        """Say what became of the models, unless another process is to."""
+        if not self._is_heard():
+            return
+        try:
+            write_report(self.models, self._dump)
+        except Exception as error:
+            self._say(f"no report ({type(error).__name__}: {error})")
+
+    def _say(self, message: str) -> None:
+        if self._is_heard():
+            print(f"amp_graph: {message}", file=sys.stderr)
+
+    def _is_heard(self) -> bool:
+        return os.getpid() == self._process and _is_main_process()
 
 
 class _EveryCall:
@@ -169,26 +199,12 @@ def start() -> None:
         print(f"amp_graph: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     installation = install(settings)
-    atexit.register(_at_exit, installation, settings, os.getpid())
+    atexit.register(installation.report)
 
 
-def _at_exit(installation: Installation, settings: Settings, process: int) -> None:
-    if os.getpid() != process or not _reports():
-        return
-    try:
-        write_report(installation.models, settings.dump)
-    except Exception as error:
-        _say(f"no report ({type(error).__name__}: {error})")
-
-
-def _say(message: str) -> None:
-    if _reports():
-        print(f"amp_graph: {message}", file=sys.stderr)
-
-
-def _reports() -> bool:
-    """Whether this process is the one to report: no worker, launcher or rank above 0. Known late:
-    a spawned process imports torch before it says that it is one."""
+def _is_main_process() -> bool:
+    """Whether this process is no worker, launcher or rank above 0. Not known at start-up: a
+    spawned process imports torch before it says that it is one."""
     if multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0":
         return False
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)

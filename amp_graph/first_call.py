@@ -46,9 +46,13 @@ class Models:
         self._parts = WeakIdKeyDictionary()
         self._local = threading.local()
 
+    def is_inside(self) -> bool:
+        """Whether this thread is inside of a model's call."""
+        return getattr(self._local, "inside", False)
+
     def on_call(self, module: nn.Module) -> Callable[..., Any] | None:
         """What a call of this module is to run; None, if it is inside of another's call."""
-        if getattr(self._local, "inside", False) or torch.compiler.is_compiling():
+        if self.is_inside() or torch.compiler.is_compiling():
             return None
         return partial(self._outermost_call, module)
 

@@ -72,8 +72,8 @@ EXPECTED = {
 def command(name: str, script: Script, folder: Path) -> list[str]:
     file = SCRIPTS / f"{name}.py"
     if script.ranks:
-        launcher = ("-m", "torch.distributed.run", "--nproc-per-node", script.ranks)
-        return python(*launcher, "--master-port", "0", file)
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", script.ranks)
+        return python(*launcher, file)
     return python(file, folder) if script.has_folder else python(file)
 
 

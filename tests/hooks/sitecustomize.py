@@ -17,11 +17,14 @@ TESTS = Path(__file__).parent.parent
 class CountAfterTorch:
     """A finder that finds torch as the others would, and starts the counters after its import."""
 
+    is_asking_the_others = False
+
     def find_spec(self, name, path=None, target=None):
-        if name != "torch":
+        if name != "torch" or self.is_asking_the_others:
             return None
-        sys.meta_path.remove(self)
+        self.is_asking_the_others = True
         spec = importlib.util.find_spec("torch")
+        self.is_asking_the_others = False
         execute = spec.loader.exec_module
 
         def exec_module(module):

@@ -2,8 +2,10 @@
 
 import sys
 
-import torch
+# Before torch: transformers looks whether it is there.
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+import torch  # isort: skip
 
 
 class Tokens(torch.utils.data.Dataset):
