@@ -146,7 +146,8 @@ def test_a_script_trains_in_float16_with_its_gradients_scaled(name, in_float32, 
     check(name, low, in_float32(name))
     (model,) = low.report["models"]
     assert model["dtype"] == "torch.float16"
-    assert model["loss_scale"] == 2.0**16 and model["steps_skipped"] == 0
+    assert model["steps_skipped"] <= 1  # the first scale may be too high
+    assert model["loss_scale"] == 2.0**16 / 2 ** model["steps_skipped"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
