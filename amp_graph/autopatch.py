@@ -199,6 +199,7 @@ def start() -> None:
         print(f"amp_graph: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     installation = install(settings)
+    atexit.unregister(installation.report)  # a second start reports once, too
     atexit.register(installation.report)
 
 
