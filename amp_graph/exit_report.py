@@ -83,7 +83,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     models = report["models"]
     if not any(m["converted"] for m in models):
         whys = "; ".join(f"{m['model']}: {m.get('why') or _why(m)}" for m in models)
-        yield f"NOTHING WAS CONVERTED, because {whys or 'no module with parameters was called'}"
+        whys = whys or "no module with parameters was called in this process"
+        yield f"NOTHING WAS CONVERTED, because {whys}"
     for m in models:
         if not m["converted"]:
             continue

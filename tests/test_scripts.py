@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from running import SCRIPTS, Run, python, run
 
-# Rounding to bfloat16 is off by 2**-9 at most. Over the tens of steps that these scripts train, the
-# loss goes astray by some multiple of it: here by 0.018 at most (an LSTM). Another seed moves it by
-# 0.05 to 0.5.
-TOLERANCE = 10 * 2**-8
+# Rounding to bfloat16 is off by 2**-9 at most. The loss of most scripts goes astray by less than
+# that; it may by four times as much. Two differ by more: LBFGS (0.008), whose line of steps parts
+# from float32's, and an LSTM trained to a small loss (0.018). Another seed moves them by 0.4 and 0.1.
+TOLERANCE = 2**-7
+WIDER = 5 * 2**-7
 LOW_SHARE = 0.9
 
 
@@ -37,6 +38,7 @@ class Script:
     why: str = ""
     fallback: str = ""
     uncaptured: bool = False
+    tolerance: float = TOLERANCE
     trains: bool = True
     has_folder: bool = False
     ranks: int = 0
@@ -48,7 +50,7 @@ EXPECTED = {
     "gan": Script(("Sequential", "Sequential")),
     "two_optimizers": Script(("AutoEncoder",)),
     "clip_and_accumulate": Script(("LanguageModel",)),
-    "lbfgs_closure": Script(),
+    "lbfgs_closure": Script(tolerance=WIDER),
     "scheduler": Script(("TwoHeads",)),
     "workers_fork": Script(),
     "workers_spawn": Script(),
@@ -60,7 +62,7 @@ EXPECTED = {
     "own_autocast": Script(why="the script uses torch.autocast"),
     "own_compile": Script(why="the script uses torch.compile"),
     "reinforce": Script(("Policy",)),
-    "recurrent": Script(("CharacterModel",)),
+    "recurrent": Script(("CharacterModel",), tolerance=WIDER),
     "evaluate": Script(trains=False),
     "raises": Script(code=1, uncaptured=True),
     "exits": Script(("Bilinear",), code=3),
@@ -96,7 +98,7 @@ def check(name: str, low: Run, high: Run) -> None:
     assert not high.said
     assert low.code == script.code, low.err
     assert low.words == high.words
-    assert low.final_loss == pytest.approx(high.final_loss, rel=TOLERANCE)
+    assert low.final_loss == pytest.approx(high.final_loss, rel=script.tolerance)
     assert tuple(m["model"] for m in low.report["models"]) == script.models
     for model in low.report["models"]:
         assert any(f"amp_graph: {model['model']}: " in line for line in low.said) or script.why
