@@ -7,18 +7,26 @@ import sys
 
 
 class _AfterTorch:
-    """A finder that finds torch as the others would, and has something run right after it."""
+    """A finder that finds torch as the others would, and has something run right after its import.
+    Many a library looks for torch without importing it, so the finder stays until then."""
+
+    is_asking_the_others = False
 
     def find_spec(self, name, path=None, target=None):
-        if name != "torch":
+        if name != "torch" or self.is_asking_the_others:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        self.is_asking_the_others = True
+        try:
+            spec = importlib.util.find_spec("torch")
+        finally:
+            self.is_asking_the_others = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module):
+                del spec.loader.exec_module
                 execute(module)
+                sys.meta_path.remove(self)
                 _start()
 
             spec.loader.exec_module = exec_module
@@ -28,13 +36,13 @@ class _AfterTorch:
 def _start():
     try:
         from amp_graph.autopatch import start
+
+        start()
     except Exception as error:
         print(
             f"amp_graph: cannot start, the script runs unchanged ({type(error).__name__}: {error})",
             file=sys.stderr,
         )
-    else:
-        start()
 
 
 if "torch" in sys.modules:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import fnmatch
+import logging
 import multiprocessing
 import os
 import sys
@@ -31,7 +32,16 @@ SLOT = "_compiled_call_impl"
 YES, NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 COLORS = ("allow", "deny", "infer", "clear")
 COMPILERS = ("eager",)
-LAUNCHERS = ("torch.distributed.*", "accelerate.commands.*", "torchrun", "accelerate")
+LAUNCHERS = (
+    "torch.distributed.*",
+    "torchrun",
+    "accelerate.commands.*",
+    "accelerate",
+    "torch._inductor.*",  # its compile workers
+)
+
+# Loggers of Dynamo that print a traceback where it cannot capture, before it raises the same.
+CAPTURE_LOGS = ("torch._subclasses.fake_tensor", "torch._guards")
 
 VARIABLES = {
     "AMP_GRAPH_ENABLE": "1 converts, 0 or nothing leaves everything alone",
@@ -42,7 +52,7 @@ VARIABLES = {
         for color in COLORS
         for change, verb in (("ADD", "put on"), ("REMOVE", "take off"))
     },
-    "AMP_GRAPH_LOSS_SCALE": "dynamic, none, or a number for a static scale (dynamic)",
+    "AMP_GRAPH_LOSS_SCALE": "dynamic, none, or a number above 0 for a static scale (dynamic)",
     "AMP_GRAPH_DUMP": "a folder for annotated graphs and the report",
     "AMP_GRAPH_COMPILER": f"what runs the graphs: {' or '.join(COMPILERS)}",
     "AMP_GRAPH_SKIP": "module paths that stay in float32, with * and ?, by commas",
@@ -78,6 +88,8 @@ class Settings:
         )
         policy.load_lists()
         dump = given.get("AMP_GRAPH_DUMP")
+        if dump and Path(dump).exists() and not Path(dump).is_dir():
+            raise PolicyError(f"AMP_GRAPH_DUMP={dump}: there is a file; give a folder")
         verbose = _choice(given, "AMP_GRAPH_VERBOSE", YES + NO) in YES
         return cls(policy, Path(dump) if dump else None, verbose)
 
@@ -99,28 +111,54 @@ def _loss_scale(value: str) -> float | str | None:
     if value.lower() == "none":
         return None
     try:
-        return float(value)
+        scale = float(value)
     except ValueError:
-        raise PolicyError(
-            f"AMP_GRAPH_LOSS_SCALE={value}: choose dynamic, none or a number"
-        ) from None
+        scale = 0.0
+    if not 0 < scale < float("inf"):
+        raise PolicyError(f"AMP_GRAPH_LOSS_SCALE={value}: choose dynamic, none or a number above 0")
+    return scale
 
 
 class Installation:
     """The patch in place. `models` holds what became of each model."""
 
     def __init__(self, settings: Settings):
-        self.models = Models(settings.policy, settings.verbose)
+        self.models = Models(settings.policy, settings.verbose, self._say)
+        self._dump, self._process = settings.dump, os.getpid()
         self._original = getattr(nn.Module, SLOT)
-        setattr(nn.Module, SLOT, _EveryCall(self.models))
+        for log in map(logging.getLogger, CAPTURE_LOGS):
+            log.addFilter(self._lets_log)
+        self._patch = _EveryCall(self.models)
+        setattr(nn.Module, SLOT, self._patch)
 
     def undo(self) -> None:
         """Restore the patched name and every model that was converted."""
-        if nn.Module.__dict__.get(SLOT) is not self._original:
+        if nn.Module.__dict__.get(SLOT) is self._patch:
             setattr(nn.Module, SLOT, self._original)
         self.models.restore_all()
+        for log in map(logging.getLogger, CAPTURE_LOGS):
+            log.removeFilter(self._lets_log)
         if _installed and _installed[0] is self:
             _installed.clear()
+
+    def _lets_log(self, record: logging.LogRecord) -> bool:
+        return not self.models.is_inside()
+
+    def report(self) -> None:
+        """Say what became of the models, unless another process is to."""
+        if not self._is_heard():
+            return
+        try:
+            write_report(self.models, self._dump)
+        except Exception as error:
+            self._say(f"no report ({type(error).__name__}: {error})")
+
+    def _say(self, message: str) -> None:
+        if self._is_heard():
+            print(f"amp_graph: {message}", file=sys.stderr)
+
+    def _is_heard(self) -> bool:
+        return os.getpid() == self._process and _is_main_process()
 
 
 class _EveryCall:
@@ -161,12 +199,13 @@ def start() -> None:
         print(f"amp_graph: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     installation = install(settings)
-    if _reports():
-        atexit.register(write_report, installation.models, settings.dump)
+    atexit.unregister(installation.report)  # a second start reports once, too
+    atexit.register(installation.report)
 
 
-def _reports() -> bool:
-    """Whether this process is the one to report: no worker, launcher or rank above 0."""
+def _is_main_process() -> bool:
+    """Whether this process is no worker, launcher or rank above 0. Not known at start-up: a
+    spawned process imports torch before it says that it is one."""
     if multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0":
         return False
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)

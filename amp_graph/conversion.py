@@ -73,17 +73,19 @@ class Conversion(Compiler):
             self._capture(around, *how)
         if self.scale is not None and torch.is_grad_enabled():
             self.scale.begin_forward()
-        frames = frames_seen()
+        frames, uncaptured = frames_seen(), None
         try:
             with self._watch or contextlib.nullcontext():
                 result = self._call(*args, **kwargs)
         except DYNAMO_ERRORS as error:
-            result = self._uncaptured(error)(*args, **kwargs)
+            uncaptured = error
         except Exception:
             if frames_seen() != frames:  # Dynamo never again captures code that raised meanwhile
                 around, how = self._around
                 self._capture(around, *how)
             raise
+        if uncaptured is not None:  # outside of the handler: its error is no part of the user's own
+            result = self._uncaptured(uncaptured, args, kwargs)
         if self._is_new:
             self._look_back_at_the_first_call()
         if self.policy.output_dtype is None:
@@ -153,13 +155,20 @@ class Conversion(Compiler):
         """The model's own code under autocast, for what Dynamo cannot capture."""
         return own_code(self.module, *self._devices(), self.scale)
 
-    def _uncaptured(self, error: Exception) -> Callable[..., Any]:
-        """From now on the whole model runs its own code under autocast."""
+    def _uncaptured(self, error: Exception, args: Any, kwargs: Any) -> Any:
+        """Run the model's own code under autocast, and go on so. If it raises, nothing could have
+        been captured, and the next call is."""
+        around, how = self._around
         cause = getattr(error, "inner_exception", None)
         if isinstance(cause, PlanError):
-            around, how = self._around
             self._capture(around, *how)
             raise cause from None
+        call = self._own_code()
+        try:
+            result = call(*args, **kwargs)
+        except Exception:
+            self._capture(around, *how)
+            raise
         name = type(self.module).__name__
         reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         _, dtype = self._devices()
@@ -167,8 +176,8 @@ class Conversion(Compiler):
             Plan(dtype, fallback=f"not captured ({reason}); runs under autocast")
         )
         warn(f"{name} was not captured and runs under autocast: {reason}")
-        self._call = call = self._own_code()
-        return call
+        self._call = call
+        return result
 
     def _as_output(self, value: Any) -> Any:
         is_float32 = isinstance(value, torch.Tensor) and value.dtype is torch.float32

@@ -51,7 +51,7 @@ def describe(model: Model) -> dict[str, Any]:
             moved += runs * sum(cast.bytes for cast in own)
     described = {
         "model": model.name,
-        "converted": any(plan.low for plan in model.record.plans),
+        "converted": any(map(_converts, model.record.plans)),
         "dtype": str(model.record.plans[0].dtype) if model.record.plans else "",
         "graphs": len(model.record.plans),
         "runs": model.record.runs.total(),
@@ -83,15 +83,19 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     models = report["models"]
     if not any(m["converted"] for m in models):
         whys = "; ".join(f"{m['model']}: {m.get('why') or _why(m)}" for m in models)
-        yield f"NOTHING WAS CONVERTED, because {whys or 'no module with parameters was called'}"
+        whys = whys or "no module with parameters was called in this process"
+        yield f"NOTHING WAS CONVERTED, because {whys}"
     for m in models:
         if not m["converted"]:
             continue
-        yield (
-            f"{m['model']}: {m['operators_low']} of {m['operators']} operators in "
-            f"{m['dtype'].removeprefix('torch.')}, {m['casts']} casts moving "
-            f"{m['cast_bytes'] / 2**20:.1f} MiB, in {m['runs']} runs of {m['graphs']} graphs"
-        )
+        if not m["runs"]:
+            yield f"{m['model']}: no captured graph ran"
+        else:
+            yield (
+                f"{m['model']}: {m['operators_low']} of {m['operators']} operators in "
+                f"{m['dtype'].removeprefix('torch.')}, {m['casts']} casts moving "
+                f"{m['cast_bytes'] / 2**20:.1f} MiB, in {m['runs']} runs of {m['graphs']} graphs"
+            )
         yield from (f"  {fallback}" for fallback in m["fallbacks"])
         if "loss_scale" in m:
             yield f"  loss scale {m['loss_scale']:g}, {m['steps_skipped']} steps skipped"
@@ -106,6 +110,11 @@ def _with_bodies(plan: Plan) -> Iterable[Plan]:
     yield plan
     for body in plan.bodies.values():
         yield from _with_bodies(body)
+
+
+def _converts(plan: Plan) -> bool:
+    in_autocast = plan.fallback is not None and plan.fallback.endswith("autocast")
+    return in_autocast or any(part.low for part in _with_bodies(plan))
 
 
 def _is_operator(facts: NodeFacts) -> bool:

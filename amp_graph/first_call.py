@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,6 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.parameter import is_lazy
+from torch.utils.data import get_worker_info
+from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_graph.capture.dynamo import can_capture
 from amp_graph.compiler import Record
@@ -32,52 +34,69 @@ class Model:
 
 
 class Models:
-    """All models that were called so far."""
+    """All models that were called so far.
 
-    def __init__(self, policy: Policy, verbose: bool):
+    say: what is told of them while the script runs goes here, a line at a time.
+    """
+
+    def __init__(self, policy: Policy, verbose: bool, say: Callable[[str], None]):
         self.seen: list[Model] = []
-        self._policy, self._verbose = policy, verbose
-        self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._no_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._policy, self._verbose, self._say = policy, verbose, say
+        # By identity: a module may define an equality of its own.
+        self._parts = WeakIdKeyDictionary()
         self._local = threading.local()
+
+    def is_inside(self) -> bool:
+        """Whether this thread is inside of a model's call."""
+        return getattr(self._local, "inside", False)
 
     def on_call(self, module: nn.Module) -> Callable[..., Any] | None:
         """What a call of this module is to run; None, if it is inside of another's call."""
-        if getattr(self._local, "inside", False) or torch.compiler.is_compiling():
+        if self.is_inside() or torch.compiler.is_compiling():
             return None
         return partial(self._outermost_call, module)
 
     def _outermost_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if module not in self._parts and not self._is_decided(module):
+            return module._call_impl(*args, **kwargs)
         self._local.inside = True
         try:
-            if module not in self._parts and module not in self._no_models:
-                self._first_call(module)
             return module._call_impl(*args, **kwargs)
         finally:
             self._local.inside = False
 
-    def _first_call(self, module: nn.Module) -> None:
-        """Decide about a module; whatever goes wrong, it is left alone."""
-        inner = unwrapped(module)
-        if not any(p.is_floating_point() for p in inner.parameters()):
-            self._no_models.add(module)  # a loss, a metric, an activation; it may get some later
-            return
-        if not can_capture():
-            return  # not now; perhaps in its next call
-        model = Model(type(inner).__name__, weakref.ref(inner))
+    def _is_decided(self, module: nn.Module) -> bool:
+        """Decide about a module. False: it has no parameters, now at least, so that what it calls
+        is decided about instead."""
+        if get_worker_info() is not None:
+            return True  # data is prepared as the script says
+        try:
+            inner = unwrapped(module)
+            if not any(p.is_floating_point() for p in inner.parameters()):
+                return False
+            if can_capture() and not any(map(is_lazy, inner.parameters())):
+                self._first_call(module, inner)
+        except Exception as error:
+            self._parts[module] = None
+            self._say(f"{type(module).__name__} is left as it is: {_in_a_line(error)}")
+        return True
+
+    def _first_call(self, module: nn.Module, inner: nn.Module) -> None:
+        """Convert a model or leave it alone; the latter whatever goes wrong."""
+        shown = getattr(inner, "_orig_mod", inner)  # below torch.compile
+        model = Model(type(shown).__name__, weakref.ref(inner))
         try:
             model.left_alone = _why_not(module, inner)
             if not model.left_alone:
                 self._convert(model, inner)
         except Exception as error:
-            model.left_alone = f"{type(error).__name__}: {error}"
+            model.left_alone = _in_a_line(error)
         self.seen.append(model)
-        self._parts.update(inner.modules())
-        self._parts.add(module)
+        self._parts.update(dict.fromkeys([module, *inner.modules()]))
         if model.left_alone:
-            _say(f"{model.name} is left as it is: {model.left_alone}")
+            self._say(f"{model.name} is left as it is: {model.left_alone}")
         elif self._verbose:
-            _say(f"{model.name} runs in mixed precision")
+            self._say(f"{model.name} runs in mixed precision")
 
     def _convert(self, model: Model, inner: nn.Module) -> None:
         for earlier in self.seen:  # parts of this model that were called by themselves before
@@ -120,5 +139,5 @@ def _why_not(module: nn.Module, inner: nn.Module) -> str:
     return ""
 
 
-def _say(message: str) -> None:
-    print(f"amp_graph: {message}", file=sys.stderr)
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
+from amp_graph.autopatch import Installation, Settings, install
 
 
 @pytest.fixture
@@ -20,3 +22,18 @@ def whole_models() -> Iterator[None]:
     torch.set_num_threads(threads)
     torch._dynamo.reset()
     gc.collect()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Installation]]:
+    """Installs the patch with the AMP_GRAPH_ variables given; all is undone after the test."""
+    installed = []
+
+    def start(**variables: str) -> Installation:
+        settings = Settings.read({f"AMP_GRAPH_{name}": v for name, v in variables.items()})
+        installed.append(install(settings))
+        return installed[-1]
+
+    yield start
+    for installation in installed:
+        installation.undo()

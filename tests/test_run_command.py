@@ -85,5 +85,6 @@ def test_an_interrupt_ends_the_script_as_it_would(tmp_path):
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in stderr and "amp_graph: NOTHING WAS CONVERTED" in stderr

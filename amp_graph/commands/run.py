@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import signal
@@ -25,6 +26,8 @@ def _run(args: Namespace) -> int:
     if not args.is_module and not Path(args.script).is_file():
         raise AmpGraphError(f"there is no file {args.script!r}; give the path of a script")
     os.environ["AMP_GRAPH_ENABLE"] = "1"  # for child processes as well
+    interrupted: list[KeyboardInterrupt] = []
+    atexit.register(_end_by_signal, interrupted)  # before others, so that it runs after them
     autopatch.start()
     sys.argv = [args.script, *args.arguments]
     try:
@@ -33,16 +36,22 @@ def _run(args: Namespace) -> int:
             runpy.run_module(args.script, run_name="__main__", alter_sys=True)
         else:
             _run_file(Path(args.script))
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt):
+            interrupted.append(error)
         traceback = error.__traceback__
         while traceback is not None and _is_ours(traceback):
             traceback = traceback.tb_next
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         return 1
-    except KeyboardInterrupt:
+    return 0
+
+
+def _end_by_signal(interrupted: list[KeyboardInterrupt]) -> None:
+    """End as Python ends a script that was interrupted: by the signal, after all exit handlers."""
+    if interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-    return 0
 
 
 def _run_file(script: Path) -> None:

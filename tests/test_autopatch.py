@@ -1,0 +1,191 @@
+"""AMP_GRAPH_ENABLE and the other variables, in this process; test_startup has whole processes."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from contextlib import redirect_stderr
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import amp_graph
+from amp_graph.autopatch import CAPTURE_LOGS, COLORS, SLOT, VARIABLES, Settings, install
+from amp_graph.errors import AmpGraphError
+from amp_graph.exit_report import describe, write_report
+
+X = torch.randn(4, 8)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
+
+
+def low_operators(installation, model: int = 0) -> set[str]:
+    (plan,) = installation.models.seen[model].record.plans
+    return {plan.facts[name].op.split(".")[1] for name in plan.low}
+
+
+def test_two_installs_are_one_and_undo_restores_names_and_models(start):
+    before, model = nn.Module.__dict__[SLOT], net()
+    expected, attributes = model(X), dict(model.__dict__)
+    one = start()
+    assert install() is one and start(VERBOSE="1") is one
+    assert nn.Module.__dict__[SLOT] is not before
+    model(X)
+    assert amp_graph.is_converted(model)
+    one.undo()
+    assert nn.Module.__dict__[SLOT] is before
+    assert model.__dict__ == attributes
+    assert not any(logging.getLogger(name).filters for name in CAPTURE_LOGS)
+    assert torch.equal(model(X), expected)
+    one.undo()  # once more changes nothing
+    two = start()
+    assert two is not one
+    one.undo()
+    assert nn.Module.__dict__[SLOT] is not before and install() is two
+
+
+def test_the_table_of_variables_is_what_is_read():
+    assert len(VARIABLES) == 1 + 2 + 2 * len(COLORS) + 5
+    assert Settings.read({"PATH": "x", **dict.fromkeys(VARIABLES, "")}) == Settings()
+
+
+WRONG = {
+    "DTYPE": ("float8", "AMP_GRAPH_DTYPE=float8: choose one of float16, bfloat16"),
+    "COMPILER": ("nvcc", "AMP_GRAPH_COMPILER=nvcc: choose one of eager"),
+    "VERBOSE": ("2", "AMP_GRAPH_VERBOSE=2: choose one of 1, true, yes, on, 0, false, no, off"),
+    "LOSS_SCALE": ("big", "AMP_GRAPH_LOSS_SCALE=big: choose dynamic, none or a number above 0"),
+    "LOSS_SCALE ": ("-2", "AMP_GRAPH_LOSS_SCALE=-2: choose dynamic, none or a number above 0"),
+    "LOSS_SCALE  ": ("inf", "AMP_GRAPH_LOSS_SCALE=inf: choose dynamic, none or a number above 0"),
+    "LISTS": ("no.toml", "no.toml: cannot be read"),
+    "DENYLIST_ADD": ("aten.no_such", "aten.no_such"),
+    "ALLOWLIST_REMOVE": ("aten.gelu", "it is on the infer list"),
+    "DUMP": (__file__, f"AMP_GRAPH_DUMP={__file__}: there is a file; give a folder"),
+    "DTYP": ("float16", "AMP_GRAPH_DTYP is not known; there are AMP_GRAPH_ENABLE, "),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_value_is_refused_with_what_is_legal(name):
+    value, message = WRONG[name]
+    with pytest.raises(AmpGraphError) as error:
+        Settings.read({f"AMP_GRAPH_{name.strip()}": value})
+    assert message in str(error.value)
+
+
+def test_dtype_and_loss_scale(start):
+    for variables, dtype, scale in (
+        ({}, "torch.bfloat16", None),
+        ({"DTYPE": "float16"}, "torch.float16", 2.0**16),
+        ({"DTYPE": "FLOAT16", "LOSS_SCALE": "Dynamic"}, "torch.float16", 2.0**16),
+        ({"DTYPE": "float16", "LOSS_SCALE": "none"}, "torch.float16", None),
+        ({"DTYPE": "bfloat16", "LOSS_SCALE": "128"}, "torch.bfloat16", 128.0),
+    ):
+        installation, model = start(**variables), net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        model(X).sum().backward()
+        optimizer.step()
+        described = describe(installation.models.seen[0])
+        installation.undo()
+        assert described["dtype"] == dtype
+        assert described.get("loss_scale") == scale
+        assert described.get("steps_skipped") == (None if scale is None else 0)
+
+
+@pytest.mark.filterwarnings("ignore:nothing of Sequential")
+def test_lists_from_files_and_from_variables(start, tmp_path):
+    deny, infer = tmp_path / "deny.toml", tmp_path / "infer.toml"
+    deny.write_text('schema = 1\n[deny.mine]\nwhy = "a test."\nops = ["aten.gelu"]\n')
+    infer.write_text('schema = 1\n[infer.mine]\nwhy = "a test."\nops = ["aten.gelu"]\n')
+    for variables, low in (
+        ({}, {"linear", "gelu"}),
+        ({"LISTS": str(deny)}, {"linear"}),
+        ({"LISTS": f"{deny}{os.pathsep}"}, {"linear"}),
+        ({"DENYLIST_ADD": "aten.gelu , aten.tanh"}, {"linear"}),
+        ({"INFERLIST_REMOVE": "gelu"}, {"linear"}),
+        ({"INFERLIST_REMOVE": "gelu", "ALLOWLIST_ADD": "gelu"}, {"linear", "gelu"}),
+        ({"LISTS": str(infer), "ALLOWLIST_REMOVE": "linear"}, set()),
+        ({"CLEARLIST_ADD": "gelu", "DENYLIST_REMOVE": "softmax"}, {"linear", "gelu"}),
+    ):
+        installation = start(**variables)
+        net()(X)
+        assert low_operators(installation) == low, variables
+        installation.undo()
+
+
+def test_skipped_modules_stay_float32(start):
+    for skip, low in (("0", 1), ("0, 2", 0), ("?", 0), ("layers.*", 2)):
+        installation = start(SKIP=skip)
+        with mock.patch("warnings.warn"):
+            net()(X)
+        (plan,) = installation.models.seen[0].record.plans
+        linear = [n for n in plan.low if "linear" in plan.facts[n].op]
+        assert len(linear) == low, skip
+        installation.undo()
+
+
+def test_verbose_says_what_is_converted_when_it_is(start, capsys):
+    for verbose, said in (("yes", "amp_graph: Sequential runs in mixed precision\n"), ("0", "")):
+        installation = start(VERBOSE=verbose)
+        net()(X)
+        assert capsys.readouterr().err == said
+        installation.undo()
+
+
+def report_of(installation, folder=None) -> str:
+    written = io.StringIO()
+    with redirect_stderr(written):
+        write_report(installation.models, folder)
+    return written.getvalue()
+
+
+def test_the_dump_holds_the_report_and_every_graph(start, tmp_path):
+    installation, model = start(COMPILER="eager"), net()
+    model(X)
+    model.eval()(X)
+    with torch.no_grad():
+        model(X)
+    text = report_of(installation, tmp_path / "new" / "folder")
+    assert text.startswith("amp_graph: Sequential: 9 of 9 operators in bfloat16, 6 casts moving")
+    files = sorted(f.name for f in (tmp_path / "new" / "folder").iterdir())
+    assert files[-1] == "report.json"
+    assert files[:-1] == [f"0-Sequential-{i}.txt" for i in range(len(files) - 1)]
+    assert "aten.linear" in (tmp_path / "new" / "folder" / files[0]).read_text()
+
+
+def test_a_report_that_nothing_was_converted_says_why(start, tmp_path):
+    installation = start()
+    assert report_of(installation) == (
+        "amp_graph: NOTHING WAS CONVERTED, because no module with parameters was called "
+        "in this process\n"
+    )
+    net().double()(X.double())
+    why = "NOTHING WAS CONVERTED, because Sequential: its parameters are float64"
+    assert why in report_of(installation)
+    (tmp_path / "file").touch()
+    assert "cannot write to" in report_of(installation, tmp_path / "file" / "folder")
+
+
+class Breaking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.one(x)
+        torch._dynamo.graph_break()
+        return self.two(x)
+
+
+def test_the_report_has_graph_breaks_with_their_lines(start):
+    installation, model = start(), Breaking()
+    torch._dynamo.utils.graph_break_reasons.clear()
+    model(X)
+    line = Breaking.forward.__code__.co_firstlineno + 2
+    text = report_of(installation)
+    assert f"graph break at {__file__}:{line}: " in text
+    assert "Breaking: 2 of 2 operators in bfloat16" in text

@@ -1,0 +1,211 @@
+"""Which models of a script are converted at their first call, and which are left alone."""
+
+from __future__ import annotations
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import amp_graph
+from amp_graph import first_call
+from amp_graph.exit_report import describe
+
+X = torch.randn(4, 8)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
+
+
+def decided(installation) -> dict[str, str]:
+    return {m.name: m.left_alone for m in installation.models.seen}
+
+
+def test_the_outermost_module_is_converted_and_what_is_outside_stays_float32(start):
+    installation, model = start(), net()
+    criterion = mock.Mock(wraps=nn.CrossEntropyLoss())
+    criterion(model(X), torch.zeros(4, dtype=torch.long)).backward()
+    assert decided(installation) == {"Sequential": ""}
+    assert criterion.call_args.args[0].dtype is torch.float32
+    assert not amp_graph.is_converted(model[0])
+    model[0](X)  # a part of it, called by itself
+    assert len(installation.models.seen) == 1
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_part_that_was_called_before_the_whole_is_taken_into_it(start):
+    installation, model = start(), net()
+    model[0](X)
+    assert amp_graph.is_converted(model[0])
+    model(X)
+    assert amp_graph.is_converted(model) and not amp_graph.is_converted(model[0])
+    assert [m.name for m in installation.models.seen] == ["Linear", "Sequential"]
+
+
+class Container(nn.Module):
+    """No parameters: the network is not registered."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.networks = [network]
+
+    def forward(self, x):
+        return self.networks[0](x)
+
+
+class Late(nn.Module):
+    """Gets its parameters in its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = None
+
+    def forward(self, x):
+        self.layer = self.layer or nn.Linear(8, 3)
+        return self.layer(x)
+
+
+def test_models_inside_of_a_module_without_parameters_are_converted(start):
+    installation, model = start(), net()
+    Container(model)(X)
+    assert amp_graph.is_converted(model)
+    assert decided(installation) == {"Sequential": ""}
+
+
+def test_a_module_that_gets_its_parameters_late_is_converted_then(start):
+    start()
+    late, lazy = Late(), nn.Sequential(nn.LazyLinear(5), nn.LazyLinear(3))
+    for model in (late, lazy):
+        first = model(X)
+        assert not amp_graph.is_converted(model)
+        assert torch.allclose(model(X), first, atol=0.05)
+        assert amp_graph.is_converted(model)
+
+
+class Odd(nn.Linear):
+    """Compares itself by value and so cannot be hashed, which nn.Module.modules() asks for."""
+
+    def __eq__(self, other):
+        return isinstance(other, Odd)
+
+    __hash__ = None
+
+
+def scripted() -> nn.Module:
+    return torch.jit.script(nn.Linear(8, 3))
+
+
+def quantised() -> nn.Module:
+    return torch.ao.quantization.quantize_dynamic(net(), {nn.Linear}, torch.qint8)
+
+
+def with_quantised_part() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), *quantised())
+
+
+LEFT_ALONE = {
+    "half": (lambda: net().to(torch.bfloat16), "its parameters are bfloat16"),
+    "double": (lambda: net().double(), "its parameters are float64"),
+    "mixed": (
+        lambda: nn.Sequential(nn.Linear(8, 8), Container(net()), nn.Linear(8, 3).double()),
+        "its parameters are float32, float64",
+    ),
+    "meta": (lambda: net().to("meta"), "its parameters are on the meta device"),
+    "scripted": (scripted, "it is scripted"),
+    "partly quantised": (with_quantised_part, "it is quantised"),
+    "compiled": (lambda: torch.compile(net(), backend="eager"), "the script uses torch.compile"),
+    "converted": (lambda: amp_graph.convert(net()), "the script converts it itself"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", LEFT_ALONE)
+def test_what_is_left_alone_is_said_once(start, capsys, kind):
+    make, why = LEFT_ALONE[kind]
+    model = make()
+    installation = start()
+    parameter = next(p for p in model.parameters() if p.is_floating_point())
+    x = X.to(parameter.device, parameter.dtype)
+    for _ in range(2):
+        if kind == "mixed":
+            with pytest.raises(RuntimeError, match="dtype"):
+                model(x)
+        else:
+            model(x)
+    assert list(decided(installation).values()) == [why]
+    assert capsys.readouterr().err.count("is left as it is") == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_wholly_quantised_model_has_nothing_to_convert(start):
+    installation = start()
+    quantised()(X)
+    assert not installation.models.seen
+
+
+@pytest.mark.parametrize("way", ["autocast", "GradScaler"])
+def test_precision_of_the_scripts_own_goes_first(start, way):
+    installation, model = start(), net()
+    scaler = torch.amp.GradScaler("cpu") if way == "GradScaler" else None
+    with torch.autocast("cpu", enabled=scaler is None):
+        out = model(X)
+    assert out.dtype is (torch.float32 if scaler else torch.bfloat16)
+    uses = "a GradScaler" if scaler else "torch.autocast"
+    assert decided(installation) == {"Sequential": f"the script uses {uses}"}
+
+
+def test_a_module_whose_parameters_cannot_be_listed_is_left_alone(start, capsys):
+    start()
+    odd = Odd(8, 3)
+    with pytest.raises(TypeError):
+        odd.parameters().__next__()
+    for _ in range(2):
+        assert odd(X).shape == (4, 3)
+    said = capsys.readouterr().err
+    assert said == "amp_graph: Odd is left as it is: TypeError: unhashable type: 'Odd'\n"
+
+
+@pytest.mark.parametrize("failing", ["convert", "_why_not", "unwrapped"])
+def test_a_failure_of_ours_leaves_the_model_running(start, capsys, failing):
+    model = net()
+    expected = model(X)
+    start()
+    with mock.patch.object(first_call, failing, side_effect=KeyError("a\nb")):
+        for _ in range(2):
+            assert torch.equal(model(X), expected)
+    said = capsys.readouterr().err
+    assert said == "amp_graph: Sequential is left as it is: KeyError: 'a\\nb'\n"
+
+
+def test_models_that_prepare_data_in_workers_stay_as_they_are(start):
+    installation, model = start(), net()
+    with mock.patch.object(first_call, "get_worker_info"):
+        model(X)
+    assert not amp_graph.is_converted(model) and not installation.models.seen
+    model(X)
+    assert amp_graph.is_converted(model)
+
+
+def test_copies_and_state_dicts_of_converted_models(start):
+    installation, model = start(), net()
+    keys = list(model.state_dict())
+    model(X)
+    average = copy.deepcopy(model)
+    average(X)
+    assert list(model.state_dict()) == keys
+    assert amp_graph.is_converted(average)
+    installation.undo()
+    assert not amp_graph.is_converted(model)
+
+
+def test_an_error_of_the_models_own_is_raised_as_it_is(start):
+    installation, model = start(), net()
+    model(X)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        model(X[:, :5])
+    assert raised.value.__context__ is None
+    assert not describe(installation.models.seen[0])["fallbacks"]
+    model(X)
