@@ -10,15 +10,18 @@ from typing import Any
 
 from torch._dynamo.utils import graph_break_reasons
 
+from amp_graph.convert import is_converted
 from amp_graph.first_call import Model, Models
 from amp_graph.inspection import render
+from amp_graph.inspection.dump import dump
 from amp_graph.ir import NodeFacts, Plan
 
 NOT_OPERATORS = ("placeholder", "get_attr", "output", "getitem")
 
 
 def write_report(models: Models, folder: Path | None) -> None:
-    """Print the report; with a folder also write report.json and the annotated graphs there."""
+    """Print the report; with a folder also write report.json and the annotated graphs there: a
+    text for each plan and, of models that still live, all that `dump` writes."""
     report = {"models": [describe(m) for m in models.seen], "graph_breaks": [*graph_breaks()]}
     print("\n".join(f"amp_graph: {line}" for line in _lines(report)), file=sys.stderr)
     if folder is None:
@@ -31,7 +34,10 @@ def write_report(models: Models, folder: Path | None) -> None:
                 text = render(plan)
                 name = f"{number}-{model.name}-{graph}.txt"
                 (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
+            module = model.module()
+            if module is not None and is_converted(module):
+                dump(module, folder / f"{number}-{model.name}")
+    except Exception as error:
         print(f"amp_graph: cannot write to {folder}: {error}", file=sys.stderr)
 
 

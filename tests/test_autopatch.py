@@ -152,9 +152,10 @@ def test_the_dump_holds_the_report_and_every_graph(start, tmp_path):
     text = report_of(installation, tmp_path / "new" / "folder")
     assert text.startswith("amp_graph: Sequential: 9 of 9 operators in bfloat16, 6 casts moving")
     files = sorted(f.name for f in (tmp_path / "new" / "folder").iterdir())
-    assert files[-1] == "report.json"
-    assert files[:-1] == [f"0-Sequential-{i}.txt" for i in range(len(files) - 1)]
-    assert "aten.linear" in (tmp_path / "new" / "folder" / files[0]).read_text()
+    plans = [f"0-Sequential-{i}.txt" for i in range(len(files) - 2)]
+    assert files == ["0-Sequential", *plans, "report.json"] and plans
+    assert "aten.linear" in (tmp_path / "new" / "folder" / plans[0]).read_text()
+    assert (tmp_path / "new" / "folder" / "0-Sequential" / "index.html").is_file()
 
 
 def test_a_report_that_nothing_was_converted_says_why(start, tmp_path):
