@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 distributed_training.py WAY DTYPE [BACKEND]
 from __future__ import annotations
 
 import copy
+import os
 import sys
 
 import torch
@@ -101,7 +102,10 @@ def main(dtype: str, backend: str) -> None:
     for way in WAYS:
         print(f"{way}:", flush=True)
         train(way, dtype, backend)
+    dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit (seen in torch 2.13)
 
 
 def train(way: str, dtype: str, backend: str) -> None:
