@@ -24,7 +24,7 @@ class BuildWithPth(build_py):
 
 
 class EditableWithPth(editable_wheel):
-    """Puts it at the root of an editable install. There is no public way (seen in setuptools 84)."""
+    """Puts it at the root of an editable install. No public way (setuptools 84)."""
 
     def _run_build_commands(self, dist_name, unpacked_wheel, build_lib, tmp_dir):
         result = super()._run_build_commands(dist_name, unpacked_wheel, build_lib, tmp_dir)
