@@ -107,10 +107,17 @@ class _Enter(Function):
 
 
 def _unscaled(ctx: Any, pairs: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
-    """Float32 gradients, laid out as their tensors are, or AccumulateGrad would copy them again."""
+    """Float32 gradients, laid out as their tensors are, or AccumulateGrad would copy them again.
+
+    Those to be unscaled share a piece of memory: one call does it, and one will check them all.
+    """
     if not pairs:
         return []
-    gradients = empty_together([ctx.tensors[i] for i, _ in pairs])
+    tensors = [ctx.tensors[i] for i, _ in pairs]
+    if ctx.scale is None:
+        gradients = [torch.empty_like(t, requires_grad=False) for t in tensors]
+    else:
+        gradients = empty_together(tensors)
     torch._foreach_copy_(gradients, [g for _, g in pairs])
     if ctx.scale is not None:
         for gradient in merged(gradients):
