@@ -187,6 +187,12 @@ def install(settings: Settings | None = None) -> Installation:
     return _installed[0]
 
 
+def enable() -> None:
+    """As AMP_GRAPH_ENABLE=1 would have, in this process and its children."""
+    os.environ["AMP_GRAPH_ENABLE"] = "1"
+    start()
+
+
 def start() -> None:
     """Install what the environment asks for, and report when the process ends. Ends the process
     with one line and exit code 2 if a variable is wrong."""

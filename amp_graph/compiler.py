@@ -17,7 +17,7 @@ from amp_graph.errors import PlanError
 from amp_graph.ir import Plan
 from amp_graph.nonfinite import run_watched
 from amp_graph.passes.lift_weights import lift_weights
-from amp_graph.pins import Saved, pins_for
+from amp_graph.pins import Pins, Saved, pins_for
 from amp_graph.policy import Policy
 from amp_graph.rewrite import device_types, outline, rewrite, split_where_wide
 from amp_graph.runtime import Guarded, under_autocast, warn, without_autocast
@@ -81,15 +81,14 @@ class Compiler:
         except Exception as error:
             return self._not_retraced(graph, devices, error)
         devices |= device_types(aten)
-        undecided = outline(aten, self.policy, self.lists)
-        pins = pins_for(self.saved, undecided) if self.saved else None
+        pins = self._pins_for(aten)
         try:
             emitted, plan = rewrite(aten, self.policy, self.lists, pins)
             lifted, weights = lift_weights(emitted, plan)
         except PlanError:
             raise
         except Exception as error:
-            self._keep(undecided, aten, aten)
+            self._keep(outline(aten, self.policy, self.lists), aten, aten)
             self._fall_back(len(self.record.plans) - 1, f"{type(error).__name__}: {error}")
             return graph.forward
         index = self._keep(plan, aten, emitted)
@@ -108,6 +107,11 @@ class Compiler:
             _inputs_at_risk(plan),
             lambda reason: self._fall_back(index, reason),
         )
+
+    def _pins_for(self, aten: fx.GraphModule) -> Pins | None:
+        if self.saved is None:
+            return None
+        return pins_for(self.saved, outline(aten, self.policy, self.lists))
 
     def _keep(self, plan: Plan, captured: fx.GraphModule, emitted: fx.GraphModule) -> int:
         self.record.plans.append(plan)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from amp_graph.capture.dynamo import (
@@ -18,12 +19,19 @@ from amp_graph.capture.dynamo import (
     frames_seen,
 )
 from amp_graph.compiler import Compiler
-from amp_graph.errors import PlanError
+from amp_graph.errors import AmpGraphError, PlanError
 from amp_graph.ir import Plan
 from amp_graph.own_code import can_scale, own_code
 from amp_graph.pins import Saved
 from amp_graph.policy import Policy
-from amp_graph.runtime import Outside, under_autocast, warn, without_autocast
+from amp_graph.runtime import (
+    Outside,
+    call_with,
+    unchanged,
+    under_autocast,
+    warn,
+    without_autocast,
+)
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.optimizers import drop_scale, use_scale
 
@@ -46,13 +54,16 @@ class Conversion(Compiler):
         saved: Saved | None = None,
     ):
         self.module = module
-        self.scale = scale
         if scale is not None:
             use_scale(scale)
         super().__init__(policy, scale, saved)
         self._watch: Outside | None = Outside(self.lists) if can_watch() else None
         self._is_new = True
         self._capture(without_autocast, AUTOCAST_DEVICES)
+
+    @property
+    def scale(self) -> GraphScale | None:
+        return self.record.scale
 
     def close(self) -> None:
         """Called when the model is restored."""
@@ -64,13 +75,16 @@ class Conversion(Compiler):
         self._around, self._captured_as = (around, how), type(self.module)
         self._call = around(captured_call(self.module, self.compile_graph), *how)
 
+    def _capture_anew(self) -> None:
+        around, how = self._around
+        self._capture(around, *how)
+
     @torch.compiler.disable(reason="a model converted by amp_graph captures its own graphs")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not can_capture():
             return own_code(self.module, *self._devices(), None)(*args, **kwargs)
         if type(self.module) is not self._captured_as:  # fully_shard() changes it
-            around, how = self._around
-            self._capture(around, *how)
+            self._capture_anew()
         if self.scale is not None and torch.is_grad_enabled():
             self.scale.begin_forward()
         frames, uncaptured = frames_seen(), None
@@ -81,8 +95,7 @@ class Conversion(Compiler):
             uncaptured = error
         except Exception:
             if frames_seen() != frames:  # Dynamo never again captures code that raised meanwhile
-                around, how = self._around
-                self._capture(around, *how)
+                self._capture_anew()
             raise
         if uncaptured is not None:  # outside of the handler: its error is no part of the user's own
             result = self._uncaptured(uncaptured, args, kwargs)
@@ -126,7 +139,7 @@ class Conversion(Compiler):
             self.record.plans.append(Plan(dtype, fallback=reason))
         elif not self.record.plans:
             warn(f"nothing of {name} was captured, so nothing was converted")
-        elif not any(_converts(plan) for plan in self.record.plans):
+        elif not any(plan.converts for plan in self.record.plans):
             reasons = [p.fallback for p in self.record.plans if p.fallback] or [
                 "no operator of it is on the allow list and has float32 operands"
             ]
@@ -140,13 +153,8 @@ class Conversion(Compiler):
 
     def capture_now(self, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
         """Run the model once for its graphs; buffers and random state are put back."""
-        with _unchanged(self.module):
-            if isinstance(example_inputs, Mapping):
-                self.module(**example_inputs)
-            elif isinstance(example_inputs, torch.Tensor):
-                self.module(example_inputs)
-            else:
-                self.module(*example_inputs)
+        with unchanged(self.module):
+            call_with(self.module, example_inputs)
 
     def module_names(self) -> dict[str, str]:
         return {str(id(module)): name for name, module in self.module.named_modules()}
@@ -158,16 +166,15 @@ class Conversion(Compiler):
     def _uncaptured(self, error: Exception, args: Any, kwargs: Any) -> Any:
         """Run the model's own code under autocast, and go on so. If it raises, nothing could have
         been captured, and the next call is."""
-        around, how = self._around
         cause = getattr(error, "inner_exception", None)
         if isinstance(cause, PlanError):
-            self._capture(around, *how)
+            self._capture_anew()
             raise cause from None
         call = self._own_code()
         try:
             result = call(*args, **kwargs)
         except Exception:
-            self._capture(around, *how)
+            self._capture_anew()
             raise
         name = type(self.module).__name__
         reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
@@ -201,22 +208,30 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside of PyTorch's data-parallel wrappers."""
+    while isinstance(model, (DataParallel, DistributedDataParallel)):
+        model = model.module
+    return model
+
+
+def found_conversion(model: nn.Module) -> Conversion | None:
+    """The conversion of `model` itself, or of the module in a wrapper; None if there is none."""
+    found = unwrapped(model).__dict__.get(SLOT)
+    return found if isinstance(found, Conversion) else None
+
+
+def conversion_of(model: nn.Module) -> Conversion:
+    """As `found_conversion`. Raises AmpGraphError if there is none."""
+    conversion = found_conversion(model)
+    if conversion is None:
+        raise AmpGraphError(
+            f"{type(model).__name__} is not converted; call amp_graph.convert first"
+        )
+    return conversion
+
+
 def devices_and_dtype(module: nn.Module, policy: Policy) -> tuple[frozenset[str], torch.dtype]:
     """Where a model's parameters are, and the low precision that the policy has for there."""
     devices = frozenset(p.device.type for p in module.parameters())
     return devices, policy.dtype_for(devices)
-
-
-def _converts(plan: Plan) -> bool:
-    in_autocast = bool(plan.fallback and plan.fallback.endswith("autocast"))
-    return bool(plan.low) or in_autocast or any(_converts(b) for b in plan.bodies.values())
-
-
-@contextlib.contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    buffers = [(b, b.detach().clone()) for b in module.buffers()]
-    with torch.random.fork_rng(enabled=True):
-        yield
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)

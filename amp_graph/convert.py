@@ -8,18 +8,24 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import fx, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from amp_graph.compiler import Compiler, Record
-from amp_graph.conversion import SLOT, Conversion, devices_and_dtype
+from amp_graph.conversion import (
+    SLOT,
+    Conversion,
+    conversion_of,
+    devices_and_dtype,
+    found_conversion,
+    unwrapped,
+)
 from amp_graph.errors import AmpGraphError, PlanError
 from amp_graph.ir import Plan
 from amp_graph.pins import Saved
 from amp_graph.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, as_policy
 from amp_graph.runtime import warn
-from amp_graph.training.found_inf import found_inf
+from amp_graph.training.found_inf import found_inf, parameters_of
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.optimizers import attach
 
@@ -114,26 +120,19 @@ def _in_dtype_of(saved: Saved, policy: Policy) -> Policy:
 
 def restore(model: Model) -> Model:
     """Undo `convert`: the model runs its own code again. Raises AmpGraphError if not converted."""
-    _conversion_of(model).close()
+    conversion_of(model).close()
     del unwrapped(model).__dict__[SLOT]
-    return model
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside of PyTorch's data-parallel wrappers."""
-    while isinstance(model, (DataParallel, DistributedDataParallel)):
-        model = model.module
     return model
 
 
 def is_converted(model: nn.Module) -> bool:
     """Whether `model` itself was converted (not a module inside it)."""
-    return isinstance(unwrapped(model).__dict__.get(SLOT), Conversion)
+    return found_conversion(model) is not None
 
 
 def plans(model: nn.Module) -> tuple[Plan, ...]:
     """The plans of the graphs captured from a converted model so far, in order of capture."""
-    return _conversion_of(model).plans
+    return conversion_of(model).plans
 
 
 def scale_of(model: nn.Module) -> GraphScale | None:
@@ -141,7 +140,7 @@ def scale_of(model: nn.Module) -> GraphScale | None:
 
     It has `get_scale()`, and `state_dict()` and `load_state_dict()` in GradScaler's format.
     """
-    return _conversion_of(model).scale
+    return conversion_of(model).scale
 
 
 def has_finite_gradients(model: nn.Module) -> bool:
@@ -159,16 +158,7 @@ def has_finite_gradients(model: nn.Module) -> bool:
 
 def record_of(model: nn.Module) -> Record:
     """What happened to a converted model so far; it goes on while the model lives."""
-    return _conversion_of(model).record
-
-
-def _conversion_of(model: nn.Module) -> Conversion:
-    if not is_converted(model):
-        raise AmpGraphError(
-            f"{type(model).__name__} is not converted; call amp_graph.convert first"
-        )
-    conversion: Conversion = unwrapped(model).__dict__[SLOT]
-    return conversion
+    return conversion_of(model).record
 
 
 def _checked(optimizer: Any, model: nn.Module) -> list[Optimizer]:
@@ -183,7 +173,7 @@ def _checked(optimizer: Any, model: nn.Module) -> list[Optimizer]:
                 f"convert(model, optimizer) takes a torch.optim.Optimizer or a list of them, not "
                 f"{type(each).__name__}; for an update of your own see has_finite_gradients"
             )
-        if not any(id(p) in own for group in each.param_groups for p in group["params"]):
+        if not any(id(p) in own for p in parameters_of(each)):
             raise AmpGraphError(
                 f"{type(each).__name__} steps no parameter of {type(model).__name__}; make it "
                 f"from this model's parameters()"

@@ -1,5 +1,11 @@
 """The exceptions a user may see. Every one derives from `AmpGraphError`."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
 
 class AmpGraphError(Exception):
     """Base of all errors this package raises on purpose."""
@@ -31,3 +37,9 @@ class CheckpointError(AmpGraphError):
 
 class OverflowAbort(AmpGraphError):
     """Too many optimizer steps in a row were skipped, because gradients were not finite."""
+
+
+def did_you_mean(name: Any, choices: Iterable[str]) -> str:
+    """The end of a message about a name that is none of the choices: the one that is close."""
+    close = difflib.get_close_matches(str(name), list(choices), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from amp_graph.convert import is_converted
 from amp_graph.first_call import Model, Models
 from amp_graph.inspection import render
 from amp_graph.inspection.dump import dump
-from amp_graph.ir import NodeFacts, Plan
+from amp_graph.ir import NodeFacts
 
 NOT_OPERATORS = ("placeholder", "get_attr", "output", "getitem")
 
@@ -48,7 +48,7 @@ def describe(model: Model) -> dict[str, Any]:
     low = total = casts = moved = 0
     for graph, plan in enumerate(model.record.plans):
         runs = model.record.runs[graph]
-        for part in _with_bodies(plan):
+        for part in plan.parts():
             operators = [f.name for f in part.facts.values() if _is_operator(f)]
             low += runs * sum(name in part.low for name in operators)
             total += runs * len(operators)
@@ -57,7 +57,7 @@ def describe(model: Model) -> dict[str, Any]:
             moved += runs * sum(cast.bytes for cast in own)
     described = {
         "model": model.name,
-        "converted": any(map(_converts, model.record.plans)),
+        "converted": any(plan.converts for plan in model.record.plans),
         "dtype": str(model.record.plans[0].dtype) if model.record.plans else "",
         "graphs": len(model.record.plans),
         "runs": model.record.runs.total(),
@@ -110,17 +110,6 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
 
 def _why(described: dict[str, Any]) -> str:
     return "; ".join(described["fallbacks"]) or "no operator on the allow list was captured"
-
-
-def _with_bodies(plan: Plan) -> Iterable[Plan]:
-    yield plan
-    for body in plan.bodies.values():
-        yield from _with_bodies(body)
-
-
-def _converts(plan: Plan) -> bool:
-    in_autocast = plan.fallback is not None and plan.fallback.endswith("autocast")
-    return in_autocast or any(part.low for part in _with_bodies(plan))
 
 
 def _is_operator(facts: NodeFacts) -> bool:

@@ -18,7 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_graph.capture.dynamo import can_capture
 from amp_graph.compiler import Record
-from amp_graph.convert import convert, is_converted, record_of, restore, unwrapped
+from amp_graph.conversion import unwrapped
+from amp_graph.convert import convert, is_converted, record_of, restore
 from amp_graph.policy import Policy
 from amp_graph.training.grad_scaler import is_grad_scaler_around
 

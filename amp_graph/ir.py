@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -155,11 +155,22 @@ class Plan:
     bodies: Mapping[str, Plan] = field(default_factory=dict)
     fallback: str | None = None
 
+    def parts(self) -> Iterator[Plan]:
+        """The plan itself, and the plans of all bodies inside of it."""
+        yield self
+        for body in self.bodies.values():
+            yield from body.parts()
+
+    @property
+    def converts(self) -> bool:
+        """Whether anything of the graph runs in low precision."""
+        in_autocast = self.fallback is not None and self.fallback.endswith("autocast")
+        return in_autocast or any(part.low for part in self.parts())
+
     @property
     def cast_bytes(self) -> int:
         """Bytes read and written by the casts in the graph and in its bodies, weights apart."""
-        own = sum(c.bytes for c in self.casts if not c.is_weight)
-        return own + sum(b.cast_bytes for b in self.bodies.values())
+        return sum(c.bytes for part in self.parts() for c in part.casts if not c.is_weight)
 
     @property
     def weight_bytes(self) -> int:

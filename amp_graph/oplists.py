@@ -12,11 +12,10 @@ in-place operator takes the entry of its functional form unless it has one of it
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib.resources
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from amp_graph.errors import ListError
+from amp_graph.errors import ListError, did_you_mean
 from amp_graph.ir import Color
 
 UserList: TypeAlias = str | Path | Mapping[str, Any]
@@ -209,7 +208,7 @@ def _check_group(table: Any, color: Color, group: str, file: str, where: str) ->
 
 def _check_key(key: str, value: Any, color: Color, where: str) -> None:
     if key not in KEYS:
-        raise ListError(f"{where}: unknown key {key!r}.{_did_you_mean(key, KEYS)}")
+        raise ListError(f"{where}: unknown key {key!r}.{did_you_mean(key, KEYS)}")
     if not isinstance(value, KEYS[key]):
         raise ListError(f"{where}: {key!r} must be a {KEYS[key].__name__}, not {value!r}.")
     if isinstance(value, list) and not all(isinstance(item, str) for item in value):
@@ -231,16 +230,11 @@ def _resolve(
         elif optional and name.partition(".")[0] not in namespaces:
             yield name
         elif strict:
-            hint = _did_you_mean(name if "." in name else f"aten.{name}", known)
+            hint = did_you_mean(name if "." in name else f"aten.{name}", known)
             raise ListError(
                 f"{where}: torch {torch.__version__} has no operator {name!r}.{hint} An operator "
                 "of another library needs that library imported, or `optional = true`."
             )
-
-
-def _did_you_mean(name: str, choices: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, choices, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def _twice(name: str, first: Listing, where: str, color: Color) -> str:
@@ -274,7 +268,7 @@ def _read_user(user: UserLists) -> dict[str, Listing]:
         table = source if isinstance(source, Mapping) else _parse(Path(source))
         for color, groups in table.items():
             if color not in COLORS:
-                hint = _did_you_mean(color, COLORS)
+                hint = did_you_mean(color, COLORS)
                 raise ListError(f"{file}: {color!r} is none of {', '.join(COLORS)}.{hint}")
             if isinstance(groups, (list, tuple, set, frozenset)):
                 why = "Listed by the user."

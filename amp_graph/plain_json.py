@@ -8,7 +8,6 @@ is wrong: `plans[0].paints.linear.color: 'denny' is none of allow, deny, ...`.
 
 from __future__ import annotations
 
-import difflib
 import enum
 import math
 import types
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from amp_graph.errors import PlanError
+from amp_graph.errors import PlanError, did_you_mean
 
 T = TypeVar("T")
 
@@ -119,11 +118,6 @@ def _one_of(table: Mapping[str, T], value: Any, where: str) -> T:
         choices = ", ".join(table) if len(table) < 8 else "known"
         raise PlanError(f"{where}: {value!r:.60} is none of {choices}.{did_you_mean(value, table)}")
     return table[value]
-
-
-def did_you_mean(name: Any, choices: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(name), list(choices), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def _required(field: Field[Any]) -> bool:

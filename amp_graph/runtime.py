@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -134,6 +134,26 @@ class Outside(TorchDispatchMode):
 
 def _has_float32(args: Any) -> bool:
     return any(isinstance(x, torch.Tensor) and x.dtype is torch.float32 for x in tree_leaves(args))
+
+
+def call_with(call: Run, batch: Any) -> Any:
+    """Call on a tensor, on a sequence of positional or a mapping of keyword arguments."""
+    if isinstance(batch, torch.Tensor):
+        return call(batch)
+    return call(**batch) if isinstance(batch, Mapping) else call(*batch)
+
+
+@contextlib.contextmanager
+def unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Buffers and random state are put back."""
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
 
 
 def warn(message: str) -> None:

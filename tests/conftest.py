@@ -12,6 +12,13 @@ from amp_graph.autopatch import Installation, Settings, install
 
 
 @pytest.fixture
+def fresh_dynamo() -> None:
+    """Nothing captured before, and the same random numbers in each test."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+@pytest.fixture
 def whole_models() -> Iterator[None]:
     """For tests that capture whole models: nothing of the model before is left in Dynamo or in
     memory, and one thread, so that several workers do not get in each other's way."""

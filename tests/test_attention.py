@@ -21,10 +21,7 @@ OVERRIDE = [amp_graph.Override(color="deny", op=ATTENTION.name().replace("::", "
 L, S, E = 5, 7, 8  # queries, keys, numbers per head
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def operands(heads: int = 4, key_heads: int = 4, value_size: int = E) -> list[torch.Tensor]:

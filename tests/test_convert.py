@@ -15,11 +15,7 @@ from torch import nn
 import amp_graph
 from amp_graph import AmpGraphError, ConversionWarning, Override, Policy, PolicyError
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def test_converts_in_place_and_keeps_the_module_what_it_was() -> None:

@@ -12,11 +12,7 @@ from nets import Net
 import amp_graph
 from amp_graph import Override, PlanError, Policy
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def plans(*batch_sizes: int, overrides: tuple[Override, ...] = ()) -> tuple[amp_graph.Plan, ...]:

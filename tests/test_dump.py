@@ -28,10 +28,7 @@ GOLDEN = Path(__file__).parent / "golden" / "inspection"
 SCHEMA = Path(__file__).parent.parent / "docs" / "graph.schema.json"
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def converted(name: str, dtype: str = "bfloat16") -> nn.Module:

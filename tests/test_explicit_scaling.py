@@ -13,6 +13,8 @@ from torch.optim import LBFGS, SGD, AdamW
 from training import (
     FLOAT16,
     Mlp,
+    X,
+    Y,
     assert_same_gradients,
     distance,
     overflow,
@@ -25,15 +27,10 @@ from training import (
 import amp_graph
 from amp_graph import AmpGraphError, GradScaler
 
-X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
-Y = torch.randn(8, 2, generator=torch.Generator().manual_seed(2))
 SCALERS = [lambda **k: torch.amp.GradScaler("cpu", **k), GradScaler]
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def loss_of(model: nn.Module) -> Tensor:

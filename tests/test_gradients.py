@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from training import (
     FLOAT16,
     Mlp,
+    X,
+    Y,
     assert_same_gradients,
     distance,
     gradients,
@@ -22,14 +24,7 @@ from training import (
 
 import amp_graph
 
-X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
-Y = torch.randn(8, 2, generator=torch.Generator().manual_seed(2))
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def loss_of(model: nn.Module, x: Tensor = X) -> Tensor:

@@ -12,20 +12,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training import FLOAT16, Mlp, assert_same_gradients, distance, gradients, scaled, twins
+from training import FLOAT16, Mlp, X, assert_same_gradients, distance, gradients, scaled, twins
 
 import amp_graph
 
-X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 REAL = torch.randn(8, 4, generator=torch.Generator().manual_seed(3)) + 1
 SMALL = 1e-6  # float16's smallest number is 6e-8, its smallest with full precision 6e-5
 SCALED = scaled(2.0**10)
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def gradient(out: Tensor, x: Tensor) -> Tensor:

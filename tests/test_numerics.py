@@ -23,11 +23,7 @@ from amp_graph.ir import Color
 from amp_graph.numerics.calibrate import _smallest
 from amp_graph.numerics.statistics import exponents, statistics
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Planted(nn.Module):

@@ -14,11 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_graph
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Planted(nn.Module):

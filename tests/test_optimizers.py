@@ -30,10 +30,7 @@ VARIANTS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def converted(kind: Any = SGD, **options: Any) -> tuple[nn.Module, Any]:

@@ -10,19 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
-from training import FLOAT16, Mlp, overflow, same, snapshot
+from training import FLOAT16, Mlp, X, Y, overflow, same, snapshot
 
 import amp_graph
 from amp_graph import LossScale, OverflowAbort, Policy, StepCounts
 
-X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
-Y = torch.randn(8, 2, generator=torch.Generator().manual_seed(2))
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Tiny(Mlp):

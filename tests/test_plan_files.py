@@ -14,6 +14,7 @@ import pytest
 import torch
 import zoo
 from nets import Net, low_share
+from saved_plans import edit, save_net_plan
 from torch import nn
 
 import amp_graph
@@ -28,10 +29,7 @@ IN_SUITE = """
 """.split()
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.fixture
@@ -40,20 +38,8 @@ def x() -> torch.Tensor:
 
 
 @pytest.fixture
-def saved(tmp_path: Path, x: torch.Tensor) -> Path:
-    """The plan of a converted Net, as a file."""
-    model = amp_graph.convert(Net().eval(), policy="bfloat16")
-    model(x)
-    path = tmp_path / "plan.json"
-    amp_graph.save_plan(amp_graph.plans(model), path)
-    torch._dynamo.reset()
-    return path
-
-
-def edit(path: Path, change: Any) -> None:
-    table = json.loads(path.read_text())
-    change(table)
-    path.write_text(json.dumps(table))
+def saved(tmp_path: Path) -> Path:
+    return save_net_plan(tmp_path / "plan.json")
 
 
 def color(node: str, value: str) -> Any:

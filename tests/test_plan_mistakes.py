@@ -9,36 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nets import Net
+from saved_plans import edit, save_net_plan
 
 import amp_graph
 from amp_graph import Plan, PlanError
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """The plan of a converted Net, as a file."""
-    model = amp_graph.convert(Net().eval(), policy="bfloat16")
-    model(torch.randn(4, 8))
-    path = tmp_path / "plan.json"
-    amp_graph.save_plan(amp_graph.plans(model), path)
-    torch._dynamo.reset()
-    return path
-
-
-def edit(path: Path, change: Any) -> None:
-    table = json.loads(path.read_text())
-    change(table)
-    path.write_text(json.dumps(table))
+    return save_net_plan(tmp_path / "plan.json")
 
 
 def drop(*path: Any) -> Any:

@@ -20,7 +20,7 @@ import torch
 from resumable import MAKE, OVERFLOWS, POLICY, Net, one_step
 from torch import nn
 from torch.optim import SGD, AdamW
-from training import FLOAT16, Mlp, distance, overflow, same, scaled, snapshot
+from training import FLOAT16, Mlp, X, distance, overflow, same, scaled, snapshot
 
 import amp_graph
 from amp_graph import CheckpointError, StepCounts
@@ -28,13 +28,9 @@ from amp_graph import CheckpointError, StepCounts
 HERE = Path(__file__).parent
 STEPS = 14
 LONG = 100  # so many that a victim is not done before the signal reaches it
-X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def started(folder: Path, kind: str) -> subprocess.Popen[str]:

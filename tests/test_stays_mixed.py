@@ -11,11 +11,7 @@ from torch import nn
 
 import amp_graph
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def test_deep_copy_is_converted_and_apart() -> None:

@@ -11,18 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, SparseAdam
-from training import FLOAT16, Mlp, assert_same_gradients, distance, scaled, twins
+from training import FLOAT16, Mlp, X, assert_same_gradients, distance, scaled, twins
 
 import amp_graph
 
 SCALED = scaled(2.0**8)
-X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Base(nn.Module):

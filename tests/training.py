@@ -17,6 +17,10 @@ from amp_graph import Policy
 # gradient of the small models here has about ten roundings behind it: 0.005 of its norm.
 FLOAT16 = 0.005
 
+# A batch for `Mlp`, and targets.
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+Y = torch.randn(8, 2, generator=torch.Generator().manual_seed(2))
+
 
 class Mlp(nn.Module):
     def __init__(self, width: int = 8, inputs: int = 4, outputs: int = 2, bias: bool = True):
@@ -90,3 +94,17 @@ def same(a: Any, b: Any) -> bool:
 def zero(models: Iterable[nn.Module]) -> None:
     for model in models:
         model.zero_grad()
+
+
+def assert_skips(
+    model: nn.Module, optimizer: torch.optim.Optimizer, pattern: Iterable[bool]
+) -> None:
+    """Take steps, some with gradients that overflow: exactly those change nothing."""
+    for overflows in pattern:
+        before = snapshot(model, optimizer)
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        if overflows:
+            overflow(model)
+        optimizer.step()
+        assert same(snapshot(model, optimizer), before) is overflows

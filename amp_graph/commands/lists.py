@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from amp_graph.commands.command import Command, out
+from amp_graph.errors import did_you_mean
 from amp_graph.oplists import OpLists, load_lists
-from amp_graph.plain_json import did_you_mean
 
 
 def _lists_arguments(parser: ArgumentParser) -> None:

@@ -25,10 +25,9 @@ def _run_arguments(parser: ArgumentParser) -> None:
 def _run(args: Namespace) -> int:
     if not args.is_module and not Path(args.script).is_file():
         raise AmpGraphError(f"there is no file {args.script!r}; give the path of a script")
-    os.environ["AMP_GRAPH_ENABLE"] = "1"  # for child processes as well
     interrupted: list[KeyboardInterrupt] = []
     atexit.register(_end_by_signal, interrupted)  # before others, so that it runs after them
-    autopatch.start()
+    autopatch.enable()
     sys.argv = [args.script, *args.arguments]
     try:
         if args.is_module:

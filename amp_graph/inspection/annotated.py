@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from amp_graph.capture.aten import CAST, get_attribute, op_name, tensors_of
 from amp_graph.inspection.flops import flops_of
 from amp_graph.inspection.reasons import Reason, chain, short_reason
-from amp_graph.inspection.spelling import byte_count, dtype_name, input_kind, label, shapes
+from amp_graph.inspection.spelling import byte_count, dtype_name, input_kind, shapes
 from amp_graph.inspection.spelling import op_name as short_op
 from amp_graph.ir import Cast, NodeFacts, Plan
 from amp_graph.oplists import Listing, OpLists
@@ -129,7 +129,7 @@ class _Writer:
 
     def __init__(self, plan: Plan, module: fx.GraphModule, lists: OpLists):
         self.plan = plan
-        self.labels = {name: label(facts) for name, facts in plan.facts.items()}
+        self.labels = {name: facts.label for name, facts in plan.facts.items()}
         self.listings: dict[str, Listing] = {}
         for node in module.graph.nodes:
             found = lists.lookup(node.target) if isinstance(node.target, OpOverload) else None

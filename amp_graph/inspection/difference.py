@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from amp_graph.inspection.reasons import short_reason
-from amp_graph.inspection.spelling import byte_count, count, dtype_name, label
+from amp_graph.inspection.spelling import byte_count, count, dtype_name
 from amp_graph.ir import Cast, Plan
 from amp_graph.pins import fingerprint
 from amp_graph.plan_file import PlanSource, as_plans
@@ -136,7 +136,7 @@ def _change(name: str, a: Plan, b: Plan) -> Change | None:
     if before == after:
         return None
     facts = b.facts.get(name) or a.facts[name]
-    return Change(label(facts), facts.source, before, after)
+    return Change(facts.label, facts.source, before, after)
 
 
 def _decision(plan: Plan, name: str) -> Decision | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from amp_graph.conversion import SLOT, Conversion
+from amp_graph.conversion import conversion_of
 from amp_graph.errors import AmpGraphError
 from amp_graph.inspection.annotated import AnnotatedGraph, annotated_graph, captured_graph
 from amp_graph.ir import Plan
@@ -27,20 +27,12 @@ class AnnotatedModel:
     breaks: tuple[str, ...]
 
 
-def conversion_of(model: nn.Module) -> Conversion:
-    """The conversion of a model that ran. Raises AmpGraphError if there is nothing to see."""
-    name = type(model).__name__
-    conversion = model.__dict__.get(SLOT)
-    if not isinstance(conversion, Conversion):
-        raise AmpGraphError(f"{name} is not converted; call amp_graph.convert first")
-    if not conversion.plans:
-        raise AmpGraphError(f"{name} was not run yet, so no graph is captured; call it once")
-    return conversion
-
-
 def annotated_model(model: nn.Module) -> AnnotatedModel:
     """What there is to see of a converted model. Raises AmpGraphError if there is nothing."""
     conversion = conversion_of(model)
+    if not conversion.plans:
+        name = type(model).__name__
+        raise AmpGraphError(f"{name} was not run yet, so no graph is captured; call it once")
     before, after = [], []
     for i, (plan, graphs) in enumerate(zip(conversion.plans, conversion.graphs, strict=True)):
         captured, emitted = graphs or (None, None)

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 
 from amp_graph.ir import NodeFacts, TensorFacts
 
 UNITS = ("KiB", "MiB", "GiB", "TiB")
-
-
-def label(facts: NodeFacts) -> str:
-    """Dynamo calls a parameter `l_self_modules_fc_parameters_weight_`; show `fc.weight`."""
-    stored = re.search(r"_(?:parameters|buffers)_(\w+?)_*$", facts.name)
-    if facts.op != "placeholder" or stored is None:
-        return facts.name
-    return f"{facts.module_path}.{stored[1]}".lstrip(".")
 
 
 def input_kind(facts: NodeFacts) -> str:

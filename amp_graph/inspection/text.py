@@ -19,7 +19,6 @@ from amp_graph.inspection.spelling import (
     count,
     dtype_name,
     input_kind,
-    label,
     line_of,
     op_name,
     shapes,
@@ -112,7 +111,7 @@ def _line(cells: tuple[str, ...], widths: Iterable[int]) -> str:
 
 
 def _rows(plan: Plan) -> Iterator[_Row]:
-    labels = {name: label(facts) for name, facts in plan.facts.items()}
+    labels = {name: facts.label for name, facts in plan.facts.items()}
     casts = _casts_by_first_reader(plan)
     bodies = {name.replace(".", "_"): name for name in plan.bodies}
     for name, facts in plan.facts.items():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from amp_graph.inspection.spelling import dtype_name, label, op_name
+from amp_graph.inspection.spelling import dtype_name, op_name
 from amp_graph.ir import NodeFacts
 from amp_graph.numerics.rerun import Batch, Loss, Observer, Outcome, Place, Rerun, rerun_of
 from amp_graph.numerics.statistics import Statistics, exponents, relative_error, statistics
@@ -224,7 +224,7 @@ class Beside(Observer):
         facts: NodeFacts = plan.facts[place.name]
         return NodeNumerics(
             node=place.name,
-            label=label(facts),
+            label=facts.label,
             operator=op_name(facts.op),
             module=facts.module_path,
             source=facts.source,

@@ -16,7 +16,6 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.inspection.spelling import label
 from amp_graph.ir import Plan
 from amp_graph.numerics.rerun import Batch, Loss, Observer, Outcome, Place, Rerun, rerun_of
 
@@ -196,7 +195,7 @@ def _told(rerun: Rerun, finding: _Finding, kind: str, in_float32: bool) -> NonFi
     outside = finding.phase == "backward" and node.name == finding.place.name
     return NonFinite(
         phase=finding.phase,
-        node="the loss" if outside else label(facts),
+        node="the loss" if outside else facts.label,
         operator="outside of the graph" if outside else operator,
         value=_label(plan, finding.place.name),
         kind=kind,
@@ -217,4 +216,4 @@ def _captured(plan: Plan, node: fx.Node) -> str:
 
 
 def _label(plan: Plan, name: str) -> str:
-    return label(plan.facts[name]) if name in plan.facts else name
+    return plan.facts[name].label if name in plan.facts else name

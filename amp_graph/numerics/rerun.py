@@ -11,10 +11,9 @@ graphs and what is inside custom autograd functions.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -26,11 +25,11 @@ from torch.utils._pytree import tree_leaves
 from amp_graph.capture.aten import get_attribute
 from amp_graph.capture.dynamo import captured_call
 from amp_graph.compiler import Compiler
-from amp_graph.conversion import SLOT, Conversion
+from amp_graph.conversion import found_conversion
 from amp_graph.ir import Plan
 from amp_graph.pins import Saved
 from amp_graph.policy import Policy, as_policy
-from amp_graph.runtime import ConversionWarning
+from amp_graph.runtime import ConversionWarning, call_with, unchanged
 
 Batch: TypeAlias = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 """A tensor, positional arguments as a sequence, or keyword arguments as a mapping."""
@@ -206,16 +205,10 @@ def rerun_of(
     model: nn.Module, policy: Policy | str | torch.dtype | None = None, saved: Saved | None = None
 ) -> Rerun:
     """A rerun of a model, converted or not. A converted one brings its own policy and plans."""
-    conversion = model.__dict__.get(SLOT)
-    if isinstance(conversion, Conversion) and policy is None and saved is None:
+    conversion = found_conversion(model)
+    if conversion is not None and policy is None and saved is None:
         return Rerun(model, conversion.policy, conversion.saved)
     return Rerun(model, as_policy(policy), saved)
-
-
-def call_with(call: Callable[..., Any], batch: Batch) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return call(batch)
-    return call(**batch) if isinstance(batch, Mapping) else call(*batch)
 
 
 def default_loss(output: Any) -> torch.Tensor:
@@ -234,16 +227,3 @@ def floating(output: Any) -> list[torch.Tensor]:
     if not known and hasattr(output, "__dict__"):
         leaves = tree_leaves(vars(output))
     return [t for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point()]
-
-
-@contextlib.contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Buffers and random state are put back."""
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)

@@ -7,8 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from amp_graph.training.together import merged
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters that an optimizer steps."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 @torch.no_grad()

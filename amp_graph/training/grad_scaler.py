@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.errors import AmpGraphError
-from amp_graph.training.found_inf import found_inf
+from amp_graph.training.found_inf import found_inf, parameters_of
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, save_state
 
 
@@ -69,10 +69,8 @@ class GradScaler:
             return
         if id(optimizer) in self._found:
             raise AmpGraphError("unscale_() was called for this optimizer since the last update()")
-        if id(optimizer) in self._stepped:
-            raise AmpGraphError("unscale_() comes before step()")
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._found[id(optimizer)] = found_inf(parameters, self._state.scale.reciprocal())
+        inverse = self._state.scale.reciprocal()
+        self._found[id(optimizer)] = found_inf(parameters_of(optimizer), inverse)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer unless its gradients overflowed; return what its `step` returns."""

@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from amp_graph.training.found_inf import parameters_of
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.step_guard import StepCounts, StepGuard
 
@@ -64,7 +65,7 @@ def _guard_of(optimizer: Optimizer) -> StepGuard:
 
 
 def _covering(optimizer: Optimizer) -> list[GraphScale]:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     return [s for s in _scales if any(s.covers(p) for p in parameters)]
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.errors import CheckpointError
-from amp_graph.training.found_inf import found_inf
+from amp_graph.training.found_inf import found_inf, parameters_of
 from amp_graph.training.grad_scaler import is_grad_scaler_stepping
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.loss_scale import load_state
@@ -231,7 +231,7 @@ class StepGuard:
 
 def check(optimizer: Optimizer, scales: Sequence[GraphScale]) -> Tensor:
     """Whether any gradient overflowed; each scale is told of its own parameters' gradients."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     if len(scales) == 1:
         found = found_inf(parameters)
         scales[0].stepped(found, optimizer)

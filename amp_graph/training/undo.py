@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from amp_graph.training.found_inf import parameters_of
+
 
 class Copies:
     """An optimizer's parameters, gradients and state as they are now."""
 
     def __init__(self, optimizer: Optimizer):
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._values = [(p, p.detach().clone(), p.grad) for p in parameters]
+        self._values = [(p, p.detach().clone(), p.grad) for p in parameters_of(optimizer)]
         self._state = {p: copy.deepcopy(state) for p, state in optimizer.state.items()}
 
     def give_zeros(self) -> None:
