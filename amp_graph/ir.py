@@ -29,6 +29,23 @@ class Color(enum.Enum):
     KEEP = "keep"
 
 
+class Level(enum.Enum):
+    """How far tensors are narrowed for memory and speed; each level does what those before it do.
+
+    SAFE: float32 wherever `torch.autocast` has it. BALANCED: kernels that compute in float32 inside
+    keep their tensors in low precision; so do residual streams in bfloat16 (in float16 they may
+    outgrow its range). MAX: the fewest bytes that leave denied arithmetic in float32.
+    """
+
+    SAFE = "safe"
+    BALANCED = "balanced"
+    MAX = "max"
+
+    def includes(self, other: Level | None) -> bool:
+        order = list(Level)
+        return other is not None and order.index(self) >= order.index(other)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
     """One tensor that a node returns. `numel` is a size hint where the shape is symbolic."""
@@ -43,7 +60,10 @@ class TensorFacts:
 class NodeFacts:
     """What is known of one node of a captured graph before anything is decided.
 
-    color, group, bounded, low_storage, promotes: the node's list entry (color None: on no list).
+    color, group, bounded, promotes, widens: the node's list entry, as `Listing` explains them
+        (color None: on no list).
+    storage: from this level on its float32 tensors may be low, as its kernel computes in float32
+        inside; None: never.
     reads: the nodes whose float32 tensors it computes on; `operands`: all nodes it takes.
     tensors: what it returns; one entry per tensor of a tuple.
     memory: the node that first held the storage its result lives in: itself, unless the result
@@ -59,8 +79,9 @@ class NodeFacts:
     color: Color | None = None
     group: str = ""
     bounded: bool = False
-    low_storage: bool = False
+    storage: Level | None = None
     promotes: bool = False
+    widens: bool = False
     reads: tuple[str, ...] = ()
     operands: tuple[str, ...] = ()
     tensors: tuple[TensorFacts, ...] = ()
@@ -185,14 +206,21 @@ class Plan:
 
 
 def takes_either(
-    facts: Mapping[str, NodeFacts], paints: Mapping[str, Paint], value: str, reader: str
+    facts: Mapping[str, NodeFacts],
+    paints: Mapping[str, Paint],
+    value: str,
+    reader: str,
+    is_low: bool = False,
 ) -> bool:
-    """Whether `reader` needs no cast of `value`, as its kernel promotes operands by itself.
+    """Whether `reader`, low or not, needs no cast of `value`, as its kernel widens operands itself.
 
-    A 0-dimensional operand beside larger ones does not decide the result's type. And a float32
-    operator that reads float32 anyway takes a low operand beside it, as in a residual stream;
-    not a wide value, which would arrive rounded.
+    A reduction in float32 reads low values if it is asked for a float32 result. Of operators that
+    promote, a 0-dimensional operand beside larger ones does not decide the result's type, and a
+    float32 operator that reads float32 anyway takes a low operand beside it, as in a residual
+    stream. Not so a wide value, which would arrive rounded.
     """
+    if facts[reader].widens:
+        return not (is_low or paints[value].wide or paints[reader].color is Color.KEEP)
     if not facts[reader].promotes:
         return False
     others = [o for o in facts[reader].reads if o != value and not facts[o].is_scalar]

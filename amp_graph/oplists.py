@@ -25,6 +25,7 @@ import torch
 
 from amp_graph.errors import ListError, did_you_mean
 from amp_graph.ir import Color
+from amp_graph.listing import COLORS, Listing, check_group
 
 UserList: TypeAlias = str | Path | Mapping[str, Any]
 """A TOML file, or a mapping such as `{"deny": ["aten.gelu"]}`."""
@@ -33,39 +34,7 @@ Names: TypeAlias = frozenset[str]
 Kernels: TypeAlias = dict[tuple[str, torch.dtype], Names]
 
 SCHEMA = 1
-COLORS = {c.value: c for c in Color if c is not Color.KEEP}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Listing:
-    """Why an operator has its colour, and what else the group says of it.
-
-    bounded: the result is bounded whatever the input, so deny does not spread to its readers.
-    low_storage: the kernel computes in float32 on low-precision tensors, so these may be low.
-    accumulates: the kernel takes low-precision input and computes in float32 inside; recorded
-        for levels above the default one, which leaves such an operator in float32.
-    promotes: operands of several dtypes may meet; a 0-dimensional one does not widen the result.
-    low_args: if not empty, only these arguments may be low; the others stay float32.
-    metadata_args: arguments of which only shape, type and device are read.
-    """
-
-    color: Color
-    group: str
-    why: str
-    file: str
-    bounded: bool = False
-    low_storage: bool = False
-    accumulates: bool = False
-    promotes: bool = False
-    low_args: tuple[str, ...] = ()
-    metadata_args: tuple[str, ...] = ()
-
-    def computes_on(self, argument: str) -> bool:
-        """Whether the operator's arithmetic takes this argument in the precision it runs in."""
-        if self.low_args:
-            return argument in self.low_args
-        return argument not in self.metadata_args
 
 
 @dataclass(frozen=True)
@@ -176,45 +145,11 @@ def _add_groups(
         raise ListError(f"{file}: {color.value!r} must hold groups, not {groups!r}.")
     for group, table in groups.items():
         where = f"{file}, group {group!r}"
-        listing = _check_group(table, color, group, file, where)
+        listing = check_group(table, color, group, file, where)
         for name in _resolve(table["ops"], where, known, strict, table.get("optional", False)):
             if name in entries:
                 raise ListError(_twice(name, entries[name], where, color))
             entries[name] = listing
-
-
-FLAGS = ("bounded", "accumulates", "promotes", "optional")
-LISTS = ("ops", "low_args", "metadata_args")
-KEYS = {"why": str, "storage": str, **dict.fromkeys(FLAGS, bool), **dict.fromkeys(LISTS, list)}
-DENY_ONLY = frozenset({"bounded", "accumulates", "storage"})
-NOT_IN_LISTING = frozenset({"ops", "optional", "storage"})
-
-
-def _check_group(table: Any, color: Color, group: str, file: str, where: str) -> Listing:
-    if not isinstance(table, Mapping):
-        raise ListError(f"{where}: a group is a table with `why` and `ops`, not {table!r}.")
-    for key, value in table.items():
-        _check_key(key, value, color, where)
-    if not table.get("why"):
-        raise ListError(f"{where}: 'why' is missing. Give the reason in one sentence.")
-    if not table.get("ops"):
-        raise ListError(f"{where}: 'ops' is missing. List operators, as in [\"aten.gelu\"].")
-    if table.get("storage", "low") != "low":
-        raise ListError(f'{where}: storage can only be "low", not {table["storage"]!r}.')
-    given = {key: value for key, value in table.items() if key not in NOT_IN_LISTING}
-    given |= {key: tuple(value) for key, value in given.items() if isinstance(value, list)}
-    return Listing(color, group, file=file, low_storage="storage" in table, **given)
-
-
-def _check_key(key: str, value: Any, color: Color, where: str) -> None:
-    if key not in KEYS:
-        raise ListError(f"{where}: unknown key {key!r}.{did_you_mean(key, KEYS)}")
-    if not isinstance(value, KEYS[key]):
-        raise ListError(f"{where}: {key!r} must be a {KEYS[key].__name__}, not {value!r}.")
-    if isinstance(value, list) and not all(isinstance(item, str) for item in value):
-        raise ListError(f"{where}: {key!r} must hold strings only, not {value!r}.")
-    if key in DENY_ONLY and color is not Color.DENY:
-        raise ListError(f"{where}: {key!r} means something on the deny list only; remove it.")
 
 
 def _resolve(
@@ -253,7 +188,7 @@ def _read_kernels(table: Mapping[str, Any], known: Names, strict: bool) -> Kerne
             where = f"kernels.toml, table [{device}.{dtype}]"
             if dtype not in DTYPES:
                 raise ListError(f"{where}: the precision must be one of {sorted(DTYPES)}.")
-            _check_group(group, Color.KEEP, dtype, "kernels.toml", where)
+            check_group(group, Color.KEEP, dtype, "kernels.toml", where)
             names = _resolve(group["ops"], where, known, strict, group.get("optional", False))
             missing[device, DTYPES[dtype]] = frozenset(names)
     return missing

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from amp_graph.errors import PolicyError
-from amp_graph.ir import Color, NodeFacts
+from amp_graph.ir import Color, Level, NodeFacts
 from amp_graph.oplists import OpLists, UserLists, load_lists
 from amp_graph.training.loss_scale import LossScale
 
@@ -71,6 +71,7 @@ class Policy:
     loss_scale: "dynamic" scales gradients inside the graphs in float16 and not in bfloat16, whose
         range is float32's. A LossScale, or a number for a static scale, scales in either. None
         scales in neither.
+    level: "safe", "balanced" or "max": how far to go for memory and speed; see Level.
     """
 
     dtype: torch.dtype | str | None = None
@@ -80,10 +81,12 @@ class Policy:
     keep_float32: tuple[str, ...] = ()
     output_dtype: torch.dtype | None = None
     loss_scale: LossScale | float | str | None = "dynamic"
+    level: Level | str = Level.BALANCED
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _low_dtype(self.dtype))
+        object.__setattr__(self, "level", _level(self.level))
         if isinstance(self.keep_float32, str):
             object.__setattr__(self, "keep_float32", (self.keep_float32,))
         for override in self.overrides:
@@ -141,6 +144,14 @@ def _low_dtype(dtype: torch.dtype | str) -> torch.dtype:
     found = LOW_DTYPES.get(str(dtype).removeprefix("torch."))
     if found is None:
         raise PolicyError(f"unknown policy {dtype!r}: give 'float16', 'bfloat16' or a Policy")
+    return found
+
+
+def _level(level: Level | str) -> Level:
+    known = {each.value: each for each in Level}
+    found = level if isinstance(level, Level) else known.get(level)
+    if found is None:
+        raise PolicyError(f"unknown level {level!r}: choose one of {', '.join(known)}")
     return found
 
 

@@ -28,7 +28,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from amp_graph.ir import Color
-from amp_graph.oplists import DTYPES, Listing, OpLists, load_lists
+from amp_graph.listing import Listing
+from amp_graph.oplists import DTYPES, OpLists, load_lists
 
 NO_KERNEL = ("not implemented for", "not supported for", "does not support", "could not create a")
 """How torch and oneDNN say that a kernel is missing."""
@@ -116,7 +117,7 @@ class _Recorder(torch.fx.Interpreter):
 def _may_be_low(listing: Listing | None) -> bool:
     if listing is None:
         return False
-    return listing.color is not Color.DENY or listing.low_storage
+    return listing.color is not Color.DENY or listing.storage is not None
 
 
 def _cloned(args: Any, kwargs: Any) -> Any:

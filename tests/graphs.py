@@ -24,8 +24,8 @@ from amp_graph.oplists import load_lists
 from amp_graph.policy import Policy
 from amp_graph.rewrite import rewrite
 
-BFLOAT16 = Policy("bfloat16")
-FLOAT16 = Policy("float16")
+BFLOAT16 = Policy("bfloat16", level="safe")
+FLOAT16 = Policy("float16", level="safe")
 SIZE = 8
 X, W = torch.rand(2, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
 

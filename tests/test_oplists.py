@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from amp_graph.errors import ListError
-from amp_graph.ir import Color
+from amp_graph.ir import Color, Level
 from amp_graph.oplists import OpLists, load_lists
 
 ATEN = torch.ops.aten
@@ -173,7 +173,7 @@ def test_missing_kernels_are_per_device_and_dtype(lists):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_low_storage_loses_no_math_precision(lists, dtype):
-    assert lists.lookup(ATEN.batch_norm.default).low_storage
+    assert lists.lookup(ATEN.batch_norm.default).storage_on("cpu") is Level.SAFE
     x, scale, mean = torch.randn(8, 3, 5).to(dtype) * 3, torch.rand(3), torch.zeros(3)
     low, high = (
         ATEN.batch_norm(x.to(d), scale, None, mean.clone(), mean + 1, True, 0.1, 1e-5, False)
@@ -200,7 +200,7 @@ def test_a_user_overload_leaves_the_others_alone(lists):
 def test_what_is_known_of_arguments_survives_a_move(lists):
     listing = lists.merged({"allow": ["aten.batch_norm"]}).lookup(ATEN.batch_norm.default)
     assert listing.low_args == ("input",)
-    assert not listing.low_storage
+    assert not listing.storage
     assert not listing.bounded
 
 
@@ -218,7 +218,9 @@ BAD_LISTS = {
     '[deny.g]\nwhy = "x."': "group 'g': 'ops' is missing",
     f"[deny.g]\n{OK}bounde = true": "group 'g': unknown key 'bounde'. Did you mean 'bounded'?",
     f"[allow.g]\n{OK}bounded = true": "'bounded' means something on the deny list only",
-    f'[deny.g]\n{OK}storage = "half"': "storage can only be \"low\", not 'half'",
+    f'[deny.g]\n{OK}storage = "half"': "storage is a level, safe, balanced, max, not 'half'",
+    f"[deny.g]\n{OK}storage = 3": "'storage' must be a level or a table of levels by device, not 3",
+    f'[deny.g]\n{OK}storage = {{cpu = "low"}}': "storage is a level",
     f"[deny.g]\n{OK}[deny.h]\n{OK}": "group 'h': 'aten.mul' is in .*, group 'g' already",
     f"[deny.g]\n{OK}[infer.h]\n{OK}": "'aten.mul' is on the deny list .* and the infer list",
     '[deny.g]\nwhy = "x."\nops = ["aten.gellu"]': "no operator 'aten.gellu'. Did you mean 'aten.g",

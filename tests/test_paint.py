@@ -129,7 +129,7 @@ def test_outputs_keep_their_dtype():
 def test_readers_share_one_cast():
     def function(x, w):
         h = x @ w
-        return x @ h, x @ x, h.exp(), h.sum(), torch.softmax(h, -1)
+        return x @ h, x @ x, h.exp(), h.log(), torch.softmax(h, -1)
 
     result = run(function, X, W)
     assert sorted(result.casts()) == sorted(
@@ -138,7 +138,7 @@ def test_readers_share_one_cast():
     )
     readers = {c.value: c.readers for c in result.plan.casts}
     assert readers["x"] == ("allow1", "allow2", "allow3")
-    assert readers["allow1"] == ("deny1", "deny2", "deny3")
+    assert readers["allow1"] == ("deny1", "deny2")  # softmax widens what it reads
 
 
 def test_an_operand_used_twice_is_cast_once():
@@ -155,10 +155,10 @@ def test_a_conversion_in_the_model_is_retargeted_not_doubled():
 
 @pytest.mark.parametrize("join", [torch.cat, torch.stack, torch.hstack])
 def test_operators_on_lists_of_tensors(join):
-    all_low = run(lambda x, w: join([x @ w, w @ x, x @ w]).sum(), X, W)
+    all_low = run(lambda x, w: join([x @ w, w @ x, x @ w]).exp(), X, W)
     assert all_low.is_low("clear1")
     assert len(all_low.casts()) == 3
-    repeated = run(lambda x, w: join([h := x @ w, h, h]).sum(), X, W)
+    repeated = run(lambda x, w: join([h := x @ w, h, h]).exp(), X, W)
     assert repeated.casts() == ["x -> bfloat16", "w -> bfloat16", "allow1 -> float32"]  # less
     mixed = run(lambda x, w: join([x @ w, x]).exp(), X, W)
     assert not mixed.is_low("clear1")  # or x would come out rounded

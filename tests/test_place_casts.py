@@ -34,10 +34,13 @@ class Problem:
     def readers(self, value: str) -> list[str]:
         return [f.name for f in self.facts.values() if value in f.reads]
 
-    def needs_cast(self, value: str, reader: str) -> bool:
-        """Not to take a part out of a tuple, nor where operands of two dtypes may meet: a
-        0-dimensional one beside a larger one, or a low one beside one that is surely float32."""
+    def needs_cast(self, value: str, reader: str, is_low: bool) -> bool:
+        """Not to take a part out of a tuple, nor for a reduction that returns float32 of low
+        values, nor where operands of two dtypes may meet: a 0-dimensional one beside a larger one,
+        or a low one beside one that is surely float32."""
         f = self.facts[reader]
+        if f.op != "getitem" and f.widens:
+            return is_low or self.paints[value].wide or self.paints[reader].color is Color.KEEP
         if f.op == "getitem" or not f.promotes:
             return f.op != "getitem"
         larger = [r for r in f.reads if r != value and self.facts[r].tensors[0].shape]
@@ -52,7 +55,7 @@ class Problem:
         found = {}
         for value in self.facts:
             across = [r for r in self.readers(value) if (r in low) != (value in low)]
-            if readers := tuple(r for r in across if self.needs_cast(value, r)):
+            if readers := tuple(r for r in across if self.needs_cast(value, r, r in low)):
                 found[value] = readers
         return found
 
@@ -139,7 +142,9 @@ class Builder:
 
     def operator(self, color: Color, op: str = "operator") -> None:
         reads = st.lists(st.sampled_from(self.values()), min_size=1, max_size=3, unique=True)
-        self.add(color, op=op, reads=tuple(self.draw(reads)), promotes=self.draw(st.booleans()))
+        kind = self.draw(st.sampled_from(["plain", "promotes", "widens"]))
+        flags = {} if kind == "plain" else {kind: True}
+        self.add(color, op=op, reads=tuple(self.draw(reads)), **flags)
 
     def tuple(self, color: Color) -> None:
         self.operator(color, op="tuple")

@@ -29,11 +29,24 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     return [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
 
 
+def device_of(node: fx.Node) -> str:
+    """The kind of device that a node computes on."""
+    return next(
+        (t.device.type for n in (node, *node.all_input_nodes) for t in tensors_of(n)), "cpu"
+    )
+
+
 def arguments(node: fx.Node) -> dict[str, Any]:
     """The operands of an operator by the names its schema gives them."""
     assert isinstance(node.target, OpOverload)
     names = (a.name for a in node.target._schema.arguments)
     return dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
+def takes_dtype(node: fx.Node) -> bool:
+    """Whether the operator can be asked for the dtype of its result."""
+    assert isinstance(node.target, OpOverload)
+    return any(a.name == "dtype" for a in node.target._schema.arguments)
 
 
 def storages(node: fx.Node) -> list[Any]:

@@ -25,7 +25,8 @@ from amp_graph.inspection.reasons import Reason, chain, short_reason
 from amp_graph.inspection.spelling import byte_count, dtype_name, input_kind, shapes
 from amp_graph.inspection.spelling import op_name as short_op
 from amp_graph.ir import Cast, NodeFacts, Plan
-from amp_graph.oplists import Listing, OpLists
+from amp_graph.listing import Listing
+from amp_graph.oplists import OpLists
 from amp_graph.passes.annotate import tensor_facts
 
 LOW = (torch.float16, torch.bfloat16)
@@ -177,7 +178,7 @@ class _Writer:
     def _math(self, node: fx.Node, facts: NodeFacts) -> str:
         if _kind(facts) != "operator" or facts.op == "getitem":
             return ""
-        if facts.name in self.plan.low and not facts.low_storage:
+        if facts.name in self.plan.low and facts.storage is None:
             return dtype_name(self.plan.dtype)
         if facts.fixed:  # an autocast region of the model's own, say, or float64 work
             floats = [t.dtype for n in (node, *node.all_input_nodes) for t in tensors_of(n)]

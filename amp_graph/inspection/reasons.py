@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from amp_graph.ir import Color, NodeFacts, Paint, Plan
-from amp_graph.oplists import Listing
+from amp_graph.listing import Listing
 
 # The rules whose `because` is another node; of others it may be a group of the same name.
 NAME_A_NODE = frozenset(

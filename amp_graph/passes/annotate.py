@@ -24,14 +24,17 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.aten import (
     arguments,
+    device_of,
     op_name,
     storages,
+    takes_dtype,
     tensors_of,
     written_operands,
 )
 from amp_graph.capture.fake import size_hint
 from amp_graph.ir import Color, NodeFacts, TensorFacts
-from amp_graph.oplists import Listing, OpLists
+from amp_graph.listing import Listing
+from amp_graph.oplists import OpLists
 
 CONVERSION_OPS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as"})
 
@@ -62,8 +65,9 @@ def _facts(node: fx.Node, lists: OpLists, memory: _Memory, region: str) -> NodeF
         color=color,
         group=listing.group if listing else "",
         bounded=bool(listing and listing.bounded),
-        low_storage=bool(listing and listing.low_storage),
+        storage=listing.storage_on(device_of(node)) if listing else None,
         promotes=bool(listing and listing.promotes),
+        widens=bool(listing and listing.widens and takes_dtype(node)),
         reads=tuple(dict.fromkeys(n.name for n in _reads(node, listing))),
         operands=tuple(n.name for n in node.all_input_nodes),
         tensors=tuple(tensor_facts(t) for t in tensors_of(node)),

@@ -118,7 +118,8 @@ class _Emitter:
             self.append(node, args, kwargs, self.value_of(node))
             return
         metadata = self.metadata_operands(node)
-        either = {a for a in node.all_input_nodes if self.takes_either(a, node)}
+        is_low = precision is not torch.float32
+        either = {a for a in node.all_input_nodes if self.takes_either(a, node, is_low)}
         if precision is torch.float32 and not self.must_be_replayed(node, metadata | either):
             args, kwargs = self.emitted_operands(node, precision, metadata)
             self.append(node, args, kwargs, node.meta.get("val"))
@@ -200,7 +201,8 @@ class _Emitter:
         if "dtype" not in names or torch.float32 not in [t.dtype for t in tensors_of(node)]:
             return args, kwargs
         asked = arguments(node).get("dtype")
-        follows_operand = node.all_input_nodes and not self.metadata_operands(node)
+        widens = self.facts[node.name].widens and any(map(self.is_low, node.all_input_nodes))
+        follows_operand = node.all_input_nodes and not self.metadata_operands(node) and not widens
         if asked is not torch.float32 and (asked is not None or follows_operand):
             return args, kwargs
         position = names.index("dtype")
@@ -264,8 +266,11 @@ class _Emitter:
         moved = f.is_view and f.memory in self.moved
         return moved or any(_differs(self.new[a], a) for a in as_they_are)
 
-    def takes_either(self, value: fx.Node, reader: fx.Node) -> bool:
-        return takes_either(self.facts, self.paints, value.name, reader.name)
+    def is_low(self, value: fx.Node) -> bool:
+        return any(t.dtype is self.dtype for t in tensors_of(self.new[value]))
+
+    def takes_either(self, value: fx.Node, reader: fx.Node, is_low: bool) -> bool:
+        return takes_either(self.facts, self.paints, value.name, reader.name, is_low)
 
     def operands_computed_on(self, node: fx.Node) -> set[fx.Node]:
         listing = self.lists.lookup(node.target) if isinstance(node.target, OpOverload) else None

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import networkx as nx
 import torch
 
-from amp_graph.flow import huge_values
-from amp_graph.ir import Color, NodeFacts, Paint
+from amp_graph.flow import huge_values, wide_values
+from amp_graph.ir import Color, Level, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 from amp_graph.policy import Policy
 
@@ -41,6 +41,17 @@ class Scene:
     lists: OpLists
     dtype: torch.dtype
     saved: Mapping[str, Paint]
+    level: Level
+
+    @property
+    def narrows_streams(self) -> bool:
+        """Whether a sum of float32 and low precision may be low, unlike in PyTorch's promotion.
+
+        Not in float16, whose range a stream may outgrow, nor on CPU, where layer norms stay in
+        float32 and a low stream would be cast for each of them.
+        """
+        on_cpu = any(t.device == "cpu" for f in self.facts.values() for t in f.tensors)
+        return self.level is Level.BALANCED and self.dtype is torch.bfloat16 and not on_cpu
 
 
 Paints = dict[str, Paint]
@@ -58,7 +69,9 @@ def paint(
     """Return a Paint for every node, in graph order. `saved` has decisions that beat the lists."""
     operators = (f for f in facts.values() if f.op != "getitem")
     overrides = {f.name: o for f in operators if (o := policy.override_for(f))}
-    scene = Scene(facts, flow, _colors(facts, overrides), overrides, lists, dtype, saved or {})
+    level = Level(policy.level)
+    colors = _colors(facts, overrides, level)
+    scene = Scene(facts, flow, colors, overrides, lists, dtype, saved or {}, level)
     painted: Paints = {}
     for rule in RULES:
         painted.update(rule(scene, painted))
@@ -69,10 +82,10 @@ def paint(
     }
 
 
-def _colors(facts: Facts, overrides: Overrides) -> dict[str, Color | None]:
+def _colors(facts: Facts, overrides: Overrides, level: Level) -> dict[str, Color | None]:
     """List colours with the user's overrides; an operator that computes in float32 on
     low-precision tensors is as free as an infer one, its arithmetic being the same either way."""
-    colors = {n: Color.INFER if f.low_storage else f.color for n, f in facts.items()}
+    colors = {n: Color.INFER if level.includes(f.storage) else f.color for n, f in facts.items()}
     colors.update((name, color) for name, (color, _) in overrides.items())
     return colors
 
@@ -80,7 +93,7 @@ def _colors(facts: Facts, overrides: Overrides) -> dict[str, Color | None]:
 def _free(scene: Scene, name: str) -> Paint:
     color, f = scene.colors[name], scene.facts[name]
     assert color in FREE, f"no rule painted {name} ({f.op})"
-    return Paint(color, "float32 math inside" if f.low_storage else "free", f.group)
+    return Paint(color, "float32 math inside" if f.storage else "free", f.group)
 
 
 def fixed_as_captured(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
@@ -170,7 +183,10 @@ def listed(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
 
 def deny_spreads(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
     """Deny walks downstream through infer, and through clear that leads to infer; an allow
-    operator, one on no list, or one whose result is bounded stops it."""
+    operator, one on no list, or one whose result is bounded stops it. At level max it stays where
+    it is."""
+    if scene.level is Level.MAX:
+        return {}
     unsafe: dict[str, str] = {}  # node -> the denied ancestor
     clear_between: list[str] = []
     paints: Paints = {}
@@ -203,35 +219,24 @@ def wide_operands(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
     """An infer operator may be low only if something low reaches it and nothing wide does.
 
     PyTorch promotes a mix of float32 and low precision to float32, as at a residual stream that
-    began with an embedding, and so does this rule.
+    began with an embedding, and so does this rule, unless streams are narrowed: a sum is no more
+    exact than its low operand.
     """
-    return {n: p for n, p in _wide(scene, painted)[1].items() if n not in painted}
+    paints = {}
+    for name, operand in _wide(scene, painted)[1].items():
+        if name not in painted:
+            rule = "nothing low upstream" if operand is None else "promoted by"
+            paints[name] = Paint(Color.DENY, rule, operand or "")
+    return paints
 
 
-def _wide(scene: Scene, painted: Mapping[str, Paint]) -> tuple[set[str], Paints]:
-    """The nodes whose values still hold full float32, and the infer nodes this makes DENY.
-
-    Inputs, weights, float32 results and what is computed from them are wide. A 0-dimensional
-    tensor takes no part in promotion.
-    """
-    wide: set[str] = set()
-    low_reaches: set[str] = set()
-    paints: Paints = {}
-    scalars = {name for name, f in scene.facts.items() if f.is_scalar}
-    for name, f in scene.facts.items():
-        operands = [p for p in f.reads if p not in scalars]
-        wide_operand = next((p for p in operands if p in wide), None)
-        reached = any(p in low_reaches for p in operands)
-        color = painted[name].color if name in painted else scene.colors[name]
-        if color is Color.INFER and (wide_operand or not reached):
-            rule = "promoted by" if wide_operand and reached else "nothing low upstream"
-            paints[name] = Paint(Color.DENY, rule, wide_operand or "" if reached else "")
-            color = Color.DENY
-        if color is Color.ALLOW or (color in FREE and reached):
-            low_reaches.add(name)
-        if color is not Color.ALLOW and (wide_operand or not reached):
-            wide.add(name)
-    return wide, paints
+def _wide(scene: Scene, painted: Mapping[str, Paint]) -> tuple[set[str], dict[str, str | None]]:
+    """See `wide_values`. At level max no value is kept for its digits."""
+    if scene.level is Level.MAX:
+        return set(), {}
+    colors = {n: painted[n].color if n in painted else c for n, c in scene.colors.items()}
+    narrowed = {n for n, f in scene.facts.items() if scene.level.includes(f.storage)}
+    return wide_values(scene.facts, colors, narrowed, scene.narrows_streams)
 
 
 def follow_parent(scene: Scene, painted: Mapping[str, Paint]) -> Paints:

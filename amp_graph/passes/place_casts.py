@@ -57,7 +57,7 @@ def casts_for(
     casts = []
     for name, f in facts.items():
         readers = [r for r in flow.successors(name) if (r in low) != (name in low)]
-        readers = [r for r in readers if _needs_cast(facts, paints, name, r)]
+        readers = [r for r in readers if _needs_cast(facts, paints, name, r, r in low)]
         if readers:
             target = torch.float32 if name in low else dtype
             saturate = name not in low and paints[name].huge
@@ -73,8 +73,8 @@ def traffic(f: NodeFacts, facts: Facts) -> int:
     return TRAFFIC_BYTES * (f.numel + sum(facts[r].numel for r in f.reads))
 
 
-def _needs_cast(facts: Facts, paints: Paints, value: str, reader: str) -> bool:
-    return facts[reader].op != "getitem" and not takes_either(facts, paints, value, reader)
+def _needs_cast(facts: Facts, paints: Paints, value: str, reader: str, is_low: bool) -> bool:
+    return facts[reader].op != "getitem" and not takes_either(facts, paints, value, reader, is_low)
 
 
 def _units(facts: Facts, flow: nx.DiGraph, paints: Paints) -> dict[str, str]:
@@ -115,21 +115,28 @@ def _network(
         if side(name) == unit:
             network.add_node(unit)
             _add(network, LOW, unit, traffic(facts[name], facts))
+
+    def readers(value: str, is_low: bool) -> set[object]:
+        """The sides of those that would need the value cast if they were low, or float32."""
+        needing = (
+            r for r in flow.successors(value) if _needs_cast(facts, paints, value, r, is_low)
+        )
+        return {side(r) for r in needing} - {LOW if not is_low else FLOAT32, side(value)}
+
     for name, f in facts.items():
-        readers = {side(r) for r in flow.successors(name) if _needs_cast(facts, paints, name, r)}
         producer = side(name)
-        if not (readers | {producer}) - {LOW, FLOAT32}:
+        if {producer, *map(side, flow.successors(name))} <= {LOW, FLOAT32}:
             continue
         bytes_moved = max(0, f.numel * CAST_BYTES - f.is_weight)
         up, down = ("up", name), ("down", name)
-        if producer != FLOAT32 and readers - {LOW, producer}:
+        if producer != FLOAT32 and (in_float32 := readers(name, is_low=False)):
             rounds = paints[name].wide and producer != LOW
             _add(network, producer, up, None if rounds else bytes_moved)
-            for reader in readers - {LOW, producer}:
+            for reader in in_float32:
                 _add(network, up, reader, None)
-        if producer != LOW and readers - {FLOAT32, producer}:
+        if producer != LOW and (in_low := readers(name, is_low=True)):
             _add(network, down, producer, bytes_moved)
-            for reader in readers - {FLOAT32, producer}:
+            for reader in in_low:
                 _add(network, reader, down, None)
     return network
 

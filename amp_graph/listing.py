@@ -1,0 +1,102 @@
+"""One group of a list file: what it says of its operators, checked.
+
+[softmax]
+why = "Exponentials and their sum need the range of float32."
+storage = "balanced"
+ops = ["aten.softmax"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from amp_graph.errors import ListError, did_you_mean
+from amp_graph.ir import Color, Level
+
+COLORS = {c.value: c for c in Color if c is not Color.KEEP}
+LEVELS = {level.value: level for level in Level}
+OTHER_DEVICES = "other"
+FLAGS = ("bounded", "widens", "promotes", "optional")
+LISTS = ("ops", "low_args", "metadata_args")
+KEYS: dict[str, Any] = {
+    "why": str,
+    "storage": (str, dict),
+    **dict.fromkeys(FLAGS, bool),
+    **dict.fromkeys(LISTS, list),
+}
+DENY_ONLY = frozenset({"bounded", "widens", "storage"})
+NOT_IN_LISTING = frozenset({"ops", "optional", "storage"})
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Why an operator has its colour, and what else the group says of it.
+
+    bounded: the result is bounded whatever the input, so deny does not spread to its readers.
+    storage: the kernel computes in float32 on low-precision tensors, and from this level on they
+        may be low; a level for each kind of device.
+    widens: asked for `dtype=float32`, the kernel reads low-precision tensors as well.
+    promotes: operands of several dtypes may meet; a 0-dimensional one does not widen the result.
+    low_args: if not empty, only these arguments may be low; the others stay float32.
+    metadata_args: arguments of which only shape, type and device are read.
+    """
+
+    color: Color
+    group: str
+    why: str
+    file: str
+    bounded: bool = False
+    storage: Mapping[str, Level] = field(default_factory=dict)
+    widens: bool = False
+    promotes: bool = False
+    low_args: tuple[str, ...] = ()
+    metadata_args: tuple[str, ...] = ()
+
+    def storage_on(self, device_type: str) -> Level | None:
+        """From which level on the operator's tensors may be low on such a device."""
+        return self.storage.get(device_type, self.storage.get(OTHER_DEVICES))
+
+    def computes_on(self, argument: str) -> bool:
+        """Whether the operator's arithmetic takes this argument in the precision it runs in."""
+        if self.low_args:
+            return argument in self.low_args
+        return argument not in self.metadata_args
+
+
+def check_group(table: Any, color: Color, group: str, file: str, where: str) -> Listing:
+    """The listing that a group's operators share. Raises ListError for what makes no sense."""
+    if not isinstance(table, Mapping):
+        raise ListError(f"{where}: a group is a table with `why` and `ops`, not {table!r}.")
+    for key, value in table.items():
+        _check_key(key, value, color, where)
+    if not table.get("why"):
+        raise ListError(f"{where}: 'why' is missing. Give the reason in one sentence.")
+    if not table.get("ops"):
+        raise ListError(f"{where}: 'ops' is missing. List operators, as in [\"aten.gelu\"].")
+    given = {key: value for key, value in table.items() if key not in NOT_IN_LISTING}
+    given |= {key: tuple(value) for key, value in given.items() if isinstance(value, list)}
+    storage = _storage(table.get("storage", {}), where)
+    return Listing(color, group, file=file, storage=storage, **given)
+
+
+def _check_key(key: str, value: Any, color: Color, where: str) -> None:
+    if key not in KEYS:
+        raise ListError(f"{where}: unknown key {key!r}.{did_you_mean(key, KEYS)}")
+    if not isinstance(value, KEYS[key]):
+        wanted = getattr(KEYS[key], "__name__", "level or a table of levels by device")
+        raise ListError(f"{where}: {key!r} must be a {wanted}, not {value!r}.")
+    if isinstance(value, list) and not all(isinstance(item, str) for item in value):
+        raise ListError(f"{where}: {key!r} must hold strings only, not {value!r}.")
+    if key in DENY_ONLY and color is not Color.DENY:
+        raise ListError(f"{where}: {key!r} means something on the deny list only; remove it.")
+
+
+def _storage(given: Any, where: str) -> dict[str, Level]:
+    """Levels by kind of device, from `"balanced"` or `{cpu = "max", other = "balanced"}`."""
+    by_device = given if isinstance(given, Mapping) else {OTHER_DEVICES: given}
+    for level in by_device.values():
+        if level not in LEVELS:
+            raise ListError(f"{where}: storage is a level, {', '.join(LEVELS)}, not {level!r}.")
+    return {device: LEVELS[level] for device, level in by_device.items()}
