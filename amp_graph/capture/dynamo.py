@@ -5,6 +5,8 @@ lowest that users run, 2.13 what the tests use):
 
     nn.Module._call_impl          2.13   what `module(...)` runs, hooks included
     torch._dynamo.config          2.13   the settings below
+    torch._dynamo.optimize, the callback of what it returns
+                                  2.13   to have the settings in force while Dynamo captures
     torch._dynamo.utils.counters  2.13   whether Dynamo was at work
     TorchDispatchMode.ignore_compile_internals, set_is_in_mode_without_ignore_compile_internals
                                   2.13   let compiled code run under a dispatch mode
@@ -75,10 +77,14 @@ def captured_call(module: nn.Module, compile_graph: GraphCompiler) -> Callable[.
         forward.__defaults__,
         forward.__closure__,
     )
-    compiled = torch.compile(own, backend=compile_graph)
+    context: Any = torch._dynamo.optimize(backend=compile_graph)
+    context.callback = _with_settings(context.callback)
+    compiled = context(own)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with settings(), under_dispatch_modes():
+        if not torch._C._len_torch_dispatch_stack():
+            return compiled(*args, **kwargs)
+        with under_dispatch_modes():
             return compiled(*args, **kwargs)
 
     def call_with_hooks(*args: Any, **kwargs: Any) -> Any:
@@ -136,9 +142,21 @@ def can_watch() -> bool:
     return set_flag is not None
 
 
+def _with_settings(capture: Callable[..., Any]) -> Callable[..., Any]:
+    """What Dynamo calls for a frame that it has no graph for, with the settings in force. To set
+    them around each call of a model would cost more than looking up its graph."""
+
+    def capture_with_settings(*args: Any, **kwargs: Any) -> Any:
+        with settings():
+            return capture(*args, **kwargs)
+
+    capture_with_settings._torchdynamo_orig_backend = capture  # type: ignore[attr-defined]
+    return capture_with_settings
+
+
 @contextlib.contextmanager
 def settings() -> Iterator[None]:
-    """Dynamo's settings while a converted model runs; the user's own are put back after."""
+    """Dynamo's settings while it captures; the user's own are put back after."""
     before = {name: getattr(dynamo_config, name) for name in SETTINGS}
     try:
         for name, value in SETTINGS.items():
@@ -156,8 +174,7 @@ def under_dispatch_modes() -> Iterator[None]:
     Dynamo would run the user's code instead and mark it as never to be captured again. The
     modes see the operators of the emitted graphs.
     """
-    modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
-    modes = [m for m in modes if not m.ignore_compile_internals()]
+    modes = [m for m in _get_current_dispatch_mode_stack() if not m.ignore_compile_internals()]
     if not modes or set_flag is None:
         yield
         return

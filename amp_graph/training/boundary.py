@@ -23,8 +23,9 @@ from amp_graph.training.crossing import Scale, carries_gradient, enter, leave, w
 from amp_graph.training.weights import LowPrecisionWeights
 
 # Bytes of float32 parameters per group, the last parameters first: as in DistributedDataParallel,
-# whose communication can start when the first, small group is done.
-FIRST_GROUP_BYTES, GROUP_BYTES = 2**20, 25 * 2**20
+# whose communication can start when the first, small group is done. On CPU all groups are small,
+# so that gradients are still in the cache when they are widened.
+FIRST_GROUP_BYTES, GROUP_BYTES = 2**20, {"cpu": 2**20, "other": 25 * 2**20}
 
 
 class Boundary:
@@ -133,7 +134,9 @@ def _grouped(slots: Sequence[tuple[int, int]], args: Sequence[Tensor]) -> Iterat
         if position not in positions:
             if size >= limit:
                 yield _group(positions, members)
-                positions, members, size, limit = [], [], 0, GROUP_BYTES
+                kind = args[position].device.type
+                limit = GROUP_BYTES.get(kind, GROUP_BYTES["other"])
+                positions, members, size = [], [], 0
             positions.append(position)
             size += args[position].nbytes
         members.append((position, slot))
