@@ -19,15 +19,16 @@ COLORS = {c.value: c for c in Color if c is not Color.KEEP}
 LEVELS = {level.value: level for level in Level}
 OTHER_DEVICES = "other"
 FLAGS = ("bounded", "widens", "promotes", "optional")
-LISTS = ("ops", "low_args", "metadata_args")
-KEYS: dict[str, Any] = {
-    "why": str,
+LISTS = ("ops", "metadata_args")
+KEYS: dict[str, tuple[type, ...]] = {
+    "why": (str,),
     "storage": (str, dict),
-    **dict.fromkeys(FLAGS, bool),
-    **dict.fromkeys(LISTS, list),
+    "low_args": (list, dict),
+    **dict.fromkeys(FLAGS, (bool,)),
+    **dict.fromkeys(LISTS, (list,)),
 }
 DENY_ONLY = frozenset({"bounded", "widens", "storage"})
-NOT_IN_LISTING = frozenset({"ops", "optional", "storage"})
+NOT_IN_LISTING = frozenset({"ops", "optional", "storage", "low_args"})
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Listing:
         may be low; a level for each kind of device.
     widens: asked for `dtype=float32`, the kernel reads low-precision tensors as well.
     promotes: operands of several dtypes may meet; a 0-dimensional one does not widen the result.
-    low_args: if not empty, only these arguments may be low; the others stay float32.
+    low_args: only these arguments may be low, the others stay float32; by kind of device.
     metadata_args: arguments of which only shape, type and device are read.
     """
 
@@ -51,17 +52,18 @@ class Listing:
     storage: Mapping[str, Level] = field(default_factory=dict)
     widens: bool = False
     promotes: bool = False
-    low_args: tuple[str, ...] = ()
+    low_args: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     metadata_args: tuple[str, ...] = ()
 
     def storage_on(self, device_type: str) -> Level | None:
         """From which level on the operator's tensors may be low on such a device."""
         return self.storage.get(device_type, self.storage.get(OTHER_DEVICES))
 
-    def computes_on(self, argument: str) -> bool:
+    def computes_on(self, argument: str, device_type: str) -> bool:
         """Whether the operator's arithmetic takes this argument in the precision it runs in."""
-        if self.low_args:
-            return argument in self.low_args
+        low_args = self.low_args.get(device_type, self.low_args.get(OTHER_DEVICES))
+        if low_args is not None:
+            return argument in low_args
         return argument not in self.metadata_args
 
 
@@ -77,26 +79,31 @@ def check_group(table: Any, color: Color, group: str, file: str, where: str) -> 
         raise ListError(f"{where}: 'ops' is missing. List operators, as in [\"aten.gelu\"].")
     given = {key: value for key, value in table.items() if key not in NOT_IN_LISTING}
     given |= {key: tuple(value) for key, value in given.items() if isinstance(value, list)}
-    storage = _storage(table.get("storage", {}), where)
-    return Listing(color, group, file=file, storage=storage, **given)
+    storage = {d: _level(level, where) for d, level in _by_device(table.get("storage")).items()}
+    low_args = {d: tuple(names) for d, names in _by_device(table.get("low_args")).items()}
+    return Listing(color, group, file=file, storage=storage, low_args=low_args, **given)
+
+
+def _by_device(value: Any) -> Mapping[str, Any]:
+    """`{cpu = ..., other = ...}` as it is; one value for all devices as that of the others."""
+    if value is None or isinstance(value, Mapping):
+        return value or {}
+    return {OTHER_DEVICES: value}
+
+
+def _level(name: Any, where: str) -> Level:
+    if name not in LEVELS:
+        raise ListError(f"{where}: storage is a level, {', '.join(LEVELS)}, not {name!r}.")
+    return LEVELS[name]
 
 
 def _check_key(key: str, value: Any, color: Color, where: str) -> None:
     if key not in KEYS:
         raise ListError(f"{where}: unknown key {key!r}.{did_you_mean(key, KEYS)}")
     if not isinstance(value, KEYS[key]):
-        wanted = getattr(KEYS[key], "__name__", "level or a table of levels by device")
+        wanted = " or ".join("table" if k is dict else k.__name__ for k in KEYS[key])
         raise ListError(f"{where}: {key!r} must be a {wanted}, not {value!r}.")
     if isinstance(value, list) and not all(isinstance(item, str) for item in value):
         raise ListError(f"{where}: {key!r} must hold strings only, not {value!r}.")
     if key in DENY_ONLY and color is not Color.DENY:
         raise ListError(f"{where}: {key!r} means something on the deny list only; remove it.")
-
-
-def _storage(given: Any, where: str) -> dict[str, Level]:
-    """Levels by kind of device, from `"balanced"` or `{cpu = "max", other = "balanced"}`."""
-    by_device = given if isinstance(given, Mapping) else {OTHER_DEVICES: given}
-    for level in by_device.values():
-        if level not in LEVELS:
-            raise ListError(f"{where}: storage is a level, {', '.join(LEVELS)}, not {level!r}.")
-    return {device: LEVELS[level] for device, level in by_device.items()}

@@ -117,7 +117,7 @@ class _Recorder(torch.fx.Interpreter):
 def _may_be_low(listing: Listing | None) -> bool:
     if listing is None:
         return False
-    return listing.color is not Color.DENY or listing.storage is not None
+    return listing.color is not Color.DENY or bool(listing.storage)
 
 
 def _cloned(args: Any, kwargs: Any) -> Any:
@@ -155,7 +155,7 @@ def _outcome(op: Any, args: Any, kwargs: Any, lists: OpLists, dtype: torch.dtype
     listing = lists.lookup(op)
     assert listing is not None
     names = [a.name for a in op._schema.arguments]
-    low = [not listing.low_args or n in listing.low_args for n in names]
+    low = [listing.computes_on(n, "cpu") or n in listing.metadata_args for n in names]
     args = [_leaf(a, dtype if low[i] else torch.float32) for i, a in enumerate(args)]
     kwargs = {
         k: _leaf(v, dtype if low[names.index(k)] else torch.float32) for k, v in kwargs.items()

@@ -46,7 +46,8 @@ def test_argument_names_are_those_of_the_schema(lists):
             packet = getattr(ATEN, name.split(".")[1])
             schemas = [getattr(packet, o)._schema for o in packet.overloads()]
             known = {a.name for schema in schemas for a in schema.arguments}
-            assert {*listing.low_args, *listing.metadata_args} <= known, name
+            low_args = {name for names in listing.low_args.values() for name in names}
+            assert {*low_args, *listing.metadata_args} <= known, name
 
 
 DIFFERS_FROM_AUTOCAST = {
@@ -199,7 +200,7 @@ def test_a_user_overload_leaves_the_others_alone(lists):
 
 def test_what_is_known_of_arguments_survives_a_move(lists):
     listing = lists.merged({"allow": ["aten.batch_norm"]}).lookup(ATEN.batch_norm.default)
-    assert listing.low_args == ("input",)
+    assert listing.low_args == {"other": ("input",)}
     assert not listing.storage
     assert not listing.bounded
 
@@ -219,7 +220,7 @@ BAD_LISTS = {
     f"[deny.g]\n{OK}bounde = true": "group 'g': unknown key 'bounde'. Did you mean 'bounded'?",
     f"[allow.g]\n{OK}bounded = true": "'bounded' means something on the deny list only",
     f'[deny.g]\n{OK}storage = "half"': "storage is a level, safe, balanced, max, not 'half'",
-    f"[deny.g]\n{OK}storage = 3": "'storage' must be a level or a table of levels by device, not 3",
+    f"[deny.g]\n{OK}storage = 3": "'storage' must be a str or table, not 3",
     f'[deny.g]\n{OK}storage = {{cpu = "low"}}': "storage is a level",
     f"[deny.g]\n{OK}[deny.h]\n{OK}": "group 'h': 'aten.mul' is in .*, group 'g' already",
     f"[deny.g]\n{OK}[infer.h]\n{OK}": "'aten.mul' is on the deny list .* and the infer list",

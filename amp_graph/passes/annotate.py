@@ -96,7 +96,8 @@ def tensor_facts(tensor: torch.Tensor) -> TensorFacts:
 def _reads(node: fx.Node, listing: Listing | None) -> Iterator[fx.Node]:
     operands: list[Any] = list(node.all_input_nodes)
     if listing is not None and (listing.low_args or listing.metadata_args):
-        operands = [v for k, v in arguments(node).items() if listing.computes_on(k)]
+        device = device_of(node)
+        operands = [v for k, v in arguments(node).items() if listing.computes_on(k, device)]
     for operand in tree_leaves(operands):
         if isinstance(operand, fx.Node) and _has_float32(operand):
             yield operand

@@ -29,6 +29,7 @@ from amp_graph.capture.aten import (
     CAST,
     CLAMP,
     arguments,
+    device_of,
     get_attribute,
     set_attribute,
     tensors_of,
@@ -118,8 +119,9 @@ class _Emitter:
             self.append(node, args, kwargs, self.value_of(node))
             return
         metadata = self.metadata_operands(node)
-        is_low = precision is not torch.float32
-        either = {a for a in node.all_input_nodes if self.takes_either(a, node, is_low)}
+        known, is_low = (self.facts, self.paints), precision is not torch.float32
+        operands = node.all_input_nodes
+        either = {a for a in operands if takes_either(*known, a.name, node.name, is_low)}
         if precision is torch.float32 and not self.must_be_replayed(node, metadata | either):
             args, kwargs = self.emitted_operands(node, precision, metadata)
             self.append(node, args, kwargs, node.meta.get("val"))
@@ -269,14 +271,12 @@ class _Emitter:
     def is_low(self, value: fx.Node) -> bool:
         return any(t.dtype is self.dtype for t in tensors_of(self.new[value]))
 
-    def takes_either(self, value: fx.Node, reader: fx.Node, is_low: bool) -> bool:
-        return takes_either(self.facts, self.paints, value.name, reader.name, is_low)
-
     def operands_computed_on(self, node: fx.Node) -> set[fx.Node]:
         listing = self.lists.lookup(node.target) if isinstance(node.target, OpOverload) else None
         if listing is None:
             return set(node.all_input_nodes)
-        return _operands_named(node, listing.computes_on)
+        device = device_of(node)
+        return _operands_named(node, lambda name: listing.computes_on(name, device))
 
     def metadata_operands(self, node: fx.Node) -> set[fx.Node]:
         """Operands of which the operator reads shape and dtype alone."""

@@ -45,11 +45,9 @@ class Scene:
 
     @property
     def narrows_streams(self) -> bool:
-        """Whether a sum of float32 and low precision may be low, unlike in PyTorch's promotion.
-
-        Not in float16, whose range a stream may outgrow, nor on CPU, where layer norms stay in
-        float32 and a low stream would be cast for each of them.
-        """
+        """Whether a sum of float32 and low precision may be low, unlike in PyTorch's promotion:
+        not in float16, whose range a stream may outgrow, nor on CPU, where layer norms stay in
+        float32 and would each cast it."""
         on_cpu = any(t.device == "cpu" for f in self.facts.values() for t in f.tensors)
         return self.level is Level.BALANCED and self.dtype is torch.bfloat16 and not on_cpu
 
@@ -222,12 +220,11 @@ def wide_operands(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
     began with an embedding, and so does this rule, unless streams are narrowed: a sum is no more
     exact than its low operand.
     """
-    paints = {}
-    for name, operand in _wide(scene, painted)[1].items():
-        if name not in painted:
-            rule = "nothing low upstream" if operand is None else "promoted by"
-            paints[name] = Paint(Color.DENY, rule, operand or "")
-    return paints
+    return {
+        name: Paint(Color.DENY, "promoted by" if operand else "nothing low upstream", operand or "")
+        for name, operand in _wide(scene, painted)[1].items()
+        if name not in painted
+    }
 
 
 def _wide(scene: Scene, painted: Mapping[str, Paint]) -> tuple[set[str], dict[str, str | None]]:
