@@ -1,100 +1,29 @@
 """Graphs that Inductor compiles do what the same graphs do operator by operator.
 
-Generating and compiling C++ takes seconds for each graph, so most tests stop before it: graphs are
-traced with their backward, functionalised and partitioned as for Inductor, and then run operator
-by operator (`traced`). What remains of Inductor is its code generation, which a few tests run.
+Most tests stop before C++ is made (the fixture `traced`); a few go all the way.
 """
 
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
-import warnings
-from typing import Any
 
 import pytest
 import torch
+from compiled import BFLOAT16, Buffered, assert_close, assert_same_step, pair
 from counting import MatmulCounter
 from nets import Net
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.debugging import boxed_nop
-from torch._dynamo.utils import counters
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from training import Mlp, distance, gradients, overflow, same, snapshot
+from training import Mlp, gradients, overflow, same, snapshot
 
 import amp_graph
-from amp_graph import ConversionWarning, Policy, PolicyError
+from amp_graph import Policy
 
-BFLOAT16 = 2**-7  # a few roundings of 2**-9 each, in another order
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-@pytest.fixture
-def traced(monkeypatch) -> None:
-    as_for_inductor = aot_autograd(
-        fw_compiler=boxed_nop,
-        decompositions=select_decomp_table,
-        partition_fn=min_cut_rematerialization_partition,
-        keep_inference_input_mutations=True,
-    )
-
-    def compile_fx(graph: Any, inputs: Any, config_patches: Any = None) -> Any:
-        return as_for_inductor(graph, inputs)
-
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_uncompiled(request):
-    """Any warning of a fallback is an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ConversionWarning)
-        yield
-
-
-def pair(model: nn.Module, dtype: str = "bfloat16", **policy: Any) -> tuple[nn.Module, nn.Module]:
-    """The model converted, in eager mode and compiled."""
-    twin = copy.deepcopy(model)
-    compiled = Policy(dtype, compiler="inductor", **policy)
-    return amp_graph.convert(model, policy=Policy(dtype, **policy)), amp_graph.convert(
-        twin, policy=compiled
-    )
-
-
-def assert_close(a: torch.Tensor, b: torch.Tensor, within: float = BFLOAT16) -> None:
-    assert a.shape == b.shape and a.dtype is b.dtype and a.requires_grad is b.requires_grad
-    assert distance(b, a) <= within
-
-
-def assert_same_step(models: tuple[nn.Module, nn.Module], *args: Any) -> None:
-    """One forward and backward pass of both: outputs, gradients and buffers agree."""
-    results = []
-    for model in models:
-        torch.manual_seed(1)
-        inputs = [a.detach().clone().requires_grad_(a.requires_grad) for a in args]
-        result = model(*inputs)
-        result.square().mean().backward()
-        results.append((result, [x.grad for x in inputs]))
-    (first, ins), (second, others) = results
-    assert_close(first, second)
-    a, b = [*gradients(models[0]), *ins], [*gradients(models[1]), *others]
-    assert [_kind(g) for g in a] == [_kind(g) for g in b]
-    # All as one: the gradient of a bias before batch norm is nothing but rounding.
-    assert_close(*(torch.cat([g.flatten() for g in each if g is not None]) for each in (a, b)))
-    for a, b in zip(models[0].buffers(), models[1].buffers(), strict=True):
-        torch.testing.assert_close(a, b, rtol=BFLOAT16, atol=BFLOAT16)
-    assert [p.uncompiled for p in amp_graph.plans(models[1])] == [None] * len(
-        amp_graph.plans(models[1])
-    )
-
-
-def _kind(gradient: torch.Tensor | None) -> Any:
-    return None if gradient is None else (gradient.dtype, gradient.shape)
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("error::amp_graph.ConversionWarning"),
+]
 
 
 class Attention(nn.Module):
@@ -124,21 +53,6 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(checkpoint(self.body, x, use_reentrant=False))
-
-
-class Buffered(nn.Module):
-    """Writes into a buffer and its input, and returns a view of its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.calls += 1
-        y = self.linear(x)
-        x.mul_(2)
-        return y, x[1:]
 
 
 def conv_net() -> nn.Module:
@@ -303,137 +217,3 @@ def test_autocast_around_reaches_neither_forward_nor_backward(traced) -> None:
     assert_close(*results)
     for a, b in zip(*map(gradients, models), strict=True):
         assert_close(a, b)
-
-
-def test_the_named_backend_compiles() -> None:
-    eager = copy.deepcopy(model := Mlp())
-    amp_graph.convert(eager, policy="bfloat16")
-    options = {"dtype": "bfloat16", "compiler": "inductor"}
-    compiled = torch.compile(model, backend="amp_graph", options=options)
-    x = torch.randn(8, 4)
-    with torch.autocast("cpu", torch.bfloat16):
-        result = compiled(x)
-    assert_close(eager(x), result)
-
-
-def test_a_mode_of_the_named_backend_is_for_inductor(monkeypatch) -> None:
-    seen = []
-
-    def compile_fx(graph: Any, inputs: Any, config_patches: Any = None) -> Any:
-        seen.append(config_patches)
-        return graph.forward
-
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
-    torch.compile(Mlp(), backend="amp_graph", mode="reduce-overhead")(torch.randn(8, 4))
-    model = Mlp()
-    policy = Policy("bfloat16", compiler="inductor", compiler_options={"max_autotune": True})
-    amp_graph.convert(model, policy=policy)(torch.randn(8, 4))
-    assert seen == [{"triton.cudagraphs": True}, {"max_autotune": True}]
-
-
-class Broken(Exception):
-    pass
-
-
-@pytest.mark.parametrize("where", ["torch._inductor.compile_fx.compile_fx", "bw_compiler"])
-def test_a_graph_that_cannot_be_compiled_runs_operator_by_operator(where, monkeypatch) -> None:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise Broken("no such thing")
-
-    if where == "bw_compiler":
-        where = "torch._inductor.compile_fx.compile_fx_backward"
-    monkeypatch.setattr(where, fail)
-    eager, model = pair(Net())
-    x = torch.randn(8, 8)
-    with pytest.warns(ConversionWarning, match="not compiled.*no such thing") as caught:
-        result = model(x)
-    assert len(caught) == 1
-    assert_same_results(eager, model, eager(x), result)
-    (plan,) = amp_graph.plans(model)
-    assert plan.fallback is None and "no such thing" in plan.uncompiled and plan.low
-    assert "no such thing" in amp_graph.inspection.render(plan)
-    assert any("no such thing" in why for why in amp_graph.explain(model).data.fallbacks)
-
-
-def test_a_graph_that_fails_when_it_first_runs_does_too(monkeypatch) -> None:
-    def compile_fx(graph: Any, inputs: Any, config_patches: Any = None) -> Any:
-        def fail(*args: Any) -> Any:
-            with torch.no_grad():
-                for written in (a for a in args if a.dtype is torch.float32 and a.shape != (4, 4)):
-                    written.add_(1)
-            raise Broken("no such thing")
-
-        return fail
-
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
-    eager, model = pair(Buffered())
-    x = torch.randn(3, 4)
-    expected = eager(x.clone())
-    with pytest.warns(ConversionWarning, match="not compiled.*no such thing") as caught:
-        found = model(x.clone())
-    assert len(caught) == 1
-    assert torch.equal(expected[0], found[0]) and torch.equal(expected[1], found[1])
-    assert model.calls == 1
-    (plan,) = amp_graph.plans(model)
-    assert plan.fallback is None and "no such thing" in plan.uncompiled and plan.low
-
-
-def assert_same_results(eager: nn.Module, model: nn.Module, a: Any, b: Any) -> None:
-    assert torch.equal(a, b)
-    a.sum().backward(), b.sum().backward()
-    assert same(gradients(eager), gradients(model))
-
-
-CACHED = """
-import sys
-import torch
-from torch._dynamo.utils import counters
-import amp_graph
-
-torch.manual_seed(0)
-model = torch.nn.Linear(8, 8)
-amp_graph.convert(model, policy=amp_graph.Policy("bfloat16", compiler="inductor"))
-model(torch.randn(4, 8)).sum().backward()
-print(counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"])
-"""
-
-
-def test_another_process_finds_the_graph_in_the_cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    command = [sys.executable, "-c", CACHED]
-    outputs = [subprocess.check_output(command, text=True).split() for _ in range(2)]
-    assert outputs == [["0", "0"], ["1", "2"]]
-
-
-def test_low_precision_weights_are_inputs(traced) -> None:
-    """No cast of a weight is left to the compiled graph."""
-    counters.clear()
-    _, model = pair(nn.Sequential(nn.Linear(8, 8, bias=False)))
-    seen = []
-
-    def compile_fx(graph: Any, inputs: Any, config_patches: Any = None) -> Any:
-        seen.extend(inputs)
-        return graph.forward
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
-        model(torch.randn(4, 8))
-    assert [(x.dtype, x.requires_grad) for x in seen] == [
-        (torch.float32, True),
-        (torch.float32, False),
-        (torch.bfloat16, True),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"compiler": "tvm"}, "'eager' or 'inductor'"),
-        ({"compiler_options": "reduce-overhead"}, "for compiler='inductor'"),
-        ({"compiler": "inductor", "compiler_options": "fast"}, "fast"),
-        ({"compiler": "inductor", "compiler_options": 3}, "a mode of torch.compile or a mapping"),
-    ],
-)
-def test_wrong_choices_are_refused(given, words) -> None:
-    with pytest.raises(PolicyError, match=words):
-        Policy(**given)
