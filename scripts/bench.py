@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("scripts", "tests", "")]
 import torch
 from bench_counters import count, first_call, resident_bytes
 from bench_models import WORKLOADS
-from bench_report import first_call_table, plot, step_table
+from bench_report import first_call_table, is_compiled, plot, step_table
 from bench_variants import LEVELS, Settings, Variant, variants
 from rich.console import Console
 from rich.progress import track
@@ -59,7 +59,8 @@ def measure(name: str, settings: Settings) -> dict[str, Any]:
         held = resident_bytes(settings.device) - before
         if label == "float32":
             held -= reference.nbytes
-        counters[label] = count(variant, held)
+        is_captured = label.startswith("amp_graph") or is_compiled(label)
+        counters[label] = count(variant, held, is_captured)
     del reference
     return {
         "model": name,

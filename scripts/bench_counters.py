@@ -18,6 +18,7 @@ from torch._dynamo.utils import compilation_time_metrics
 from torch.profiler import profile
 
 from amp_graph import compiler
+from amp_graph.capture.dynamo import can_watch
 
 READS_BACK = frozenset(["_local_scalar_dense", "is_nonzero", "nonzero", "equal", "_to_host"])
 PASS = ("split_where_wide", "rewrite", "lift_weights")
@@ -71,11 +72,16 @@ class Saved:
         return tensor
 
 
-def count(variant: Variant, resident: int) -> Counters:
-    """Counters of one step, after those that warm up. `resident`: bytes held between steps."""
+def count(variant: Variant, resident: int, is_captured: bool) -> Counters:
+    """Counters of one step, after those that warm up. `resident`: bytes held between steps.
+
+    Before torch 2.13 what Dynamo captured does not run while operators are counted, so that there
+    are no such counts of it.
+    """
     launches = Launches()
-    with launches:
-        variant.step()
+    if can_watch() or not is_captured:
+        with launches:
+            variant.step()
     counters = launches.counters
     saved = Saved(variant.model)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):

@@ -38,9 +38,12 @@ def quartiles(seconds: dict[str, list[float]], variant: str, base: str) -> list[
     return statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
 
 
+def is_compiled(variant: str) -> bool:
+    return variant.endswith((" compiled", " inductor"))
+
+
 def base_of(variant: str, base: str) -> str:
-    is_compiled = variant.endswith((" compiled", " inductor"))
-    return f"{base} compiled" if is_compiled else base
+    return f"{base} compiled" if is_compiled(variant) else base
 
 
 def step_table(results: list[dict[str, Any]]) -> Table:
@@ -56,7 +59,7 @@ def step_table(results: list[dict[str, Any]]) -> Table:
                 f"{statistics.median(times) * 1e3:.1f}",
                 *(_ratio(quartiles(seconds, variant, base_of(variant, b))) for b in BASES),
                 f"{100 * result['gradient_error'][variant]:.3f}",
-                *_counts(result["counters"][variant], base_of(variant, "x") != "x"),
+                *_counts(result["counters"][variant], is_compiled(variant)),
             )
         shown.add_section()
     return shown
@@ -81,9 +84,10 @@ def first_call_table(results: list[dict[str, Any]]) -> Table:
     return shown
 
 
-def _counts(c: dict[str, int], is_compiled: bool) -> list[str]:
+def _counts(c: dict[str, int], compiled: bool) -> list[str]:
     seen = [str(c["operators"]), str(c["casts"]), _mib(c["cast_bytes"])]
-    shown = ["", "", ""] if is_compiled else seen  # a compiled graph does not show what it does
+    # A compiled graph does not show what it does.
+    shown = ["", "", ""] if compiled or not c["operators"] else seen
     return [*shown, str(c["host_reads"]), _mib(c["saved_bytes"]), _mib(c["peak_bytes"])]
 
 

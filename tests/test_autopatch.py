@@ -56,7 +56,7 @@ def test_the_table_of_variables_is_what_is_read():
 
 WRONG = {
     "DTYPE": ("float8", "AMP_GRAPH_DTYPE=float8: choose one of float16, bfloat16"),
-    "COMPILER": ("nvcc", "AMP_GRAPH_COMPILER=nvcc: choose one of eager"),
+    "COMPILER": ("nvcc", "AMP_GRAPH_COMPILER=nvcc: choose one of eager, inductor"),
     "VERBOSE": ("2", "AMP_GRAPH_VERBOSE=2: choose one of 1, true, yes, on, 0, false, no, off"),
     "LOSS_SCALE": ("big", "AMP_GRAPH_LOSS_SCALE=big: choose dynamic, none or a number above 0"),
     "LOSS_SCALE ": ("-2", "AMP_GRAPH_LOSS_SCALE=-2: choose dynamic, none or a number above 0"),
