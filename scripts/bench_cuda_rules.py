@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 WIDEST = ("cat", "stack", "addcmul", "addcdiv", "atan2", "dot", "cross", "grid_sample")
@@ -28,9 +29,13 @@ LOWERED = _names([*_lists.torch_fp16, *_lists.nn_fp16, *_lists.methods_fp16]) | 
     "lstm", "gru", "rnn_tanh", "rnn_relu", "scaled_dot_product_attention",
 }  # fmt: skip
 WIDENED = _names([*_lists.torch_fp32, *_lists.nn_fp32, *_lists.methods_fp32]) | {
-    "layer_norm", "group_norm", "cross_entropy", "mse_loss", "smooth_l1_loss", "softplus",
-    "softmax", "log_softmax", "sum", "prod", "norm", "binary_cross_entropy_with_logits",
+    "layer_norm", "group_norm", "mse_loss", "smooth_l1_loss", "softplus", "norm",
+    "binary_cross_entropy_with_logits",
 }  # fmt: skip
+# Asked for a float32 result; on CUDA the kernel reads the operand as it is.
+WIDENED_INSIDE = frozenset(
+    ["softmax", "log_softmax", "cross_entropy", "sum", "prod", "cumsum", "cumprod"]
+)
 
 
 class CudaRules(TorchFunctionMode):
@@ -52,6 +57,8 @@ class CudaRules(TorchFunctionMode):
     def _cast_for(self, name: str, args: Any) -> Any:
         if name in LOWERED:
             return self._lower
+        if name in WIDENED_INSIDE:
+            return self._widen_uncounted
         if name in WIDENED or (name in WIDEST and any(map(_is_float32, tree_leaves(args)))):
             return self._widen
         return lambda value: value
@@ -68,6 +75,10 @@ class CudaRules(TorchFunctionMode):
     def _widen(self, value: Any) -> Any:
         is_low = isinstance(value, torch.Tensor) and value.dtype is self._dtype
         return value.float() if is_low else value
+
+    def _widen_uncounted(self, value: Any) -> Any:
+        with _disable_current_modes():
+            return self._widen(value)
 
 
 def _is_float32(value: Any) -> bool:
