@@ -73,13 +73,14 @@ def measure(name: str, settings: Settings) -> dict[str, Any]:
 
 def _seconds(made: dict[str, Variant], settings: Settings) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {label: [] for label in made}
+    clock = time.process_time if settings.cpu_time else time.perf_counter
     for _ in range(settings.turns):
         for label in random.sample(list(made), len(made)):
-            before = time.perf_counter()
+            before = clock()
             made[label].step()
             if settings.device == "cuda":
                 torch.cuda.synchronize()
-            seconds[label].append(time.perf_counter() - before)
+            seconds[label].append(clock() - before)
     return seconds
 
 
@@ -99,6 +100,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--variants", nargs="+", default=[], help="beside float32 and autocast")
     parser.add_argument("--emulate-cuda", action="store_true", help="autocast by CUDA's rules")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="time of the process: for a busy machine, 1 thread"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="an SVG")
     parser.add_argument("--one", help=argparse.SUPPRESS)

@@ -35,6 +35,7 @@ class Settings:
     mode: str | None = None
     levels: list[str] = field(default_factory=list)
     emulate_cuda: bool = False
+    cpu_time: bool = False
     variants: list[str] = field(default_factory=list)
 
     @property
