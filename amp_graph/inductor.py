@@ -65,7 +65,15 @@ def compile_graph(
             module, [inputs[i] for i in read], config_patches=dict(options)
         )
 
+    frozen = [
+        i
+        for i, (node, value) in enumerate(zip(placeholders, inputs, strict=True))
+        if (node.meta.get("is_parameter") or "weight_of" in node.meta) and not value.requires_grad
+    ]
+
     def run_on_what_is_read(*args: Any) -> Any:
+        if any(args[i].requires_grad for i in frozen):  # seen in 2.11: Dynamo does not notice
+            return lifted.forward(*args)
         return run(*[args[i] for i in read])
 
     return run_on_what_is_read
