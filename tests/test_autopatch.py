@@ -49,6 +49,14 @@ def test_two_installs_are_one_and_undo_restores_names_and_models(start):
     assert nn.Module.__dict__[SLOT] is not before and install() is two
 
 
+def test_models_of_a_script_are_compiled_if_asked(start, traced):
+    installation, model = start(COMPILER="Inductor"), net()
+    model(X).sum().backward()
+    assert installation.models.seen[0].record.plans[0].uncompiled is None
+    assert Settings.read({"AMP_GRAPH_COMPILER": "inductor"}).policy.compiler == "inductor"
+    assert Settings.read({}).policy.compiler == "eager"
+
+
 def test_the_table_of_variables_is_what_is_read():
     assert len(VARIABLES) == 1 + 2 + 2 * len(COLORS) + 5
     assert Settings.read({"PATH": "x", **dict.fromkeys(VARIABLES, "")}) == Settings()
