@@ -78,6 +78,14 @@ def count(variant: Variant, resident: int, is_captured: bool) -> Counters:
     Before torch 2.13 what Dynamo captured does not run while operators are counted, so that there
     are no such counts of it.
     """
+    timed, variant.region = variant.region, variant.counted or variant.region
+    try:
+        return _count(variant, resident, is_captured)
+    finally:
+        variant.region = timed
+
+
+def _count(variant: Variant, resident: int, is_captured: bool) -> Counters:
     launches = Launches()
     if can_watch() or not is_captured:
         with launches:

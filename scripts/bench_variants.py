@@ -45,7 +45,8 @@ class Settings:
 
 @dataclass
 class Variant:
-    """A model in one precision, and its training steps."""
+    """A model in one precision, and its training steps. `counted` is the region that it runs in
+    while operators and bytes are counted, if another."""
 
     work: Workload
     model: nn.Module
@@ -54,6 +55,7 @@ class Variant:
     accumulate: int
     device: str
     tf32: bool = False
+    counted: Region | None = None
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
@@ -97,7 +99,7 @@ def variants(name: str, settings: Settings) -> Iterator[tuple[str, Callable[[], 
     work.model.to(device)
     scaled = dtype is torch.float16
     autocast = partial(torch.autocast, device, dtype=dtype)
-    rules = partial(CudaRules, dtype) if settings.emulate_cuda else autocast
+    rules = partial(CudaRules, dtype) if settings.emulate_cuda else None
     compiled = partial(torch.compile, mode=settings.mode)
 
     def make(
@@ -105,10 +107,11 @@ def variants(name: str, settings: Settings) -> Iterator[tuple[str, Callable[[], 
         region: Region = nullcontext,
         scales: bool = False,
         tf32: bool = False,
+        counted: Region | None = None,
     ) -> Variant:
         model = change(copy.deepcopy(work.model))
         scaler = torch.amp.GradScaler(device, enabled=scales)
-        return Variant(work, model, region, scaler, settings.accumulate, device, tf32)
+        return Variant(work, model, region, scaler, settings.accumulate, device, tf32, counted)
 
     def ours(**policy: Any) -> Callable[[nn.Module], nn.Module]:
         return lambda m: amp_graph.convert(m, policy=amp_graph.Policy(dtype, **policy))
@@ -119,7 +122,7 @@ def variants(name: str, settings: Settings) -> Iterator[tuple[str, Callable[[], 
     made = {"float32": make}
     if device == "cuda":
         made["float32 TF32"] = partial(make, tf32=True)
-    made["autocast"] = partial(make, region=rules, scales=scaled)
+    made["autocast"] = partial(make, region=autocast, scales=scaled, counted=rules)
     if not settings.levels:
         made["amp_graph"] = partial(make, ours())
     for level in settings.levels:

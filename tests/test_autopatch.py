@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import amp_graph
 from amp_graph.autopatch import CAPTURE_LOGS, COLORS, SLOT, VARIABLES, Settings, install
@@ -51,7 +52,9 @@ def test_two_installs_are_one_and_undo_restores_names_and_models(start):
 
 def test_models_of_a_script_are_compiled_if_asked(start, traced):
     installation, model = start(COMPILER="Inductor"), net()
+    counters.clear()
     model(X).sum().backward()
+    assert counters["aot_autograd"]["total"] == 1
     assert installation.models.seen[0].record.plans[0].uncompiled is None
     assert Settings.read({"AMP_GRAPH_COMPILER": "inductor"}).policy.compiler == "inductor"
     assert Settings.read({}).policy.compiler == "eager"

@@ -79,7 +79,7 @@ def test_bytes_kept_for_backward_are_those_of_distinct_memory() -> None:
 
 
 def test_what_is_measured_is_shown() -> None:
-    result = measure("ncf", Settings(turns=2, accumulate=2))
+    result = measure("ncf", Settings(turns=2, accumulate=2, emulate_cuda=True))
     variants = ["float32", "autocast", "amp_graph", "pure low"]
     assert list(result["seconds"]) == variants
     error = result["gradient_error"]
