@@ -26,12 +26,11 @@ from torch import nn
 from amp_graph.errors import AmpGraphError, PolicyError
 from amp_graph.exit_report import write_report
 from amp_graph.first_call import Models
-from amp_graph.policy import Policy
+from amp_graph.policy import COMPILERS, Policy
 
 SLOT = "_compiled_call_impl"
 YES, NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 COLORS = ("allow", "deny", "infer", "clear")
-COMPILERS = ("eager",)
 LAUNCHERS = (
     "torch.distributed.*",
     "torchrun",
@@ -75,7 +74,6 @@ class Settings:
         unknown = sorted(given.keys() - VARIABLES.keys())
         if unknown:
             raise PolicyError(f"{unknown[0]} is not known; there are {', '.join(VARIABLES)}")
-        _choice(given, "AMP_GRAPH_COMPILER", ("", *COMPILERS))
         lists = _items(given, "AMP_GRAPH_LISTS", os.pathsep)
         added = {c: ops for c in COLORS if (ops := _items(given, f"AMP_GRAPH_{c.upper()}LIST_ADD"))}
         removed = {c: _items(given, f"AMP_GRAPH_{c.upper()}LIST_REMOVE") for c in COLORS}
@@ -85,6 +83,7 @@ class Settings:
             unlisted=tuple((c, op) for c in COLORS for op in removed[c]),
             keep_float32=tuple(_items(given, "AMP_GRAPH_SKIP")),
             loss_scale=_loss_scale(given.get("AMP_GRAPH_LOSS_SCALE", "")),
+            compiler=_choice(given, "AMP_GRAPH_COMPILER", ("", *COMPILERS)) or "eager",
         )
         policy.load_lists()
         dump = given.get("AMP_GRAPH_DUMP")

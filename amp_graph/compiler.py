@@ -10,10 +10,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx
+from torch._dynamo.exc import RestartAnalysis
 
 from amp_graph.capture.dynamo import break_in
 from amp_graph.capture.retrace import retrace
 from amp_graph.errors import PlanError
+from amp_graph.inductor import compile_graph as inductor
+from amp_graph.inductor import options_of
 from amp_graph.ir import Plan
 from amp_graph.nonfinite import run_watched
 from amp_graph.passes.lift_weights import lift_weights
@@ -36,6 +39,7 @@ class Record:
     scale: GraphScale | None = None
 
 
+Weights: TypeAlias = tuple[tuple[int, torch.dtype], ...]
 Graphs: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
 
 
@@ -92,9 +96,12 @@ class Compiler:
             self._fall_back(len(self.record.plans) - 1, f"{type(error).__name__}: {error}")
             return graph.forward
         index = self._keep(plan, aten, emitted)
+        run = lifted.forward
+        if self.policy.compiler == "inductor":
+            run = self._compiled(index, lifted, weights, graph, example_inputs, devices)
         watched = partial(run_watched, lifted, plan.facts)
         boundary = Boundary(
-            without_autocast(lifted.forward, devices),
+            without_autocast(run, devices),
             self._weights,
             self.record.scale,
             weights,
@@ -107,6 +114,29 @@ class Compiler:
             _inputs_at_risk(plan),
             lambda reason: self._fall_back(index, reason),
         )
+
+    def _compiled(
+        self,
+        index: int,
+        lifted: fx.GraphModule,
+        weights: Weights,
+        graph: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        devices: frozenset[str],
+    ) -> Callable[..., Any]:
+        """The emitted graph compiled; as it is, if that fails now or in its first run."""
+        options = options_of(self.policy.compiler_options)
+        fail = partial(self._not_compiled, index)
+        try:
+            compiled = inductor(lifted, weights, graph, example_inputs, options, devices)
+        except RestartAnalysis:  # Dynamo captures the graph again, and calls again
+            del self.record.plans[index], self._graphs[index]
+            raise
+        except Exception as error:
+            fail(f"{type(error).__name__}: {error}")
+            return lifted.forward
+        at_risk = _inputs_at_risk(self.record.plans[index])
+        return Guarded(compiled, lifted.forward, at_risk, fail)
 
     def _pins_for(self, aten: fx.GraphModule) -> Pins | None:
         if self.saved is None:
@@ -127,6 +157,11 @@ class Compiler:
         self.record.plans.append(Plan(dtype, fallback=reason.replace("\n", " ")))
         run = under_autocast(graph.forward, devices, dtype)
         return Boundary(run, self._weights, self.record.scale) if self.record.scale else run
+
+    def _not_compiled(self, index: int, reason: str) -> None:
+        reason = " ".join(reason.split())
+        self.record.plans[index] = replace(self.record.plans[index], uncompiled=reason)
+        warn(f"graph {index} is not compiled, but runs operator by operator: {reason}")
 
     def _fall_back(self, index: int, reason: str) -> None:
         plan = self.record.plans[index]

@@ -188,9 +188,12 @@ def backend(
     options: Any = None,
     mode: Any = None,
 ) -> Callable[..., Any]:
-    """The backend of `torch.compile(model, backend="amp_graph", options={"dtype": "float16"})`."""
-    policy = Policy(**(options or {}))
-    return Compiler(policy).compile_graph(graph_module, example_inputs)
+    """The backend of `torch.compile(model, backend="amp_graph", options={"dtype": "float16"})`.
+
+    A mode, which is Inductor's notion, compiles with Inductor.
+    """
+    given = {"compiler": "inductor", "compiler_options": mode} if mode else options or {}
+    return Compiler(Policy(**given)).compile_graph(graph_module, example_inputs)
 
 
 def _check_model(model: Any) -> None:

@@ -65,7 +65,9 @@ def describe(model: Model) -> dict[str, Any]:
         "operators_low": low,
         "casts": casts,
         "cast_bytes": moved,
-        "fallbacks": [plan.fallback for plan in model.record.plans if plan.fallback],
+        "fallbacks": [
+            why for plan in model.record.plans for why in (plan.fallback, plan.uncompiled) if why
+        ],
     }
     scale = model.record.scale
     if scale is not None:

@@ -165,7 +165,8 @@ class Plan:
 
     `low` names the nodes that compute in `dtype`; every other node computes as captured.
     `bodies` holds the plans of the graphs inside higher-order operators, by attribute name.
-    `fallback` says why a graph runs as captured although it was to be converted.
+    `fallback` says why a graph runs as captured although it was to be converted, `uncompiled` why
+    it runs operator by operator although it was to be compiled.
     """
 
     dtype: torch.dtype
@@ -175,6 +176,7 @@ class Plan:
     casts: tuple[Cast, ...] = ()
     bodies: Mapping[str, Plan] = field(default_factory=dict)
     fallback: str | None = None
+    uncompiled: str | None = None
 
     def parts(self) -> Iterator[Plan]:
         """The plan itself, and the plans of all bodies inside of it."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from amp_graph.errors import PolicyError
+from amp_graph.inductor import options_of
 from amp_graph.ir import Color, Level, NodeFacts
 from amp_graph.oplists import OpLists, UserLists, load_lists
 from amp_graph.training.loss_scale import LossScale
 
 LOW_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+COMPILERS = ("eager", "inductor")
 FLOAT16_DEVICES = frozenset({"cuda", "mps"})  # elsewhere float16 arithmetic is emulated or slow
 
 
@@ -72,6 +75,10 @@ class Policy:
         range is float32's. A LossScale, or a number for a static scale, scales in either. None
         scales in neither.
     level: "safe", "balanced" or "max": how far to go for memory and speed; see Level.
+    compiler: what runs the rewritten graphs: "eager", PyTorch operator by operator, or "inductor",
+        which compiles them.
+    compiler_options: for Inductor, a mode of `torch.compile`, such as "reduce-overhead" (CUDA
+        graphs), or a mapping of its settings.
     """
 
     dtype: torch.dtype | str | None = None
@@ -82,6 +89,8 @@ class Policy:
     output_dtype: torch.dtype | None = None
     loss_scale: LossScale | float | str | None = "dynamic"
     level: Level | str = Level.BALANCED
+    compiler: str = "eager"
+    compiler_options: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
@@ -101,6 +110,25 @@ class Policy:
                 f"loss_scale must be 'dynamic', a number, a LossScale or None, "
                 f"not {self.loss_scale!r}"
             )
+        self._check_compiler()
+
+    def _check_compiler(self) -> None:
+        if self.compiler not in COMPILERS:
+            legal = " or ".join(map(repr, COMPILERS))
+            raise PolicyError(f"compiler must be {legal}, not {self.compiler!r}")
+        if self.compiler_options is None:
+            return
+        if self.compiler == "eager":
+            raise PolicyError("compiler_options are for compiler='inductor'")
+        if not isinstance(self.compiler_options, str | Mapping):
+            raise PolicyError(
+                f"compiler_options must be a mode of torch.compile or a mapping of settings, "
+                f"not {self.compiler_options!r}"
+            )
+        try:
+            options_of(self.compiler_options)
+        except RuntimeError as error:
+            raise PolicyError(f"compiler_options: {error}") from None
 
     def dtype_for(self, device_types: Iterable[str]) -> torch.dtype:
         """The low precision for a graph on these devices."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -44,3 +45,25 @@ def start() -> Iterator[Callable[..., Installation]]:
     yield start
     for installation in installed:
         installation.undo()
+
+
+@pytest.fixture
+def traced(monkeypatch) -> None:
+    """Inductor's C++ takes seconds for each graph. In its place graphs are traced with their
+    backward, functionalised and partitioned as for Inductor, and then run operator by operator."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    as_for_inductor = aot_autograd(
+        fw_compiler=boxed_nop,
+        decompositions=select_decomp_table,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )
+
+    def compile_fx(graph: Any, inputs: Any, config_patches: Any = None) -> Any:
+        return as_for_inductor(graph, inputs)
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import amp_graph
 from amp_graph.autopatch import CAPTURE_LOGS, COLORS, SLOT, VARIABLES, Settings, install
@@ -49,6 +50,16 @@ def test_two_installs_are_one_and_undo_restores_names_and_models(start):
     assert nn.Module.__dict__[SLOT] is not before and install() is two
 
 
+def test_models_of_a_script_are_compiled_if_asked(start, traced):
+    installation, model = start(COMPILER="Inductor"), net()
+    counters.clear()
+    model(X).sum().backward()
+    assert counters["aot_autograd"]["total"] == 1
+    assert installation.models.seen[0].record.plans[0].uncompiled is None
+    assert Settings.read({"AMP_GRAPH_COMPILER": "inductor"}).policy.compiler == "inductor"
+    assert Settings.read({}).policy.compiler == "eager"
+
+
 def test_the_table_of_variables_is_what_is_read():
     assert len(VARIABLES) == 1 + 2 + 2 * len(COLORS) + 5
     assert Settings.read({"PATH": "x", **dict.fromkeys(VARIABLES, "")}) == Settings()
@@ -56,7 +67,7 @@ def test_the_table_of_variables_is_what_is_read():
 
 WRONG = {
     "DTYPE": ("float8", "AMP_GRAPH_DTYPE=float8: choose one of float16, bfloat16"),
-    "COMPILER": ("nvcc", "AMP_GRAPH_COMPILER=nvcc: choose one of eager"),
+    "COMPILER": ("nvcc", "AMP_GRAPH_COMPILER=nvcc: choose one of eager, inductor"),
     "VERBOSE": ("2", "AMP_GRAPH_VERBOSE=2: choose one of 1, true, yes, on, 0, false, no, off"),
     "LOSS_SCALE": ("big", "AMP_GRAPH_LOSS_SCALE=big: choose dynamic, none or a number above 0"),
     "LOSS_SCALE ": ("-2", "AMP_GRAPH_LOSS_SCALE=-2: choose dynamic, none or a number above 0"),

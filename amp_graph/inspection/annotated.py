@@ -82,6 +82,7 @@ class AnnotatedGraph:
     bodies: Mapping[str, AnnotatedGraph] = field(default_factory=dict)
     fallback: str | None = None
     unlisted: tuple[str, ...] = ()
+    uncompiled: str | None = None
 
     def everything(self) -> list[AnnotatedGraph]:
         """This graph and all inside it."""
@@ -103,7 +104,8 @@ def annotated_graph(
     nodes = tuple(writer.node(n) for n in emitted.graph.nodes)
     unlisted = sorted({n.op for n in nodes if n.why.startswith("on no list")})
     dtype = dtype_name(plan.dtype)
-    return AnnotatedGraph(name, dtype, nodes, bodies, plan.fallback, tuple(unlisted))
+    why_not = plan.fallback, tuple(unlisted), plan.uncompiled
+    return AnnotatedGraph(name, dtype, nodes, bodies, *why_not)
 
 
 def captured_graph(name: str, plan: Plan, captured: fx.GraphModule | None) -> AnnotatedGraph:

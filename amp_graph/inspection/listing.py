@@ -31,6 +31,8 @@ def _lines(graph: AnnotatedGraph) -> Iterator[str]:
     yield f"{graph.name} in {graph.dtype}: {count(len(graph.nodes), 'node')}{moved}"
     if graph.fallback:
         yield f"  runs as captured: {graph.fallback}"
+    if graph.uncompiled:
+        yield f"  runs operator by operator: {graph.uncompiled}"
     if graph.unlisted:
         yield f"  on no list: {', '.join(graph.unlisted)}"
     labels = {n.name: n.label for n in graph.nodes}

@@ -98,7 +98,9 @@ def report_data(model: AnnotatedModel) -> ReportData:
         casts=tuple(casts),
         unlisted=tuple(sorted({op for g in everything for op in g.unlisted})),
         breaks=tuple(dict.fromkeys(model.breaks)),
-        fallbacks=tuple(f"{g.name}: {g.fallback}" for g in everything if g.fallback),
+        fallbacks=tuple(
+            f"{g.name}: {why}" for g in everything for why in (g.fallback, g.uncompiled) if why
+        ),
         suggestions=suggestions(everything, model.breaks),
     )
 

@@ -62,6 +62,8 @@ def _summary(plan: Plan) -> Iterator[str]:
 def _facts_in_brief(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.fallback is not None:
         yield "fallback", f"runs as captured: {plan.fallback}"
+    if plan.uncompiled is not None:
+        yield "uncompiled", f"runs operator by operator: {plan.uncompiled}"
     painted = Counter(paint.color for paint in plan.paints.values())
     low = Counter(plan.paints[name].color for name in plan.low if name in plan.paints)
     for color in (Color.ALLOW, Color.INFER, Color.CLEAR, Color.DENY):

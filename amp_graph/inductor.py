@@ -1,0 +1,125 @@
+"""Inductor: compile an emitted graph with its low-precision weights as inputs.
+
+    x, w, w_bfloat16 ----> compiled forward ----> y             one AOTAutograd trace of both,
+    dx, dw_bfloat16  <---- compiled backward <--- dy            cached by PyTorch across processes
+
+This happens inside of Dynamo's call of its backend, where `torch.compile` calls Inductor as well:
+guards, symbolic sizes and fake tensors are those of that capture. The boundary of the graph, where
+weights are refreshed and gradients scaled, stays outside.
+
+Names of PyTorch used here that are not documented, and the versions they were seen to work on:
+
+    torch._inductor.compile_fx.compile_fx     2.11, 2.13   the documentation of backends names it
+    torch._functorch.config                   2.11, 2.13   the two settings below
+    GraphModule.meta["dynamo_compile_id"], ._param_name_to_source, Node._dynamo_source,
+    Node.meta["tensor_dict"]["_dynamo_static_input_type"]
+                                              2.11, 2.13   how Dynamo tells AOTAutograd where inputs
+        come from, to guard that they are distinct, and which stay at one address (CUDA graphs)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+
+from amp_graph.runtime import without_autocast
+
+# All casts are in the graph, those of its backward as well. And a backward that cannot be compiled
+# is to fail at once, where there is a way back.
+SETTINGS = {"backward_pass_autocast": "off", "force_non_lazy_backward_lowering": True}
+
+STATIC = {"_dynamo_static_input_type": "unguarded"}  # marks an input that stays at its address
+
+
+def compile_graph(
+    lifted: fx.GraphModule,
+    weights: Sequence[tuple[int, torch.dtype]],
+    captured: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, Any],
+    device_types: Iterable[str],
+) -> Callable[..., Any]:
+    """Return `lifted`, compiled, as a function of the same inputs; `lifted` stays as it was.
+
+    weights: of each low-precision weight, the position of its parameter and its dtype.
+    captured, example_inputs: what Dynamo called its backend with.
+    options: settings of Inductor.
+    """
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    module = _described(copy.deepcopy(lifted), captured)
+    inputs = [*example_inputs]
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for node, (position, _) in zip(placeholders[len(inputs) :], weights, strict=True):
+        inputs.append(_example(node.meta["val"], example_inputs[position].requires_grad))
+    read = _without_unread_parameters(module.graph)
+    module.recompile()
+    with config.patch(SETTINGS):
+        run = without_autocast(compile_fx, device_types)(
+            module, [inputs[i] for i in read], config_patches=dict(options)
+        )
+
+    frozen = [
+        i
+        for i, (node, value) in enumerate(zip(placeholders, inputs, strict=True))
+        if (node.meta.get("is_parameter") or "weight_of" in node.meta) and not value.requires_grad
+    ]
+
+    def run_on_what_is_read(*args: Any) -> Any:
+        if any(args[i].requires_grad for i in frozen):  # seen in 2.11: Dynamo does not notice
+            return lifted.forward(*args)
+        return run(*[args[i] for i in read])
+
+    return run_on_what_is_read
+
+
+def options_of(options: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Settings of Inductor from a mode of `torch.compile`, or as they are.
+
+    Raises RuntimeError for an unknown mode.
+    """
+    if not isinstance(options, str):
+        return options or {}
+    settings: dict[str, Any] = torch._inductor.list_mode_options(options)
+    return settings
+
+
+def _example(low: Tensor, requires_grad: bool) -> Tensor:
+    """A fake weight as the boundary will hand it in. `low` was made without autograd."""
+    return low.detach().requires_grad_(requires_grad)
+
+
+def _without_unread_parameters(graph: fx.Graph) -> list[int]:
+    """Take inputs out that are parameters which only their low-precision weights stand for: each
+    input of a compiled graph costs time at every call. Returns the positions of the others."""
+    read = []
+    for position, node in enumerate(graph.find_nodes(op="placeholder")):
+        if node.users or not node.meta.get("is_parameter"):
+            read.append(position)
+        else:
+            graph.erase_node(node)
+    return read
+
+
+def _described(module: fx.GraphModule, captured: fx.GraphModule) -> fx.GraphModule:
+    """`module` with what Dynamo says of the graph that it was made from."""
+    if "dynamo_compile_id" not in captured.meta:
+        return module
+    module.meta["dynamo_compile_id"] = captured.meta["dynamo_compile_id"]
+    constants = [name for name, _ in module.named_parameters()]
+    constants += [name for name, _ in module.named_buffers()]
+    sources: Any = {name: ConstantSource(name) for name in constants}
+    module._param_name_to_source = sources
+    known = {n.name: n for n in captured.graph.find_nodes(op="placeholder")}
+    for node in module.graph.find_nodes(op="placeholder"):
+        described: Any = node
+        described._dynamo_source = getattr(known.get(node.name), "_dynamo_source", None)
+        if "weight_of" in node.meta:
+            node.meta = {**node.meta, "tensor_dict": STATIC}
+    return module

@@ -1,0 +1,28 @@
+"""The models of the benchmark, in the styles that people train, from plain torch.nn.
+
+Each comes in two sizes: for two CPU cores, and for one large GPU, where it has the published
+configuration. None has dropout, so that gradients can be compared.
+"""
+
+from __future__ import annotations
+
+from bench_models import images, others, sequences, vision
+from bench_models.workload import Factory, Workload
+
+__all__ = ["WORKLOADS", "Workload"]
+
+WORKLOADS: dict[str, Factory] = {
+    "mlp": others.mlp,
+    "gpt compute-bound": sequences.gpt_compute_bound,
+    "gpt launch-bound": sequences.gpt_launch_bound,
+    "gpt explicit attention": sequences.gpt_explicit_attention,
+    "bert": sequences.bert,
+    "resnet": vision.resnet,
+    "resnext": vision.resnext,
+    "unet": images.unet,
+    "seq2seq lstm": sequences.seq2seq,
+    "ncf": others.ncf,
+    "ssd": vision.ssd,
+    "waveglow": others.waveglow,
+    "dcgan": images.dcgan,
+}

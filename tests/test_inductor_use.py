@@ -1,0 +1,170 @@
+"""Asking for Inductor: where, with which settings, and what happens when it cannot compile."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from compiled import COMPILE_FX, Buffered, assert_close, pair
+from nets import Net, low_share
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from training import Mlp, gradients, same
+
+import amp_graph
+from amp_graph import ConversionWarning, Policy, PolicyError
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def test_the_named_backend_compiles() -> None:
+    eager = copy.deepcopy(model := Mlp())
+    amp_graph.convert(eager, policy="bfloat16")
+    options = {"dtype": "bfloat16", "compiler": "inductor"}
+    compiled = torch.compile(model, backend="amp_graph", options=options)
+    x = torch.randn(8, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = compiled(x)
+    assert_close(eager(x), result)
+
+
+def test_a_mode_of_the_named_backend_is_for_inductor(monkeypatch) -> None:
+    seen = []
+
+    def compile_fx(graph: Any, inputs: Any, config_patches: Any = None) -> Any:
+        seen.append(config_patches)
+        return graph.forward
+
+    monkeypatch.setattr(COMPILE_FX, compile_fx)
+    torch.compile(Mlp(), backend="amp_graph", mode="reduce-overhead")(torch.randn(8, 4))
+    model = Mlp()
+    policy = Policy("bfloat16", compiler="inductor", compiler_options={"max_autotune": True})
+    amp_graph.convert(model, policy=policy)(torch.randn(8, 4))
+    assert seen == [{"triton.cudagraphs": True}, {"max_autotune": True}]
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", [COMPILE_FX, "bw_compiler"])
+def test_a_graph_that_cannot_be_compiled_runs_operator_by_operator(where, monkeypatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise Broken("no such thing")
+
+    if where == "bw_compiler":
+        where = "torch._inductor.compile_fx.compile_fx_backward"
+    monkeypatch.setattr(where, fail)
+    eager, model = pair(Net())
+    x = torch.randn(8, 8)
+    with pytest.warns(ConversionWarning, match="not compiled.*no such thing") as caught:
+        result = model(x)
+    assert len(caught) == 1
+    assert_same_results(eager, model, eager(x), result)
+    (plan,) = amp_graph.plans(model)
+    assert plan.fallback is None and "no such thing" in plan.uncompiled and plan.low
+    assert "no such thing" in amp_graph.inspection.render(plan)
+    assert any("no such thing" in why for why in amp_graph.explain(model).data.fallbacks)
+
+
+def test_a_graph_that_fails_when_it_first_runs_does_too(monkeypatch) -> None:
+    def compile_fx(graph: Any, inputs: Any, config_patches: Any = None) -> Any:
+        def fail(*args: Any) -> Any:
+            with torch.no_grad():
+                for written in (a for a in args if a.dtype is torch.float32 and a.shape != (4, 4)):
+                    written.add_(1)
+            raise Broken("no such thing")
+
+        return fail
+
+    monkeypatch.setattr(COMPILE_FX, compile_fx)
+    eager, model = pair(Buffered())
+    x = torch.randn(3, 4)
+    expected = eager(x.clone())
+    with pytest.warns(ConversionWarning, match="not compiled.*no such thing") as caught:
+        found = model(x.clone())
+    assert len(caught) == 1
+    assert torch.equal(expected[0], found[0]) and torch.equal(expected[1], found[1])
+    assert model.calls == 1
+    (plan,) = amp_graph.plans(model)
+    assert plan.fallback is None and "no such thing" in plan.uncompiled and plan.low
+
+
+def test_a_recurrent_layer_on_data_runs_low_though_it_is_not_compiled(traced) -> None:
+    """Its kernel keeps nothing for backward when it runs compiled (torch 2.13 on CPU)."""
+    eager, model = pair(nn.LSTM(4, 8, batch_first=True))
+    x = torch.randn(3, 5, 4)
+    with pytest.warns(ConversionWarning, match="not compiled"):
+        result = model(x)[0]
+    assert_same_results(eager, model, eager(x)[0], result)
+    assert low_share(model, x) == 1
+
+
+def assert_same_results(eager: nn.Module, model: nn.Module, a: Any, b: Any) -> None:
+    assert torch.equal(a, b)
+    a.sum().backward(), b.sum().backward()
+    assert same(gradients(eager), gradients(model))
+
+
+CACHED = """
+import sys
+import torch
+from torch._dynamo.utils import counters
+import amp_graph
+
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8)
+amp_graph.convert(model, policy=amp_graph.Policy("bfloat16", compiler="inductor"))
+model(torch.randn(4, 8)).sum().backward()
+print(counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+def test_another_process_finds_the_graph_in_the_cache() -> None:
+    command = [sys.executable, "-c", CACHED]
+    outputs = [subprocess.check_output(command, text=True).split() for _ in range(2)]
+    assert outputs[1] == ["1", "2"]  # forward and backward; perhaps an earlier run cached them
+
+
+def test_low_precision_weights_are_inputs_that_stay_where_they_are(monkeypatch) -> None:
+    """No cast of a weight is left to the compiled graph, and CUDA graphs need not copy them."""
+    seen, static = [], []
+
+    def look(graph: Any, inputs: Any) -> Any:
+        static.extend(torch._guards.TracingContext.get().fw_metadata.static_input_indices)
+        return make_boxed_func(graph.forward)
+
+    def compile_fx(graph: Any, inputs: Any, config_patches: Any = None) -> Any:
+        seen.extend((tuple(x.shape), x.dtype, x.requires_grad) for x in inputs)
+        return aot_autograd(fw_compiler=look)(graph, inputs)
+
+    monkeypatch.setattr(COMPILE_FX, compile_fx)
+    _, model = pair(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 2, bias=False)))
+    model[1].weight.requires_grad_(False)
+    model(torch.randn(4, 8)).sum().backward()
+    assert seen == [
+        ((4, 8), torch.float32, False),
+        ((6, 8), torch.bfloat16, True),
+        ((6,), torch.bfloat16, True),
+        ((2, 6), torch.bfloat16, False),
+    ]
+    assert {1, 2, 3} <= set(static) and 0 not in static
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"compiler": "tvm"}, "'eager' or 'inductor'"),
+        ({"compiler_options": "reduce-overhead"}, "for compiler='inductor'"),
+        ({"compiler": "inductor", "compiler_options": "fast"}, "fast"),
+        ({"compiler": "inductor", "compiler_options": 3}, "a mode of torch.compile or a mapping"),
+    ],
+)
+def test_wrong_choices_are_refused(given, words) -> None:
+    with pytest.raises(PolicyError, match=words):
+        Policy(**given)
