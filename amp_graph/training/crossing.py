@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from amp_graph.nonfinite import FirstNonfinite
-from amp_graph.training.together import empty_together, merged
+from amp_graph.training.together import CheckedGradients, empty_together
 
 
 class Scale(Protocol):
@@ -35,6 +35,10 @@ class Scale(Protocol):
 
     def inverse(self, device: torch.device) -> Tensor:
         """1/S, 0-dimensional, float32."""
+
+    @property
+    def checked(self) -> CheckedGradients:
+        """The gradients that were checked when they went out."""
 
     @property
     def watch(self) -> FirstNonfinite | None:
@@ -92,36 +96,44 @@ class _Enter(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        pairs = [(i, g) for i, g in zip(ctx.owners, grads, strict=True) if g is not None]
         out: list[Tensor | None] = [None] * len(ctx.tensors)
-        fused = not torch.is_grad_enabled() and len({i for i, _ in pairs}) == len(pairs)
-        if fused and all(_is_plain(g) and ctx.tensors[i].dtype is torch.float32 for i, g in pairs):
-            for (i, _), gradient in zip(pairs, _unscaled(ctx, pairs), strict=True):
+        fused: dict[torch.device, dict[int, list[Tensor]]] = {}
+        alone = []
+        for i, gradient in zip(ctx.owners, grads, strict=True):
+            if gradient is None:
+                continue
+            if _is_plain(gradient) and ctx.tensors[i].dtype is torch.float32:
+                fused.setdefault(gradient.device, {}).setdefault(i, []).append(gradient)
+            else:
+                alone.append((i, gradient))
+        for parts in fused.values():
+            for i, gradient in zip(parts, _unscaled(ctx, parts), strict=True):
                 out[i] = gradient
-        else:
-            for i, gradient in pairs:
-                crossed = _go_out(ctx.scale, gradient, ctx.tensors[i].dtype)
-                before = out[i]
-                out[i] = crossed if before is None else before + crossed
+        for i, gradient in alone:
+            crossed = _go_out(ctx.scale, gradient, ctx.tensors[i].dtype)
+            before = out[i]
+            out[i] = crossed if before is None else before + crossed
         return (None, None, None, *out)
 
 
-def _unscaled(ctx: Any, pairs: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
-    """Float32 gradients, laid out as their tensors are, or AccumulateGrad would copy them again.
+def _unscaled(ctx: Any, parts: dict[int, list[Tensor]]) -> list[Tensor]:
+    """Float32 gradients, each the sum of its parts, laid out as their tensors are, or
+    AccumulateGrad would copy them again.
 
-    Those to be unscaled share a piece of memory: one call does it, and one will check them all.
+    Those to be unscaled share a piece of memory: one call unscales and checks them.
     """
-    if not pairs:
-        return []
-    tensors = [ctx.tensors[i] for i, _ in pairs]
+    tensors = [ctx.tensors[i] for i in parts]
     if ctx.scale is None:
-        gradients = [torch.empty_like(t, requires_grad=False) for t in tensors]
+        gradients, memory = [torch.empty_like(t, requires_grad=False) for t in tensors], None
     else:
-        gradients = empty_together(tensors)
-    torch._foreach_copy_(gradients, [g for _, g in pairs])
+        gradients, memory = empty_together(tensors)
+    torch._foreach_copy_(gradients, [first for first, *_ in parts.values()])
+    for gradient, (_, *others) in zip(gradients, parts.values(), strict=True):
+        for other in others:
+            gradient.add_(other)
     if ctx.scale is not None:
-        for gradient in merged(gradients):
-            gradient.mul_(ctx.scale.inverse(gradient.device))
+        inverse = ctx.scale.inverse(gradients[0].device)
+        ctx.scale.checked.unscale_(gradients, memory, inverse)
     return gradients
 
 
@@ -206,8 +218,10 @@ def _apply(function: type[Function], *args: Any) -> Any:
 
 
 def _is_plain(gradient: Tensor) -> bool:
-    """Whether the fused calls take this gradient: it is dense, and not one of a vmap's."""
-    return gradient.layout is torch.strided and not is_batched(gradient)
+    """Whether the fused calls take this gradient: it is dense, not one of a vmap's, and not to be
+    differentiated."""
+    is_recorded = torch.is_grad_enabled()
+    return gradient.layout is torch.strided and not is_recorded and not is_batched(gradient)
 
 
 def _memory(tensor: Tensor) -> int:

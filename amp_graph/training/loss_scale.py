@@ -88,15 +88,15 @@ class LossScale:
 
         Works on the state's device without waiting for it.
         """
-        skipped = (state.skipped + 1) * found_inf
-        clean = (state.clean + 1) * (1 - found_inf)
+        skipped = torch.addcmul(found_inf, state.skipped, found_inf)
+        clean = state.clean + 1
+        clean = torch.addcmul(clean, clean, found_inf, value=-1)
         grows = clean == self.growth_interval
         backs_off = skipped >= self.hysteresis
         scale = torch.where(grows, state.scale * self.growth_factor, state.scale)
         scale = torch.where(backs_off, scale * self.backoff_factor, scale)
-        return ScaleState(
-            scale.clamp(self.floor, self.ceiling), torch.where(grows, 0.0, clean), skipped
-        )
+        bounded = scale.clamp(self.floor, self.ceiling)
+        return ScaleState(bounded, clean.masked_fill(grows, 0.0), skipped)
 
 
 FACTOR_KEYS = ("growth_factor", "backoff_factor", "growth_interval")

@@ -233,12 +233,13 @@ def check(optimizer: Optimizer, scales: Sequence[GraphScale]) -> Tensor:
     """Whether any gradient overflowed; each scale is told of its own parameters' gradients."""
     parameters = parameters_of(optimizer)
     if len(scales) == 1:
-        found = found_inf(parameters)
+        found = found_inf(parameters, checked=scales[0].checked)
         scales[0].stepped(found, optimizer)
         return found
     of_all = found_inf(p for p in parameters if not any(s.covers(p) for s in scales))
     for scale in scales:
-        found = found_inf(p for p in parameters if scale.covers(p))
+        own = (p for p in parameters if scale.covers(p))
+        found = found_inf(own, checked=scale.checked)
         scale.stepped(found, optimizer)
         of_all = torch.maximum(found, of_all.to(found.device))
     return of_all
