@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from amp_graph.nonfinite import FirstNonfinite
-from amp_graph.training.together import CheckedGradients, empty_together
+from amp_graph.training.checked_gradients import CheckedGradients
 
 
 class Scale(Protocol):
@@ -118,22 +118,14 @@ class _Enter(Function):
 
 def _unscaled(ctx: Any, parts: dict[int, list[Tensor]]) -> list[Tensor]:
     """Float32 gradients, each the sum of its parts, laid out as their tensors are, or
-    AccumulateGrad would copy them again.
-
-    Those to be unscaled share a piece of memory: one call unscales and checks them.
-    """
-    tensors = [ctx.tensors[i] for i in parts]
-    if ctx.scale is None:
-        gradients, memory = [torch.empty_like(t, requires_grad=False) for t in tensors], None
-    else:
-        gradients, memory = empty_together(tensors)
+    AccumulateGrad would copy them again."""
+    gradients = [torch.empty_like(ctx.tensors[i], requires_grad=False) for i in parts]
     torch._foreach_copy_(gradients, [first for first, *_ in parts.values()])
     for gradient, (_, *others) in zip(gradients, parts.values(), strict=True):
         for other in others:
             gradient.add_(other)
     if ctx.scale is not None:
-        inverse = ctx.scale.inverse(gradients[0].device)
-        ctx.scale.checked.unscale_(gradients, memory, inverse)
+        ctx.scale.checked.unscale_(gradients, ctx.scale.inverse(gradients[0].device))
     return gradients
 
 
@@ -209,6 +201,8 @@ def _go_out(scale: Scale | None, gradient: Tensor, dtype: torch.dtype) -> Tensor
 
 def _times(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """The product in at least float32: S and 1/S are beyond what float16 holds."""
+    if value.dtype is dtype is torch.float32:
+        return value * factor
     wide = torch.promote_types(value.dtype, torch.float32)
     return (value.to(wide) * factor).to(dtype)
 

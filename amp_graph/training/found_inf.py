@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_graph.training.together import CheckedGradients, merged
+from amp_graph.training.checked_gradients import CheckedGradients
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -31,23 +31,27 @@ def found_inf(
     they were made are not read again. Ranks that hold shards of the same gradients (FSDP) get the
     same answer.
     """
-    meshes: dict[int, Any] = {}
-    gradients = []
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        if hasattr(gradient, "device_mesh"):  # a DTensor; its module is slow to import
-            meshes[id(gradient.device_mesh)] = gradient.device_mesh
-            gradient = gradient.to_local()  # type: ignore[attr-defined]
-        gradients.append(gradient if gradient.layout is torch.strided else gradient._values())
+    gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros(())
     flags: list[Tensor] = []
     unknown = gradients
+    meshes: dict[int, Any] = {}
     if checked is not None and not _is_one_of_several_processes():
         flags, unknown = checked.known(gradients)
-    flags += _looked_at(unknown, inverse)
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in unknown:
+        if hasattr(gradient, "device_mesh"):  # a DTensor; its module is slow to import
+            meshes[id(gradient.device_mesh)] = gradient.device_mesh
+            gradient = gradient.to_local()  # type: ignore[attr-defined]
+        if gradient.layout is not torch.strided:
+            gradient = gradient._values()
+        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, _), group in groups.items():
+        flag = torch.zeros((), device=device)
+        factor = torch.ones((), device=device) if inverse is None else inverse.to(device)
+        torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
+        flags.append(flag)
     device = gradients[0].device
     found = functools.reduce(torch.maximum, [f.to(device, non_blocking=True) for f in flags])
     for mesh in meshes.values():
@@ -56,18 +60,6 @@ def found_inf(
                 found, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dimension)
             )
     return found
-
-
-def _looked_at(gradients: Iterable[Tensor], inverse: Tensor | None) -> Iterator[Tensor]:
-    """A flag of each device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, _), group in groups.items():
-        flag = torch.zeros((), device=device)
-        factor = torch.ones((), device=device) if inverse is None else inverse.to(device)
-        torch._amp_foreach_non_finite_check_and_unscale_(merged(group), flag, factor)
-        yield flag
 
 
 def _is_one_of_several_processes() -> bool:

@@ -124,8 +124,7 @@ class GradScaler:
             self._config, self._state = load_state(self._config, state_dict)
 
     def _state_on(self, device: torch.device) -> ScaleState:
-        if self._state.scale.device != device:
-            self._state = self._state.to(device)
+        self._state = self._state.on(device)
         return self._state
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from amp_graph.errors import OverflowAbort
 from amp_graph.nonfinite import FirstNonfinite
+from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.crossing import is_batched
 from amp_graph.training.grad_scaler import is_grad_scaler_around
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, save_state
-from amp_graph.training.together import CheckedGradients
 
 CAUTIOUS_PEAK = 2.0**4  # what a cautious scale brings the largest incoming gradient to
 _serials = itertools.count()
@@ -147,7 +147,7 @@ class GraphScale:
         """The state as it is once the round has ended."""
         if self._pending is None:
             return self._state
-        return self.config.adjust(self._state.to(self._pending.device), self._pending)
+        return self.config.adjust(self._state.on(self._pending.device), self._pending)
 
     @property
     def skips(self) -> int:
