@@ -99,10 +99,11 @@ class _Enter(Function):
         out: list[Tensor | None] = [None] * len(ctx.tensors)
         fused: dict[torch.device, dict[int, list[Tensor]]] = {}
         alone = []
+        is_recorded = torch.is_grad_enabled()
         for i, gradient in zip(ctx.owners, grads, strict=True):
             if gradient is None:
                 continue
-            if _is_plain(gradient) and ctx.tensors[i].dtype is torch.float32:
+            if not is_recorded and _is_plain(gradient) and ctx.tensors[i].dtype is torch.float32:
                 fused.setdefault(gradient.device, {}).setdefault(i, []).append(gradient)
             else:
                 alone.append((i, gradient))
@@ -212,10 +213,8 @@ def _apply(function: type[Function], *args: Any) -> Any:
 
 
 def _is_plain(gradient: Tensor) -> bool:
-    """Whether the fused calls take this gradient: it is dense, not one of a vmap's, and not to be
-    differentiated."""
-    is_recorded = torch.is_grad_enabled()
-    return gradient.layout is torch.strided and not is_recorded and not is_batched(gradient)
+    """Whether the fused calls take this gradient: it is dense, and not one of a vmap's."""
+    return gradient.layout is torch.strided and not is_batched(gradient)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -143,7 +143,7 @@ def scale_loss(loss: Tensor, optimizer: Optimizer | Sequence[Optimizer]) -> Iter
 
 
 EXPLICIT = (GradScaler, torch.amp.GradScaler)
-STEPS = frozenset({GradScaler.step.__code__, torch.amp.GradScaler.step.__code__})
+STEPS = GradScaler.step.__code__, torch.amp.GradScaler.step.__code__
 STEP_DEPTH = 16  # frames between a scaler's step() and an optimizer's hooks, wrappers included
 
 

@@ -174,7 +174,7 @@ class GraphScale:
 
     def go_on_from(self, config: LossScale, state: ScaleState) -> None:
         self.config, self._state, self._pending, self._cautious = config, state, None, None
-        self._skipped = _Readback()
+        self._skipped = _Readback(math.inf)
         self._factors.clear()
 
 
@@ -183,11 +183,13 @@ class _Readback:
 
     A counter that grows by one per round, at most, cannot reach a limit before as many rounds as
     are missing; until then it is not read.
+
+    rounds: since it was 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rounds: float = 0) -> None:
         self.latest = 0
-        self._rounds = math.inf  # since it was read
+        self._rounds = rounds  # since it was read
         self._sent: tuple[Tensor, Any] | None = None
 
     def follow(self, counter: Tensor, limit: int | None) -> None:
