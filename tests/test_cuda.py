@@ -55,3 +55,23 @@ def test_a_model_moved_after_conversion_follows_its_device() -> None:
     model.cuda()
     assert low_share(model, torch.randn(4, 8, device="cuda")) == 1
     assert [plan.dtype for plan in amp_graph.plans(model)] == [torch.bfloat16, torch.float16]
+
+
+def test_fused_steps_do_not_wait_for_the_device() -> None:
+    torch._dynamo.reset()
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    policy = amp_graph.Policy("float16", loss_scale=amp_graph.LossScale(2.0**10))
+    amp_graph.convert(model, optimizer, policy=policy)
+    x = torch.randn(16, 8, device="cuda")
+    told = []
+    try:
+        for step in range(8):
+            if step == 3:  # captured, and the optimizer has state
+                torch.cuda.set_sync_debug_mode("error")
+            model(x * torch.inf if step == 5 else x).square().mean().backward()
+            told.append(optimizer.step())
+            optimizer.zero_grad()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [bool(stepped) for stepped in told] == [step != 5 for step in range(8)]

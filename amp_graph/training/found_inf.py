@@ -31,21 +31,24 @@ def found_inf(
     they were made are not read again. Ranks that hold shards of the same gradients (FSDP) get the
     same answer.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients: list[Tensor] = []
+    meshes: dict[int, Any] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if hasattr(gradient, "device_mesh"):  # a DTensor; its module is slow to import
+            meshes[id(gradient.device_mesh)] = gradient.device_mesh
+            gradient = gradient.to_local()  # type: ignore[attr-defined]
+        gradients.append(gradient if gradient.layout is torch.strided else gradient._values())
     if not gradients:
         return torch.zeros(())
     flags: list[Tensor] = []
     unknown = gradients
-    meshes: dict[int, Any] = {}
     if checked is not None and not _is_one_of_several_processes():
         flags, unknown = checked.known(gradients)
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in unknown:
-        if hasattr(gradient, "device_mesh"):  # a DTensor; its module is slow to import
-            meshes[id(gradient.device_mesh)] = gradient.device_mesh
-            gradient = gradient.to_local()  # type: ignore[attr-defined]
-        if gradient.layout is not torch.strided:
-            gradient = gradient._values()
         groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, _), group in groups.items():
         flag = torch.zeros((), device=device)
