@@ -18,8 +18,8 @@ class CheckedGradients:
     same in `.grad` where autograd took the tensor over. What was accumulated, replaced by a hook,
     or written to since is not known. A write that leaves the version alone is not seen: through
     `.grad.data`, as with GradScaler after `unscale_`, or by a collective such as
-    `torch.distributed.all_reduce` (torch 2.13), so that one of several processes must not ask.
-    Holds on to no gradient.
+    `torch.distributed.all_reduce` (torch 2.13), so that one of several processes must not ask; or
+    by a foreach function under a dispatch mode. Holds on to no gradient.
     """
 
     def __init__(self) -> None:
