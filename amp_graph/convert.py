@@ -149,8 +149,8 @@ def has_finite_gradients(model: nn.Module) -> bool:
     For training without a `torch.optim.Optimizer`, which would ask by itself. Call it once per
     update: the loss scale is adjusted accordingly.
     """
-    found = found_inf(model.parameters())
     scale = scale_of(model)
+    found = found_inf(model.parameters(), checked=scale.checked if scale else None)
     if scale is not None:
         scale.stepped(found, model)
     return not found

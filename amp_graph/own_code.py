@@ -75,6 +75,7 @@ class _OneCall:
 
     def __init__(self, scale: Scale):
         self._scale = scale
+        self.checked = scale.checked
         self.watch = None
         self.is_opaque = False
 

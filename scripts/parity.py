@@ -2,6 +2,7 @@
 
     python scripts/parity.py                    all tasks, 5 seeds, about half an hour
     python scripts/parity.py --task lstm --seeds 3 --share 0.2
+    python scripts/parity.py --task gan --autocast      torch.autocast and GradScaler beside it
 
 Five tasks on real data: a ConvNet, a GAN and a detector with three losses on scikit-learn's
 handwritten digits; an LSTM and a transformer that read the Python standard library's sources,
@@ -26,22 +27,44 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 
-def final_metric(task: Task, dtype: str, seed: int, steps: int) -> float:
-    """Train from a seed; `dtype` "float32" converts nothing."""
+def final_metric(task: Task, precision: str, seed: int, steps: int) -> float:
+    """Train from a seed in "float32", which converts nothing, in "float16" or "bfloat16", or in
+    "autocast float16" or so."""
 
-    def convert(model: nn.Module, optimizer: Optimizer) -> None:
-        if dtype != "float32":
+    def convert(model: nn.Module, optimizer: Optimizer) -> torch.amp.GradScaler:
+        baseline, _, dtype = precision.rpartition(" ")
+        if baseline:
+            run_under_autocast(model, dtype)
+        elif dtype != "float32":
             amp_graph.convert(model, optimizer, policy=dtype)
+        return torch.amp.GradScaler("cpu", enabled=precision == "autocast float16")
 
     torch._dynamo.reset()
     torch.manual_seed(seed)
     return task.train(convert, steps)
 
 
+def run_under_autocast(model: nn.Module, dtype: str) -> None:
+    """Results in float32, as losses under autocast would have them."""
+    forward = model.forward
+
+    def lower(*args: Any) -> Any:
+        with torch.autocast("cpu", getattr(torch, dtype)):
+            return tree_map(lambda value: value.float(), forward(*args))
+
+    model.forward = lower
+
+
 def is_within(mixed: list[float], float32: list[float]) -> bool:
     return min(float32) <= mean(mixed) <= max(float32)
+
+
+def precisions(task: Task, autocast: bool) -> list[str]:
+    beside = [f"autocast {dtype}" for dtype in task.dtypes] if autocast else []
+    return ["float32", *task.dtypes, *beside]
 
 
 def main() -> None:
@@ -49,6 +72,7 @@ def main() -> None:
     parser.add_argument("--task", choices=[*TASKS], action="append", help="default: all")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--share", type=float, default=1.0, help="of the steps")
+    parser.add_argument("--autocast", action="store_true", help="torch.autocast beside it")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("error", amp_graph.ConversionWarning)
@@ -57,22 +81,22 @@ def main() -> None:
     found: dict[tuple[str, str], list[float]] = {}
     columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        runs = [(n, d, s) for n in names for d in ("float32", *TASKS[n].dtypes)
+        runs = [(n, p, s) for n in names for p in precisions(TASKS[n], arguments.autocast)
                 for s in range(arguments.seeds)]  # fmt: skip
         bar = progress.add_task("", total=len(runs))
-        for name, dtype, seed in runs:
-            progress.update(bar, description=f"{name} {dtype} seed {seed}")
+        for name, precision, seed in runs:
+            progress.update(bar, description=f"{name} {precision} seed {seed}")
             steps = max(2, int(TASKS[name].steps * arguments.share))
-            metric = final_metric(TASKS[name], dtype, seed, steps)
-            found.setdefault((name, dtype), []).append(metric)
+            metric = final_metric(TASKS[name], precision, seed, steps)
+            found.setdefault((name, precision), []).append(metric)
             progress.advance(bar)
     bad = []
-    for (name, dtype), metrics in found.items():
+    for (name, precision), metrics in found.items():
         within = is_within(metrics, found[name, "float32"])
-        bad += [] if within else [f"{name} in {dtype}"]
+        bad += [] if within or precision.startswith("autocast") else [f"{name} in {precision}"]
         numbers = [f"{value:.4f}" for value in (mean(metrics), min(metrics), max(metrics))]
-        verdict = "" if dtype == "float32" else "[green]within" if within else "[red]beyond"
-        table.add_row(name, TASKS[name].metric, dtype, *numbers, verdict)
+        verdict = "" if precision == "float32" else "[green]within" if within else "[red]beyond"
+        table.add_row(name, TASKS[name].metric, precision, *numbers, verdict)
     Console().print(table)
     if bad:
         sys.exit(f"beyond float32's seeds: {', '.join(bad)}")

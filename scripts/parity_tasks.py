@@ -1,6 +1,8 @@
 """The tasks of parity.py: models, data, training loops and metrics.
 
 A loop is the same in every precision but for the call of `convert`, which does nothing in float32.
+The loop that is run in float16 also works under the GradScaler that `convert` returns, which is
+enabled only beside `torch.autocast`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import amp_graph
 
 BATCH, LENGTH, CANVAS = 32, 24, 14
-Convert = Callable[[nn.Module, Optimizer], None]
+Convert = Callable[[nn.Module, Optimizer], torch.amp.GradScaler]
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ def evaluated(model: nn.Module) -> nn.Module:
     """The model in float32 and in eval mode."""
     if amp_graph.is_converted(model):
         amp_graph.restore(model)
+    vars(model).pop("forward", None)  # that under autocast
     return model.eval()
 
 
@@ -157,20 +160,23 @@ def train_gan(convert: Convert, steps: int) -> float:
     generator = nn.Sequential(layers(16, 64, 64), nn.Linear(64, 64), nn.Sigmoid())
     critic = nn.Sequential(layers(64, 64, 64), nn.Linear(64, 1))
     steppers = [Adam(m.parameters(), lr=2e-3, betas=(0.5, 0.99)) for m in (generator, critic)]
-    convert(generator, steppers[0])
-    convert(critic, steppers[1])
+    scalers = [convert(m, o) for m, o in zip((generator, critic), steppers, strict=True)]
     for _ in range(steps):
         real, fake = x[torch.randint(len(x), (BATCH,))], generator(torch.randn(BATCH, 16))
         steppers[1].zero_grad()
-        F.softplus(-critic(real)).mean().backward()
-        F.softplus(critic(fake.detach())).mean().backward()
+        scalers[1].scale(F.softplus(-critic(real)).mean()).backward()
+        scalers[1].scale(F.softplus(critic(fake.detach())).mean()).backward()
         between = ((real + fake) / 2).detach().requires_grad_()
-        (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
-        (0.1 * slope.square().sum(1).mean()).backward()
-        steppers[1].step()
+        total = scalers[1].scale(critic(between).sum())
+        (slope,) = torch.autograd.grad(total, between, create_graph=True)
+        slope = slope / scalers[1].get_scale()
+        scalers[1].scale(0.1 * slope.square().sum(1).mean()).backward()
+        scalers[1].step(steppers[1])
+        scalers[1].update()
         steppers[0].zero_grad()
-        F.softplus(-critic(fake)).mean().backward()
-        steppers[0].step()
+        scalers[0].scale(F.softplus(-critic(fake)).mean()).backward()
+        scalers[0].step(steppers[0])
+        scalers[0].update()
     with torch.no_grad():
         made = evaluated(generator)(torch.randn(2000, 16))
     gaps = made.mean(0) - x.mean(0), made.std(0) - x.std(0)

@@ -74,6 +74,21 @@ class DispatchCounter(TorchDispatchMode):
         raise NotImplementedError
 
 
+# Reads of tensors' values by the host: on an accelerator the host waits for it.
+HOST_READS = frozenset(["_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero"])
+
+
+class HostReads(DispatchCounter):
+    """Counts the times that Python asks for a value in a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def record(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        self.count += name in HOST_READS
+
+
 class MatmulCounter(DispatchCounter):
     """Counts matrix products and convolutions by the dtype of their first floating operand.
 

@@ -164,3 +164,37 @@ def test_compiled_training_follows_eager(options, dtype) -> None:
     torch.testing.assert_close(compiled.parameters(), eager.parameters(), rtol=2e-2, atol=4e-3)
     assert [p.uncompiled for p in amp_graph.plans(compiled.model)] == [None]
     assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_fused_steps_do_not_wait_for_the_device() -> None:
+    torch._dynamo.reset()
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    policy = amp_graph.Policy("float16", loss_scale=amp_graph.LossScale(2.0**10))
+    amp_graph.convert(model, optimizer, policy=policy)
+    x = torch.randn(16, 8, device="cuda")
+    told = []
+    try:
+        for step in range(8):
+            if step == 3:  # captured, and the optimizer has state
+                torch.cuda.set_sync_debug_mode("error")
+            model(x * torch.inf if step == 5 else x).square().mean().backward()
+            told.append(optimizer.step())
+            optimizer.zero_grad()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [bool(stepped) for stepped in told] == [step != 5 for step in range(8)]
+
+
+def test_a_foreach_write_into_gradients_is_seen() -> None:
+    """It raises their version on CUDA too."""
+    torch._dynamo.reset()
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    policy = amp_graph.Policy("float16", loss_scale=amp_graph.LossScale(2.0**10))
+    amp_graph.convert(model, optimizer, policy=policy)
+    for factor in (1.0, torch.inf, 1.0):
+        optimizer.zero_grad()
+        model(torch.randn(16, 8, device="cuda")).square().mean().backward()
+        torch._foreach_mul_([p.grad for p in model.parameters()], factor)
+        assert optimizer.step() is (factor == 1.0)

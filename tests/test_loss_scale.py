@@ -37,17 +37,17 @@ def loss_scales(draw: Any) -> LossScale:
 
 
 def by_hand(config: LossScale, overflows: list[bool]) -> list[tuple[float, int, int]]:
-    """(scale, clean, skipped) after each step, in plain Python with float32 products."""
+    """(scale, clean, skipped) after each step, in plain Python; scales are rounded to float32."""
     scale, clean, skipped, states = config.init_scale, 0, 0, []
     for overflow in overflows:
         if overflow:
             clean, skipped = 0, skipped + 1
             if skipped >= config.hysteresis:
-                scale = float(np.float32(scale) * np.float32(config.backoff_factor))
+                scale = float(np.float32(scale * config.backoff_factor))
         else:
             clean, skipped = clean + 1, 0
             if clean == config.growth_interval:
-                scale, clean = float(np.float32(scale) * np.float32(config.growth_factor)), 0
+                scale, clean = float(np.float32(scale * config.growth_factor)), 0
         scale = min(max(scale, config.floor), config.ceiling)
         states.append((scale, clean, skipped))
     return states
@@ -62,7 +62,8 @@ def test_follows_the_model_in_plain_python(config: LossScale, overflows: list[bo
         new = config.adjust(state, YES if overflow else NO)
         assert [float(v) for v in state] == before, "a state is never written to"
         assert tuple(map(float, new)) == expected
-        assert all(v.dtype is torch.float32 and v.ndim == 0 for v in new)
+        assert [v.dtype for v in new] == [torch.float32, torch.int32, torch.float32]
+        assert all(v.ndim == 0 for v in new)
         state = new
 
 
@@ -251,6 +252,7 @@ DAMAGED: dict[str, Any] = {
         ("scale", math.nan), ("scale", math.inf), ("scale", 0.0), ("scale", -1.0),
         ("scale", 2.0**40), ("scale", 2.0**-20), ("scale", "65536"), ("scale", None),
         ("_growth_tracker", -1), ("_growth_tracker", 1.5), ("_growth_tracker", None),
+        ("_growth_tracker", 2**31),
         ("skipped_in_a_row", -1), ("skipped_in_a_row", "1"),
         ("growth_factor", 0.5), ("growth_factor", math.nan), ("growth_factor", "2"),
         ("backoff_factor", 2.0), ("backoff_factor", 0.0),

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from amp_graph.nonfinite import FirstNonfinite
-from amp_graph.training.together import empty_together, merged
+from amp_graph.training.checked_gradients import CheckedGradients
 
 
 class Scale(Protocol):
@@ -35,6 +35,10 @@ class Scale(Protocol):
 
     def inverse(self, device: torch.device) -> Tensor:
         """1/S, 0-dimensional, float32."""
+
+    @property
+    def checked(self) -> CheckedGradients:
+        """The gradients that were checked when they went out."""
 
     @property
     def watch(self) -> FirstNonfinite | None:
@@ -92,36 +96,37 @@ class _Enter(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        pairs = [(i, g) for i, g in zip(ctx.owners, grads, strict=True) if g is not None]
         out: list[Tensor | None] = [None] * len(ctx.tensors)
-        fused = not torch.is_grad_enabled() and len({i for i, _ in pairs}) == len(pairs)
-        if fused and all(_is_plain(g) and ctx.tensors[i].dtype is torch.float32 for i, g in pairs):
-            for (i, _), gradient in zip(pairs, _unscaled(ctx, pairs), strict=True):
+        fused: dict[torch.device, dict[int, list[Tensor]]] = {}
+        alone = []
+        is_recorded = torch.is_grad_enabled()
+        for i, gradient in zip(ctx.owners, grads, strict=True):
+            if gradient is None:
+                continue
+            if not is_recorded and _is_plain(gradient) and ctx.tensors[i].dtype is torch.float32:
+                fused.setdefault(gradient.device, {}).setdefault(i, []).append(gradient)
+            else:
+                alone.append((i, gradient))
+        for parts in fused.values():
+            for i, gradient in zip(parts, _unscaled(ctx, parts), strict=True):
                 out[i] = gradient
-        else:
-            for i, gradient in pairs:
-                crossed = _go_out(ctx.scale, gradient, ctx.tensors[i].dtype)
-                before = out[i]
-                out[i] = crossed if before is None else before + crossed
+        for i, gradient in alone:
+            crossed = _go_out(ctx.scale, gradient, ctx.tensors[i].dtype)
+            before = out[i]
+            out[i] = crossed if before is None else before + crossed
         return (None, None, None, *out)
 
 
-def _unscaled(ctx: Any, pairs: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
-    """Float32 gradients, laid out as their tensors are, or AccumulateGrad would copy them again.
-
-    Those to be unscaled share a piece of memory: one call does it, and one will check them all.
-    """
-    if not pairs:
-        return []
-    tensors = [ctx.tensors[i] for i, _ in pairs]
-    if ctx.scale is None:
-        gradients = [torch.empty_like(t, requires_grad=False) for t in tensors]
-    else:
-        gradients = empty_together(tensors)
-    torch._foreach_copy_(gradients, [g for _, g in pairs])
+def _unscaled(ctx: Any, parts: dict[int, list[Tensor]]) -> list[Tensor]:
+    """Float32 gradients, each the sum of its parts, laid out as their tensors are, or
+    AccumulateGrad would copy them again."""
+    gradients = [torch.empty_like(ctx.tensors[i], requires_grad=False) for i in parts]
+    torch._foreach_copy_(gradients, [first for first, *_ in parts.values()])
+    for gradient, (_, *others) in zip(gradients, parts.values(), strict=True):
+        for other in others:
+            gradient.add_(other)
     if ctx.scale is not None:
-        for gradient in merged(gradients):
-            gradient.mul_(ctx.scale.inverse(gradient.device))
+        ctx.scale.checked.unscale_(gradients, ctx.scale.inverse(gradients[0].device))
     return gradients
 
 
@@ -197,6 +202,8 @@ def _go_out(scale: Scale | None, gradient: Tensor, dtype: torch.dtype) -> Tensor
 
 def _times(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """The product in at least float32: S and 1/S are beyond what float16 holds."""
+    if value.dtype is dtype is torch.float32:
+        return value * factor
     wide = torch.promote_types(value.dtype, torch.float32)
     return (value.to(wide) * factor).to(dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_graph.training.together import merged
+from amp_graph.training.checked_gradients import CheckedGradients
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -18,14 +19,19 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 @torch.no_grad()
-def found_inf(parameters: Iterable[Tensor], inverse: Tensor | None = None) -> Tensor:
+def found_inf(
+    parameters: Iterable[Tensor],
+    inverse: Tensor | None = None,
+    checked: CheckedGradients | None = None,
+) -> Tensor:
     """Return 1 if any gradient of these parameters holds an infinity or NaN, else 0: a
     0-dimensional float32 tensor on the first gradient's device. The host does not wait.
 
-    With `inverse` (1/S) the gradients are unscaled in the same pass. Ranks that hold shards of the
-    same gradients (FSDP) get the same answer.
+    With `inverse` (1/S) the gradients are unscaled in the same pass; those that were `checked` when
+    they were made are not read again. Ranks that hold shards of the same gradients (FSDP) get the
+    same answer.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    gradients: list[Tensor] = []
     meshes: dict[int, Any] = {}
     for parameter in parameters:
         gradient = parameter.grad
@@ -34,19 +40,35 @@ def found_inf(parameters: Iterable[Tensor], inverse: Tensor | None = None) -> Te
         if hasattr(gradient, "device_mesh"):  # a DTensor; its module is slow to import
             meshes[id(gradient.device_mesh)] = gradient.device_mesh
             gradient = gradient.to_local()  # type: ignore[attr-defined]
-        if gradient.layout is not torch.strided:
-            gradient = gradient._values()
+        gradients.append(gradient if gradient.layout is torch.strided else gradient._values())
+    if not gradients:
+        return torch.zeros(())
+    flags: list[Tensor] = []
+    unknown = gradients
+    if checked is not None and not _is_one_of_several_processes():
+        flags, unknown = checked.known(gradients)
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in unknown:
         groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    found = torch.zeros((), device=next(iter(groups), ("cpu",))[0])
-    for (device, _), gradients in groups.items():
-        on_device = found if device == found.device else torch.zeros((), device=device)
+    for (device, _), group in groups.items():
+        flag = torch.zeros((), device=device)
         factor = torch.ones((), device=device) if inverse is None else inverse.to(device)
-        torch._amp_foreach_non_finite_check_and_unscale_(merged(gradients), on_device, factor)
-        if on_device is not found:
-            found = torch.maximum(found, on_device.to(found.device, non_blocking=True))
+        torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
+        flags.append(flag)
+    device = gradients[0].device
+    found = functools.reduce(torch.maximum, [f.to(device, non_blocking=True) for f in flags])
     for mesh in meshes.values():
         for dimension in range(mesh.ndim):
             torch.distributed.all_reduce(
                 found, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dimension)
             )
     return found
+
+
+def _is_one_of_several_processes() -> bool:
+    distributed = torch.distributed
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )

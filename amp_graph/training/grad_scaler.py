@@ -124,8 +124,7 @@ class GradScaler:
             self._config, self._state = load_state(self._config, state_dict)
 
     def _state_on(self, device: torch.device) -> ScaleState:
-        if self._state.scale.device != device:
-            self._state = self._state.to(device)
+        self._state = self._state.on(device)
         return self._state
 
 
@@ -144,7 +143,7 @@ def scale_loss(loss: Tensor, optimizer: Optimizer | Sequence[Optimizer]) -> Iter
 
 
 EXPLICIT = (GradScaler, torch.amp.GradScaler)
-STEPS = frozenset({GradScaler.step.__code__, torch.amp.GradScaler.step.__code__})
+STEPS = GradScaler.step.__code__, torch.amp.GradScaler.step.__code__
 STEP_DEPTH = 16  # frames between a scaler's step() and an optimizer's hooks, wrappers included
 
 

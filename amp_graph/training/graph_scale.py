@@ -8,6 +8,7 @@ never during a backward pass, where the factor that came in must be the one that
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from amp_graph.errors import OverflowAbort
 from amp_graph.nonfinite import FirstNonfinite
+from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.crossing import is_batched
 from amp_graph.training.grad_scaler import is_grad_scaler_around
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, save_state
@@ -34,6 +36,7 @@ class GraphScale:
     def __init__(self, config: LossScale, parameters: Callable[[], Iterable[Tensor]]):
         self.config = config
         self.serial = next(_serials)  # checkpoints list scales in order of creation
+        self.checked = CheckedGradients()
         self.watch: FirstNonfinite | None = None  # set while the graphs are to be looked into
         self.driven_by_grad_scaler = False
         self.has_optimizer = False  # that would skip steps; else nobody would see an overflow
@@ -125,7 +128,7 @@ class GraphScale:
         self._state, self._pending, self._cautious = self.state, None, None
         self._stepped_by.clear()
         self._factors.clear()
-        self._skipped.follow(self._state.skipped)
+        self._skipped.follow(self._state.skipped, self.config.abort_after)
         if self.config.abort_after is None or self._skipped.latest < self.config.abort_after:
             self.watch = None
         elif self.watch is None:
@@ -144,7 +147,7 @@ class GraphScale:
         """The state as it is once the round has ended."""
         if self._pending is None:
             return self._state
-        return self.config.adjust(self._state.to(self._pending.device), self._pending)
+        return self.config.adjust(self._state.on(self._pending.device), self._pending)
 
     @property
     def skips(self) -> int:
@@ -171,24 +174,34 @@ class GraphScale:
 
     def go_on_from(self, config: LossScale, state: ScaleState) -> None:
         self.config, self._state, self._pending, self._cautious = config, state, None, None
+        self._skipped = _Readback(math.inf)
         self._factors.clear()
 
 
 class _Readback:
-    """The latest value of a device's counter that has arrived on the host, without waiting."""
+    """The latest value of a device's counter that has arrived on the host, without waiting.
 
-    def __init__(self) -> None:
+    A counter that grows by one per round, at most, cannot reach a limit before as many rounds as
+    are missing; until then it is not read.
+
+    rounds: since it was 0.
+    """
+
+    def __init__(self, rounds: float = 0) -> None:
         self.latest = 0
+        self._rounds = rounds  # since it was read
         self._sent: tuple[Tensor, Any] | None = None
 
-    def follow(self, counter: Tensor) -> None:
+    def follow(self, counter: Tensor, limit: int | None) -> None:
+        self._rounds += 1
+        if self._sent is not None and self._sent[1].query():
+            self.latest, self._sent = int(self._sent[0]), None
+        if limit is None or self._sent is not None or self._rounds < limit - self.latest:
+            return
+        self._rounds = 0
         if counter.device.type == "cpu":
             self.latest = int(counter)
-            return
-        if self._sent is not None and self._sent[1].query():
-            self.latest = int(self._sent[0])
-            self._sent = None
-        if self._sent is None:
+        else:
             arrived = torch.Event(counter.device)
             value = counter.to("cpu", non_blocking=True)
             arrived.record()

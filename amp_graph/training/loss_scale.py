@@ -19,18 +19,25 @@ from amp_graph.errors import CheckpointError, PolicyError
 
 
 class ScaleState(NamedTuple):
-    """A loss scale at one moment: 0-dimensional float32 tensors on one device, never written to.
+    """A loss scale at one moment: 0-dimensional tensors on one device, never written to.
 
-    scale: what gradients are multiplied by.
-    clean: steps since the scale last changed or a step was skipped.
-    skipped: steps skipped in a row.
+    scale: what gradients are multiplied by; float32.
+    clean: steps since the scale last changed or a step was skipped; int32.
+    skipped: steps skipped in a row; float32.
     """
 
     scale: Tensor
     clean: Tensor
     skipped: Tensor
 
-    def to(self, device: torch.device) -> ScaleState:
+    @classmethod
+    def of(cls, scale: float, clean: int, skipped: int) -> ScaleState:
+        whole = torch.tensor(clean, dtype=torch.int32)
+        return cls(torch.tensor(float(scale)), whole, torch.tensor(float(skipped)))
+
+    def on(self, device: torch.device) -> ScaleState:
+        if self.scale.device == device:
+            return self
         return ScaleState(*(value.to(device, non_blocking=True) for value in self))
 
 
@@ -81,22 +88,22 @@ class LossScale:
         return cls(scale, 1.0, 1.0, floor=scale, ceiling=scale, abort_after=abort_after)
 
     def start(self) -> ScaleState:
-        return ScaleState(*(torch.tensor(float(v)) for v in (self.init_scale, 0, 0)))
+        return ScaleState.of(self.init_scale, 0, 0)
 
     def adjust(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
         """The state after an optimizer step; `found_inf` is 1 if it was skipped, else 0.
 
         Works on the state's device without waiting for it.
         """
-        skipped = (state.skipped + 1) * found_inf
-        clean = (state.clean + 1) * (1 - found_inf)
-        grows = clean == self.growth_interval
-        backs_off = skipped >= self.hysteresis
-        scale = torch.where(grows, state.scale * self.growth_factor, state.scale)
-        scale = torch.where(backs_off, scale * self.backoff_factor, scale)
-        return ScaleState(
-            scale.clamp(self.floor, self.ceiling), torch.where(grows, 0.0, clean), skipped
+        scale, clean = state.scale.clone(), state.clean.clone()
+        torch._amp_update_scale_(
+            scale, clean, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval
         )
+        skipped = torch.addcmul(found_inf, state.skipped, found_inf)
+        if self.hysteresis > 1:
+            is_backing_off = skipped >= self.hysteresis
+            scale = torch.where((found_inf == 0) | is_backing_off, scale, state.scale)
+        return ScaleState(scale.clamp_(self.floor, self.ceiling), clean, skipped)
 
 
 FACTOR_KEYS = ("growth_factor", "backoff_factor", "growth_interval")
@@ -127,14 +134,14 @@ def load_state(config: LossScale, saved: Any) -> tuple[LossScale, ScaleState]:
             f"{config.ceiling:g}"
         )
     for key, value in (("_growth_tracker", clean), ("skipped_in_a_row", skipped)):
-        if not isinstance(value, int) or value < 0:
+        if not isinstance(value, int) or not 0 <= value < 2**31:
             raise CheckpointError(f"the state of the loss scale has {key} {value!r}")
     kept = {f.name: getattr(config, f.name) for f in fields(config)}
     try:
         loaded = LossScale(**kept | {key: saved[key] for key in FACTOR_KEYS})
     except (PolicyError, TypeError) as error:
         raise CheckpointError(f"the state of the loss scale makes no sense: {error}") from None
-    return loaded, ScaleState(*(torch.tensor(float(v)) for v in (scale, clean, skipped)))
+    return loaded, ScaleState.of(scale, clean, skipped)
 
 
 def _is_count(value: Any) -> bool:

@@ -56,8 +56,9 @@ class StepGuard:
         self._stepped: bool | Tensor = True  # a tensor if the host does not know
         self._has_state = bool(optimizer.state)
         self._calls_closure_again = True  # until it is seen not to
-        self._steps, self._skipped = 0, torch.zeros(())
-        self._loaded: tuple[list[Any], int, Tensor] | None = None
+        self._steps = 0
+        self._skipped: int | Tensor = 0
+        self._loaded: tuple[list[Any], int, int] | None = None
         self._unguarded = 0  # how deep in steps that did not come through here
         self._undo: Copies | None = None
         self._closure: GuardedClosure | None = None
@@ -204,7 +205,6 @@ class StepGuard:
             states, steps, count = list(saved["scales"]), int(saved["steps"]), int(saved["skipped"])
             if not 0 <= count <= steps:
                 raise ValueError(f"{count} of {steps} steps skipped")
-            skipped = torch.tensor(float(count))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(
                 f"'{STATE_KEY}' in the optimizer's state is damaged or foreign ({error!r}); "
@@ -219,7 +219,7 @@ class StepGuard:
             (scale, *load_state(scale.config, state))
             for scale, state in zip(scales, states, strict=True)
         ]
-        self._loaded = loaded, steps, skipped
+        self._loaded = loaded, steps, count
 
     def _apply_loaded(self, optimizer: Optimizer) -> None:
         self._has_state = bool(optimizer.state)
@@ -233,12 +233,13 @@ def check(optimizer: Optimizer, scales: Sequence[GraphScale]) -> Tensor:
     """Whether any gradient overflowed; each scale is told of its own parameters' gradients."""
     parameters = parameters_of(optimizer)
     if len(scales) == 1:
-        found = found_inf(parameters)
+        found = found_inf(parameters, checked=scales[0].checked)
         scales[0].stepped(found, optimizer)
         return found
     of_all = found_inf(p for p in parameters if not any(s.covers(p) for s in scales))
     for scale in scales:
-        found = found_inf(p for p in parameters if scale.covers(p))
+        own = (p for p in parameters if scale.covers(p))
+        found = found_inf(own, checked=scale.checked)
         scale.stepped(found, optimizer)
         of_all = torch.maximum(found, of_all.to(found.device))
     return of_all
