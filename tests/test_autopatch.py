@@ -139,7 +139,7 @@ def test_verbose_says_what_is_converted_when_it_is(start, capsys):
 def report_of(installation, folder=None) -> str:
     written = io.StringIO()
     with redirect_stderr(written):
-        write_report(installation.models, folder)
+        write_report(installation.models.seen, folder)
     return written.getvalue()
 
 
