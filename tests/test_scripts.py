@@ -170,8 +170,10 @@ def test_a_script_trains_in_float16_with_its_gradients_scaled(
 
 def test_each_spawned_rank_reports_by_itself(tmp_path):
     file, dump = SCRIPTS / "spawned_ranks.py", tmp_path / "dump"
-    high = run(python(file, tmp_path))
-    low = run(python(file, tmp_path), dump, AMP_GRAPH_ENABLE="1")
+    for folder in ("high", "low"):  # of the file by which ranks find each other
+        (tmp_path / folder).mkdir()
+    high = run(python(file, tmp_path / "high"))
+    low = run(python(file, tmp_path / "low"), dump, AMP_GRAPH_ENABLE="1")
     assert high.code == low.code == 0, low.err
     assert low.words == high.words
     assert low.final_loss == pytest.approx(high.final_loss, rel=TOLERANCE)
