@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import nn
 
 from amp_graph.errors import AmpGraphError, PolicyError
 from amp_graph.exit_report import write_report
-from amp_graph.first_call import Models
+from amp_graph.first_call import Model, Models
 from amp_graph.policy import COMPILERS, Policy
 
 SLOT = "_compiled_call_impl"
@@ -124,6 +125,7 @@ class Installation:
     def __init__(self, settings: Settings):
         self.models = Models(settings.policy, settings.verbose, self._say)
         self._dump, self._process = settings.dump, os.getpid()
+        self._inherited, self._has_reported = 0, False
         self._original = getattr(nn.Module, SLOT)
         for log in map(logging.getLogger, CAPTURE_LOGS):
             log.addFilter(self._lets_log)
@@ -143,14 +145,33 @@ class Installation:
     def _lets_log(self, record: logging.LogRecord) -> bool:
         return not self.models.is_inside()
 
+    def begin_child(self) -> None:
+        """A process of multiprocessing begins, forked or spawned. It has no exit handlers then: it
+        drops multiprocessing's own, and a forked one ends without running Python's."""
+        self._process, self._inherited = os.getpid(), len(self.models.seen)
+        Finalize(None, self.report, exitpriority=0)
+
     def report(self) -> None:
-        """Say what became of the models, unless another process is to."""
-        if not self._is_heard():
+        """Say, once, what became of the models, unless another process is to."""
+        models = self.models.seen[self._inherited :]
+        is_child = multiprocessing.parent_process() is not None
+        is_told = self._is_child_told_of(models) if is_child else _is_main_process()
+        if not is_told or self._has_reported or os.getpid() != self._process:
             return
+        self._has_reported = True
         try:
-            write_report(self.models, self._dump)
+            write_report(models, self._dump, self._name() if is_child else "")
         except Exception as error:
-            self._say(f"no report ({type(error).__name__}: {error})")
+            print(f"amp_graph: no report ({type(error).__name__}: {error})", file=sys.stderr)
+
+    def _is_child_told_of(self, models: list[Model]) -> bool:
+        """Not workers, which are daemons, nor processes that only helped."""
+        took_part = self.models.rank is not None or any(m.record for m in models)
+        return bool(models) and took_part and not multiprocessing.current_process().daemon
+
+    def _name(self) -> str:
+        rank = self.models.rank
+        return multiprocessing.current_process().name if rank is None else f"rank {rank}"
 
     def _say(self, message: str) -> None:
         if self._is_heard():
@@ -206,11 +227,14 @@ def start() -> None:
     installation = install(settings)
     atexit.unregister(installation.report)  # a second start reports once, too
     atexit.register(installation.report)
+    register_after_fork(installation, Installation.begin_child)
+    if multiprocessing.parent_process() is not None:  # it began before torch was imported
+        installation.begin_child()
 
 
 def _is_main_process() -> bool:
-    """Whether this process is no worker, launcher or rank above 0. Not known at start-up: a
-    spawned process imports torch before it says that it is one."""
+    """Whether this process is no child of multiprocessing, launcher or rank above 0. Not known at
+    start-up: a spawned process imports torch before it says that it is one."""
     if multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0":
         return False
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch._dynamo.utils import graph_break_reasons
 
 from amp_graph.convert import is_converted
-from amp_graph.first_call import Model, Models
+from amp_graph.first_call import Model
 from amp_graph.inspection import render
 from amp_graph.inspection.dump import dump
 from amp_graph.ir import NodeFacts
@@ -19,17 +19,20 @@ from amp_graph.ir import NodeFacts
 NOT_OPERATORS = ("placeholder", "get_attr", "output", "getitem")
 
 
-def write_report(models: Models, folder: Path | None) -> None:
+def write_report(models: Sequence[Model], folder: Path | None, process: str = "") -> None:
     """Print the report; with a folder also write report.json and the annotated graphs there: a
-    text for each plan and, of models that still live, all that `dump` writes."""
-    report = {"models": [describe(m) for m in models.seen], "graph_breaks": [*graph_breaks()]}
-    print("\n".join(f"amp_graph: {line}" for line in _lines(report)), file=sys.stderr)
+    text for each plan and, of models that still live, all that `dump` writes. `process` names one
+    of several that report: it begins each line, and its files have a folder of that name."""
+    report = {"models": [describe(m) for m in models], "graph_breaks": [*graph_breaks()]}
+    begin = f"amp_graph: {process}: " if process else "amp_graph: "
+    sys.stderr.write("".join(f"{begin}{line}\n" for line in _lines(report)))
     if folder is None:
         return
+    folder /= process.replace(" ", "")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.json").write_text(json.dumps(report, indent=2), encoding="utf-8")
-        for number, model in enumerate(models.seen):
+        for number, model in enumerate(models):
             for graph, plan in enumerate(model.record.plans if model.record else ()):
                 text = render(plan)
                 name = f"{number}-{model.name}-{graph}.txt"
@@ -52,9 +55,8 @@ def describe(model: Model) -> dict[str, Any]:
             operators = [f.name for f in part.facts.values() if _is_operator(f)]
             low += runs * sum(name in part.low for name in operators)
             total += runs * len(operators)
-            own = [cast for cast in part.casts if not cast.is_weight]
-            casts += runs * len(own)
-            moved += runs * sum(cast.bytes for cast in own)
+        casts += runs * len(plan.casts_inside)
+        moved += runs * plan.cast_bytes
     described = {
         "model": model.name,
         "converted": any(plan.converts for plan in model.record.plans),

@@ -37,11 +37,13 @@ class Model:
 class Models:
     """All models that were called so far.
 
+    rank: this process's among those that train together, once a model was called; None if alone.
     say: what is told of them while the script runs goes here, a line at a time.
     """
 
     def __init__(self, policy: Policy, verbose: bool, say: Callable[[str], None]):
         self.seen: list[Model] = []
+        self.rank: int | None = None
         self._policy, self._verbose, self._say = policy, verbose, say
         # By identity: a module may define an equality of its own.
         self._parts = WeakIdKeyDictionary()
@@ -86,6 +88,8 @@ class Models:
         """Convert a model or leave it alone; the latter whatever goes wrong."""
         shown = getattr(inner, "_orig_mod", inner)  # below torch.compile
         model = Model(type(shown).__name__, weakref.ref(inner))
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.rank = torch.distributed.get_rank()  # asked now: at exit the group may be gone
         try:
             model.left_alone = _why_not(module, inner)
             if not model.left_alone:

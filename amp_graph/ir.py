@@ -191,9 +191,16 @@ class Plan:
         return in_autocast or any(part.low for part in self.parts())
 
     @property
+    def casts_inside(self) -> tuple[Cast, ...]:
+        """The casts that run in the graph and in its bodies: all but those of weights, which are
+        lifted out of the graph, though not out of its bodies."""
+        bodies = (c for body in self.bodies.values() for part in body.parts() for c in part.casts)
+        return (*(c for c in self.casts if not c.is_weight), *bodies)
+
+    @property
     def cast_bytes(self) -> int:
-        """Bytes read and written by the casts in the graph and in its bodies, weights apart."""
-        return sum(c.bytes for part in self.parts() for c in part.casts if not c.is_weight)
+        """Bytes read and written by the casts in the graph and in its bodies."""
+        return sum(c.bytes for c in self.casts_inside)
 
     @property
     def weight_bytes(self) -> int:

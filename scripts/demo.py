@@ -2,7 +2,7 @@
 
 The three start from the same weights, see the same batches and take turns step by step, so that
 whatever else the computer does slows all of them. A table compares what they reached and what they
-cost; the annotated graph of the converted model goes to a text file.
+cost. The annotated graph goes to a text file and, with all reasons, to a page for the browser.
 """
 
 from __future__ import annotations
@@ -172,10 +172,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help=threads_help)
     parser.add_argument("--output", type=Path, default=dump, help="file for the annotated graph")
     options = parser.parse_args()
-    if options.epochs < 1:
-        parser.error("--epochs must be at least 1")
-    if options.threads < 1:
-        parser.error("--threads must be at least 1")
+    if min(options.epochs, options.threads) < 1:
+        parser.error("--epochs and --threads must be at least 1")
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: this PyTorch sees no CUDA device")
     return options
@@ -272,10 +270,12 @@ def write_graph(model: nn.Module, path: Path, console: Console) -> None:
     parts = [f"# graph {i} of {len(plans)}\n{render(p)}" for i, p in enumerate(plans, 1)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n\n".join(parts), encoding="utf-8")
+    page, *_ = amp_graph.dump(model, path.with_suffix(""))
+    console.print(f"All there is to see, in a browser: [bold]{page}[/bold]", soft_wrap=True)
     console.print(f"Annotated graph: [bold]{path}[/bold], from its first convolution on:\n")
     lines = render(plans[0]).splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith("allow ")), 0)
-    for line in lines[max(start - 2, 0) :][:EXCERPT_LINES]:
+    start = next((i for i, line in enumerate(lines) if line.startswith("allow ")), 2)
+    for line in lines[start - 2 :][:EXCERPT_LINES]:
         shown = line[: console.width] if console.is_terminal else line
         console.print(shown, soft_wrap=True, markup=False, highlight=False)
     console.print()

@@ -2,9 +2,13 @@
 
     python scripts/placement_report.py              all
     python scripts/placement_report.py gpt2 t5      some
+    python scripts/placement_report.py --markdown table.md --errors report.json
+                                                    the tables of docs/benchmarks.md as well; the
+                                                    errors are from `model_report.py --json`
 
 One forward each. "ours" and "autocast" count the casts between float32 and bfloat16 and their
 bytes read and written, autocast by CUDA's rules on the same captured graphs (no GPU needed).
+"weights" are casts of parameters, which autocast makes one at a time and we all in one call.
 "greedy" is the fill of TensorFlow's grappler on our painted colours; "moved" adds to the casts
 what operators that were free to be low move in float32.
 
@@ -17,11 +21,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import logging
 import sys
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -31,6 +37,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import zoo
+from cuda_autocast import Casts
 from grappler import REASONS, Comparison, compare, excess, unexplained
 
 REASONS_SHOWN = 3
@@ -39,22 +46,52 @@ REASONS_SHOWN = 3
 def table_of(results: dict[str, Comparison]) -> Table:
     table = Table(title="casts of one forward, beside CUDA autocast and a greedy fill")
     table.add_column("model")
-    for column in ("ours", "kB", "autocast", "kB", "moved kB", "greedy kB", "greedy moved kB"):
+    sides = ("ours", "kB", "weights", "kB", "autocast", "kB", "weights", "kB")
+    for column in (*sides, "moved kB", "greedy kB", "greedy moved kB"):
         table.add_column(column, justify="right")
     table.add_column("above autocast because of (kB)")
     for name, r in results.items():
         numbers = [r.moved, r.greedy_cast_bytes, r.greedy_moved]
         table.add_row(
             name,
-            f"{r.ours.count}",
-            kilobytes(r.ours.bytes),
-            f"{r.autocast.count}",
-            kilobytes(r.autocast.bytes),
+            *cast_cells(r.ours),
+            *cast_cells(r.autocast),
             *map(kilobytes, numbers),
             why_above(r),
             style="red" if r.moved > r.greedy_moved or unexplained(r.ours, r.autocast) > 0 else "",
         )
     return table
+
+
+def cast_cells(casts: Casts) -> list[str]:
+    """Casts of activations, then those of parameters; each their number and kilobytes."""
+    count, size = casts.count - casts.weights, casts.bytes - casts.weight_bytes
+    return [f"{count}", kilobytes(size), f"{casts.weights}", kilobytes(casts.weight_bytes)]
+
+
+def markdown(results: dict[str, Comparison], errors: dict[str, dict[str, Any]]) -> str:
+    """The table of all models, and the causes of casts above autocast's, as in the docs."""
+    head = "| model | ours | kB | greedy kB | autocast | kB | weights | kB | autocast | kB "
+    lines = [f"{head}| low % | gradient error | to autocast's |", f"|---|{'--:|' * 12}"]
+    for name, r in results.items():
+        ours, autocast = cast_cells(r.ours), cast_cells(r.autocast)
+        greedy = kilobytes(r.greedy_cast_bytes - r.ours.weight_bytes)
+        cells = [*ours[:2], greedy, *autocast[:2], *ours[2:], *autocast[2:]]
+        if found := errors.get(name):
+            cells += [f"{100 * found['low_share']:.0f}", f"{100 * found['gradient_error']:.2f} %"]
+            cells += [f"{found['gradient_ratio']:.2f}"]
+        mark = " ^" if r.ours.bytes > r.autocast.bytes else ""
+        lines.append(f"| {name}{mark} | {' | '.join(cells)} |")
+    causes: dict[str, dict[str, int]] = {}
+    for name, r in results.items():
+        for cause, size in excess(r.ours, r.autocast).items():
+            if r.ours.bytes > r.autocast.bytes:
+                causes.setdefault(cause, {})[name] = size
+    lines += ["", "| cause | models, kB |", "|---|---|"]
+    for cause, models in causes.items():
+        spelled = [f"{n} {kilobytes(b)}" for n, b in sorted(models.items(), key=lambda p: -p[1])]
+        lines.append(f"| {cause} | {', '.join(spelled)} |")
+    return "\n".join(lines) + "\n"
 
 
 def kilobytes(count: int) -> str:
@@ -83,7 +120,16 @@ def summary(results: dict[str, Comparison]) -> list[str]:
     reasons = {name: f"{kilobytes(size)} kB" for name, size in reasons.items() if size}
     refused = {n: r.refused for n, r in results.items() if r.refused}
     unreplayed = sum((r.autocast.unreplayed for r in found), Counter())
+    ours, autocast = Casts(), Casts()
+    for r in found:
+        ours += r.ours
+        autocast += r.autocast
     return [
+        f"all models: ours {' '.join(cast_cells(ours))}, autocast {' '.join(cast_cells(autocast))} "
+        "(casts, kB, casts of weights, kB); moved "
+        f"{kilobytes(sum(r.moved for r in found))} kB, by the greedy fill "
+        f"{kilobytes(sum(r.greedy_moved for r in found))} kB, its casts "
+        f"{kilobytes(sum(r.greedy_cast_bytes for r in found))} kB",
         f"bytes moved: at most greedy's in {held} of {len(found)} models, fewer in {fewer}",
         f"above autocast: {bytes_above} models in cast bytes, {casts_above} in casts; all cast "
         f"bytes together are {total:.2f} times autocast's",
@@ -97,6 +143,8 @@ def summary(results: dict[str, Comparison]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", help="names of cases; default all")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the docs' tables")
+    parser.add_argument("--errors", type=Path, metavar="JSON", help="of model_report.py, for them")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -116,6 +164,10 @@ def main() -> int:
             failed[name] = f"{type(error).__name__}: {error}"
         gc.collect()
     console.print(table_of(results))
+    if options.markdown:
+        errors = json.loads(options.errors.read_text()) if options.errors else []
+        tables = markdown(results, {e["name"]: e for e in errors})
+        options.markdown.write_text(tables, encoding="utf-8")
     for line in summary(results):
         console.print(line, highlight=False)
     for name, r in results.items():

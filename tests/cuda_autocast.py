@@ -32,10 +32,13 @@ RECURRENT = frozenset(["aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_r
 @dataclass
 class Casts:
     """Casts between float32 and a low precision: how many, and bytes by the operator that asked
-    for them. `unreplayed` holds the operators whose result was taken from the capture."""
+    for them; `weights` and `weight_bytes` are those of parameters among them. `unreplayed` holds
+    the operators whose result was taken from the capture."""
 
     count: int = 0
     by_op: Counter[str] = field(default_factory=Counter)
+    weights: int = 0
+    weight_bytes: int = 0
     unreplayed: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -45,14 +48,21 @@ class Casts:
     def __iadd__(self, other: Casts) -> Casts:
         self.count += other.count
         self.by_op += other.by_op
+        self.weights += other.weights
+        self.weight_bytes += other.weight_bytes
         self.unreplayed += other.unreplayed
         return self
 
-    def add(self, op: str, source: torch.Tensor, result: torch.Tensor) -> None:
+    def add(
+        self, op: str, source: torch.Tensor, result: torch.Tensor, is_weight: bool = False
+    ) -> None:
         pair = {source.dtype, result.dtype}
         if torch.float32 in pair and not pair.isdisjoint(LOW):
+            size = source.numel() * (source.element_size() + result.element_size())
             self.count += 1
-            self.by_op[op] += source.numel() * (source.element_size() + result.element_size())
+            self.by_op[op] += size
+            self.weights += is_weight
+            self.weight_bytes += size * is_weight
 
 
 def autocast_casts(captured: fx.GraphModule, dtype: torch.dtype) -> Casts:
@@ -140,7 +150,8 @@ class _Replay(fx.Interpreter):
         """With cuDNN, autocast casts input, state and all weights, and the results stay low."""
         for value in tree_leaves(args):
             if isinstance(value, torch.Tensor) and value.dtype is torch.float32:
-                self.found.add(str(node.target), value, CAST(value, dtype=self.dtype))
+                is_weight = id(value) in self.weights
+                self.found.add(str(node.target), value, CAST(value, dtype=self.dtype), is_weight)
         return tree_map(lambda v: _in_dtype(v, self.dtype), _on_cuda(node.meta["val"]))
 
     def region(self, node: fx.Node) -> Any:
@@ -187,7 +198,7 @@ class _Counting(TorchDispatchMode):
                 self.replay.found.add(self.op, source, result)
             elif kept not in self.replay.kept:
                 self.replay.kept.add(kept)
-                self.replay.found.add(self.op, source, result)
+                self.replay.found.add(self.op, source, result, is_weight=True)
         return result
 
 

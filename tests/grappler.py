@@ -47,6 +47,8 @@ def our_casts(plan: Plan, is_body: bool = False) -> Casts:
     for cast in plan.casts:
         found.count += 1
         found.by_op[_asked_by(plan, flow, cast, is_body)] += cast.bytes
+        found.weights += cast.is_weight
+        found.weight_bytes += cast.bytes * cast.is_weight
     for body in plan.bodies.values():
         found += our_casts(body, is_body=True)
     return found

@@ -10,8 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
+from counting import CastCounter
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import amp_graph
 from amp_graph.autopatch import CAPTURE_LOGS, COLORS, SLOT, VARIABLES, Settings, install
@@ -150,7 +152,7 @@ def test_verbose_says_what_is_converted_when_it_is(start, capsys):
 def report_of(installation, folder=None) -> str:
     written = io.StringIO()
     with redirect_stderr(written):
-        write_report(installation.models, folder)
+        write_report(installation.models.seen, folder)
     return written.getvalue()
 
 
@@ -201,3 +203,31 @@ def test_the_report_has_graph_breaks_with_their_lines(start):
     text = report_of(installation)
     assert f"graph break at {__file__}:{line}: " in text
     assert "Breaking: 2 of 2 operators in bfloat16" in text
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return checkpoint(lambda h: self.inner(h).relu(), self.first(x), use_reentrant=False)
+
+
+class InGraphs(CastCounter):
+    """All casts but the refreshing of low-precision weights."""
+
+    def record(self, name, args, result):
+        if name != "_foreach_copy_":
+            super().record(name, args, result)
+
+
+def test_casts_inside_of_a_checkpoint_are_in_the_report(start):
+    installation, model = start(), Checkpointed()
+    model(X)
+    before = describe(installation.models.seen[0])
+    with InGraphs() as casts:
+        model(X)
+    after = describe(installation.models.seen[0])
+    assert after["casts"] - before["casts"] == casts.forward.casts == 6
+    assert after["cast_bytes"] - before["cast_bytes"] == casts.forward.bytes

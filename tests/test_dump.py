@@ -94,9 +94,17 @@ def test_the_files_of_a_dump(tmp_path: Path) -> None:
     assert amp_graph.load_plan(tmp_path / "new" / "folder" / "plan.json") == amp_graph.plans(model)
 
 
-def test_model_explorer_edges_lead_to_nodes(tmp_path: Path) -> None:
+# The fields of ai-edge-model-explorer 0.1.34, which loads one collection. Its Python classes do not
+# have textColor, its page does.
+EXPLORER_NODE = {"id", "label", "namespace", "subgraphIds", "attrs", "incomingEdges", "style"}
+EXPLORER_NODE |= {"outputsMetadata", "inputsMetadata", "config"}
+EXPLORER_STYLE = {"backgroundColor", "textColor", "borderColor", "hoveredBorderColor"}
+
+
+def test_model_explorer_edges_lead_to_nodes_and_nodes_to_their_bodies(tmp_path: Path) -> None:
     amp_graph.dump(converted("checkpointed"), tmp_path)
-    (collection,) = json.loads((tmp_path / "model_explorer.json").read_text())
+    collection = json.loads((tmp_path / "model_explorer.json").read_text())
+    assert collection.keys() == {"label", "graphs"}
     assert collection["label"] == "Checkpointed"
     names = {graph["id"] for graph in collection["graphs"]}
     assert {"graph0 before", "graph0 after"} < names and len(names) == 4
@@ -105,6 +113,12 @@ def test_model_explorer_edges_lead_to_nodes(tmp_path: Path) -> None:
         assert len(set(ids)) == len(ids)
         for node in graph["nodes"]:
             assert {e["sourceNodeId"] for e in node["incomingEdges"]} <= set(ids)
+            assert node.keys() <= EXPLORER_NODE and node["style"].keys() <= EXPLORER_STYLE
+    entered = [(g["id"], *n["subgraphIds"]) for g in collection["graphs"] for n in g["nodes"]]
+    assert {tuple(ids) for ids in entered if len(ids) > 1} == {
+        ("graph0 before", "graph0.wrap_body_0 before"),
+        ("graph0 after", "graph0.wrap_body_0 after"),
+    }
 
 
 @pytest.mark.skipif(shutil.which("dot") is None, reason="needs Graphviz's dot")

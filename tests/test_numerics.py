@@ -42,6 +42,8 @@ class Planted(nn.Module):
         if self.fault == "underflow":
             x = x * 1e-4 * 1e-4
             x = x * 6e4
+        if self.fault == "nan":
+            x = (x * 3e4 - x * 2e4) * 1e-4
         x = torch.relu(self.layers[2](x))
         return self.layers[3](x)
 
@@ -200,18 +202,25 @@ def test_a_calibrated_plan_is_followed_and_finite(tmp_path: Path) -> None:
     assert plan.paints["linear_3"].color is Color.ALLOW and "linear_3" in plan.low
 
 
-def test_no_denied_node_is_in_vain() -> None:
+def test_a_nan_that_precision_makes_is_found_where_its_infinities_are() -> None:
+    found = amp_graph.find_nonfinite(Planted("nan"), inputs(), policy="float16")
+    assert found is not None and found.code == "x = (x * 3e4 - x * 2e4) * 1e-4"
+    assert (found.operator, found.in_float32) == ("aten.mul.Tensor", False)
+
+
+@pytest.mark.parametrize(("fault", "bound"), [("underflow", 1.5e-3), ("nan", 0.1)])
+def test_no_denied_node_is_in_vain(fault: str, bound: float) -> None:
     """With any one of them back in low precision the bound is not met."""
-    model, x = Planted("underflow"), inputs()
-    found = amp_graph.calibrate(model, [x, x * 2], 1.5e-3, policy="float16")
-    assert found.denied
+    model, x = Planted(fault), inputs()
+    found = amp_graph.calibrate(model, [x, x * 2], bound, policy="float16")
+    assert found.denied and found.after <= bound
     names = [name for _, name, _ in found.denied]
     for kept in itertools.combinations(names, len(names) - 1):
         overrides = [amp_graph.Override("deny", name=name) for name in kept]
         policy = amp_graph.Policy(dtype="float16", overrides=tuple(overrides))
         torch._dynamo.reset()
-        comparison = amp_graph.compare(model, x, policy=policy)
-        assert max(comparison.outputs, comparison.gradients) > 1e-3
+        comparisons = [amp_graph.compare(model, x * k, policy=policy) for k in (1, 2)]
+        assert max(max(c.outputs, c.gradients) for c in comparisons) > bound
 
 
 def test_nothing_to_do() -> None:

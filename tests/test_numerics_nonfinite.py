@@ -39,6 +39,10 @@ class Planted(nn.Module):
             x = x + torch.exp(torch.zeros_like(x).log())
         if self.fault == "checkpoint":
             x = checkpoint(lambda y: self.layers[0](y) * 3e4, x, use_reentrant=False)
+        if self.fault == "function":
+            x = Scaled.apply(x)
+        if self.fault == "branch":
+            x = torch.cond(x.isfinite().all(), lambda y: (y * 4e4).clone(), torch.relu, (x,))
         x = torch.relu(self.layers[2](x))
         return self.layers[3](x)
 
@@ -51,6 +55,16 @@ class Explode(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return g * 1e30 * 1e30
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return (x @ x.mT @ x).mul(2e4)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.clone()
 
 
 def find(fault: str, policy: str = "float16", **options):
@@ -107,6 +121,14 @@ def test_inside_a_checkpoint() -> None:
     assert found is not None
     assert (found.operator, found.phase) == ("aten.mul.Tensor", "forward")
     assert found.source.startswith(line_of("(y) * 3e4"))
+
+
+@pytest.mark.parametrize(("fault", "line"), [("function", ".mul(2e4)"), ("branch", "(y * 4e4)")])
+def test_inside_a_body(fault: str, line: str) -> None:
+    found = find(fault)
+    assert found is not None
+    assert (found.phase, found.in_float32) == ("forward", False)
+    assert found.source.startswith(line_of(line))
 
 
 def test_what_comes_in_from_outside() -> None:

@@ -7,6 +7,7 @@ counter looks on (tests/hooks).
 from __future__ import annotations
 
 import functools
+import json
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,6 +166,26 @@ def test_a_script_trains_in_float16_with_its_gradients_scaled(
     assert model["steps_skipped"] == skips
     first = 2.0**16 if scale == "dynamic" else float(scale)
     assert model["loss_scale"] == first / 2**skips
+
+
+def test_each_spawned_rank_reports_by_itself(tmp_path):
+    file, dump = SCRIPTS / "spawned_ranks.py", tmp_path / "dump"
+    for folder in ("high", "low"):  # of the file by which ranks find each other
+        (tmp_path / folder).mkdir()
+    high = run(python(file, tmp_path / "high"))
+    low = run(python(file, tmp_path / "low"), dump, AMP_GRAPH_ENABLE="1")
+    assert high.code == low.code == 0, low.err
+    assert low.words == high.words
+    assert low.final_loss == pytest.approx(high.final_loss, rel=TOLERANCE)
+    assert sorted(line.partition(" operators")[0] for line in low.said) == [
+        "amp_graph: NOTHING WAS CONVERTED, because no module with parameters was called in this "
+        "process",
+        "amp_graph: rank 0: Sequential: 75 of 75",
+        "amp_graph: rank 1: Sequential: 72 of 72",
+    ]
+    for rank, runs in enumerate((25, 24)):  # rank 0 also evaluates
+        (model,) = json.loads((dump / f"rank{rank}" / "report.json").read_text())["models"]
+        assert (model["model"], model["converted"], model["runs"]) == ("Sequential", True, runs)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

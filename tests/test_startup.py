@@ -257,3 +257,34 @@ def test_child_processes_are_silent(script):
         f"amp_graph: Linear is left as it is: {why}",
         f"amp_graph: NOTHING WAS CONVERTED, because Linear: {why}",
     ]
+
+
+FORKED = """
+import multiprocessing, os, sys
+if sys.argv[1:] == ["before"]:
+    import torch
+
+def child(name):
+    import torch
+    model = torch.nn.Linear(4, 2)
+    model(torch.ones(3, 4))
+    if name == "helper":
+        os._exit(0)
+
+if __name__ == "__main__":
+    for name, daemon in (("actor", False), ("loader", True), ("helper", False)):
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=child, args=(name,), name=name, daemon=daemon)
+        process.start()
+        process.join()
+    import torch
+"""
+
+
+@pytest.mark.parametrize("imported", ["before", "after"])
+def test_a_forked_process_that_trains_reports_under_its_name(script, imported):
+    done = run(python(script(train=FORKED), imported), AMP_GRAPH_ENABLE="1")
+    assert done.code == 0, done.err
+    of_child, of_main = done.said
+    assert of_child.startswith("amp_graph: actor: Linear: 1 of 1 operators in bfloat16")
+    assert of_main.startswith("amp_graph: NOTHING WAS CONVERTED")

@@ -6,7 +6,7 @@ directly; modules become its layers. Graphviz draws the DOT files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from amp_graph.inspection.annotated import AnnotatedGraph, Node
@@ -86,17 +86,21 @@ def _quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
-def model_explorer(name: str, graphs: Iterable[tuple[str, AnnotatedGraph]]) -> list[dict[str, Any]]:
-    """All graphs as one collection of Model Explorer, each under the name given beside it."""
-    entries = [
-        {"id": f"{inner.name} {suffix}".strip(), "nodes": [_explorer_node(n) for n in inner.nodes]}
-        for suffix, graph in graphs
-        for inner in graph.everything()
-    ]
-    return [{"label": name, "graphs": entries}]
+def model_explorer(name: str, graphs: Iterable[tuple[str, AnnotatedGraph]]) -> dict[str, Any]:
+    """All graphs as one collection of Model Explorer (its `graph_builder.GraphCollection`), each
+    under the name given beside it; a node with bodies leads to their graphs."""
+
+    def entry(graph: AnnotatedGraph, suffix: str) -> dict[str, Any]:
+        bodies = {n: f"{body.name} {suffix}".strip() for n, body in graph.bodies.items()}
+        nodes = [_explorer_node(n, bodies) for n in graph.nodes]
+        return {"id": f"{graph.name} {suffix}".strip(), "nodes": nodes}
+
+    entries = [entry(inner, suffix) for suffix, graph in graphs for inner in graph.everything()]
+    return {"label": name, "graphs": entries}
 
 
-def _explorer_node(node: Node) -> dict[str, Any]:
+def _explorer_node(node: Node, graph_ids: Mapping[str, str]) -> dict[str, Any]:
+    """`graph_ids` names the bodies of the graph, by the node that holds each."""
     fill, ink = FILLS["cast" if node.kind == "cast" else node.color]
     facts = {
         "operator": node.op,
@@ -121,5 +125,6 @@ def _explorer_node(node: Node) -> dict[str, Any]:
         "outputsMetadata": [
             {"id": "0", "attrs": [{"key": "shape", "value": _types(node)}]},
         ],
+        "subgraphIds": [graph_ids[o] for o in node.operands if o in graph_ids],
         "style": {"backgroundColor": fill, "textColor": ink},
     }

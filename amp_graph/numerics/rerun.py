@@ -6,7 +6,7 @@
 
 Both runs see the same random numbers, buffers are put back after each, and no gradient reaches
 `param.grad`. A graph that cannot be retraced runs unobserved, and so does Python code between
-graphs and what is inside custom autograd functions.
+graphs and the backward pass of a custom autograd function.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import fx, nn
@@ -37,8 +37,6 @@ Loss: TypeAlias = Callable[[Any], torch.Tensor]
 """From the model's output to a scalar."""
 
 SEED = 0
-# Higher-order operators that run their body once on the operands after it.
-RUN_THEIR_BODY = ("tag_activation_checkpoint",)
 
 
 @dataclass(frozen=True)
@@ -152,8 +150,14 @@ class Rerun(Compiler):
         """Show a value to the observer, and its gradient when that is known."""
         observer = self._observer
         observer.value(place, node, value)
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            handle = value.register_hook(lambda g: observer.gradient(place, g))
+        is_recorded = torch.is_grad_enabled()  # not inside of an autograd function
+        if is_recorded and isinstance(value, torch.Tensor) and value.requires_grad:
+
+            def tell(gradient: torch.Tensor | None) -> None:
+                if gradient is not None:  # else nothing depends on the value
+                    observer.gradient(place, gradient)
+
+            handle = value.register_hook(tell)
             if value.is_leaf:  # a parameter outlives the run
                 self._handles.append(handle)
 
@@ -176,24 +180,52 @@ class _Watched(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if isinstance(n.target, OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags:
             torch.manual_seed(SEED + hash_of(n.name))  # casts draw none, but orders may differ
-        value = self._run_body(n) if _runs_body(n) else super().run_node(n)
+        value = self._run_inside(n) if _is_entered(n) else super().run_node(n)
         place = self.place
         self.rerun.show(Place(place.call, place.graph, place.body, n.name), n, value)
         return value
 
-    def _run_body(self, n: fx.Node) -> Any:
-        body_node = n.args[0]
-        assert isinstance(body_node, fx.Node)
-        name = str(body_node.target)
-        place = self.place
+    def _run_inside(self, n: fx.Node) -> Any:
+        """As the operator would run, its bodies watched too; not the backward one of a function."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        kind = str(n.target)
+        if kind == CHECKPOINT:
+            return self._body(n.args[0]).run(*args[1:])
+        if kind == COND:
+            condition, _, _, operands = args
+            return self._body(n.args[1] if condition else n.args[2]).run(*operands)
+        return n.target(_as_module(self._body(n.args[0])), *args[1:], **kwargs)  # type: ignore[operator]
+
+    def _body(self, node: Any) -> _Watched:
+        name, place = str(node.target), self.place
         inner = Place(place.call, place.graph, f"{place.body}{name}/", "")
-        module = get_attribute(self.module, name)
-        args, _ = self.fetch_args_kwargs_from_env(n)
-        return _Watched(module, self.rerun, inner).run(*args[1:])
+        return _Watched(get_attribute(self.module, name), self.rerun, inner)
 
 
-def _runs_body(n: fx.Node) -> bool:
-    return isinstance(n.target, HigherOrderOperator) and str(n.target) in RUN_THEIR_BODY
+CHECKPOINT, COND, FUNCTION = "tag_activation_checkpoint", "cond", "autograd_function_apply"
+
+
+def _is_entered(n: fx.Node) -> bool:
+    entered = (CHECKPOINT, COND, FUNCTION)
+    return isinstance(n.target, HigherOrderOperator) and str(n.target) in entered
+
+
+class _Run(nn.Module):
+    def __init__(self, watched: _Watched):
+        super().__init__()
+        self.run = watched.run
+
+    def forward(self, *args: Any) -> Any:
+        return self.run(*args)
+
+
+def _as_module(watched: _Watched) -> fx.GraphModule:
+    """A graph of one node, which runs all that is watched."""
+    graph = fx.Graph()
+    body = cast(fx.GraphModule, watched.module)
+    inputs = [graph.placeholder(n.name) for n in body.graph.find_nodes(op="placeholder")]
+    graph.output(graph.call_module("run", tuple(inputs)))
+    return fx.GraphModule({"run": _Run(watched)}, graph)
 
 
 def hash_of(name: str) -> int:

@@ -81,13 +81,12 @@ def _units(facts: Facts, flow: nx.DiGraph, paints: Paints) -> dict[str, str]:
     """Free nodes that must share a precision, by a representative: a node and its results, and
     all that lives in one piece of written memory."""
     together = nx.Graph()
-    together.add_nodes_from(name for name in facts if _is_free(paints[name]))
     for name, f in facts.items():
         if f.op == "getitem":
             together.add_edges_from((name, parent) for parent in flow.predecessors(name))
         elif f.written and _is_free(paints[name]):
             together.add_edge(name, f.memory)
-    units = {}
+    units = {name: name for name in facts if _is_free(paints[name])}
     for group in nx.connected_components(together):
         fixed = [n for n in group if not _is_free(paints[n])]
         representative = fixed[0] if fixed else min(group)
@@ -155,8 +154,9 @@ def _add(network: nx.DiGraph, tail: object, head: object, capacity: int | None) 
 
 
 def _regions(network: nx.DiGraph) -> list[set[object]]:
-    inner = network.subgraph(n for n in network if n not in (LOW, FLOAT32))
-    return [set(region) for region in nx.weakly_connected_components(inner)]
+    inner = nx.Graph(edge for edge in network.edges if not {LOW, FLOAT32}.intersection(edge))
+    inner.add_nodes_from(n for n in network if n not in (LOW, FLOAT32))
+    return [set(region) for region in nx.connected_components(inner)]
 
 
 def _cut(network: nx.DiGraph, region: set[object]) -> set[str]:
