@@ -34,9 +34,11 @@ import torch
 from bench_counters import count, first_call, resident_bytes
 from bench_models import WORKLOADS
 from bench_report import first_call_table, is_compiled, plot, step_table
-from bench_variants import LEVELS, Settings, Variant, variants
+from bench_variants import Settings, Variant, variants
 from rich.console import Console
 from rich.progress import track
+
+from amp_graph.ir import Level
 
 WARM_UP = 3
 
@@ -96,7 +98,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="compiled variants as well")
     parser.add_argument("--mode", help="of torch.compile, such as reduce-overhead")
     parser.add_argument(
-        "--levels", nargs="*", default=[], choices=("safe", "balanced", "max"), help="of the policy"
+        "--levels",
+        nargs="*",
+        default=[],
+        choices=[level.value for level in Level],
+        help="of the policy",
     )
     parser.add_argument("--variants", nargs="+", default=[], help="beside float32 and autocast")
     parser.add_argument("--emulate-cuda", action="store_true", help="autocast by CUDA's rules")
@@ -109,8 +115,6 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.dtype = args.dtype or ("float16" if args.device == "cuda" else "bfloat16")
     args.size = args.size or ("gpu" if args.device == "cuda" else "cpu")
-    if args.levels and not LEVELS:
-        parser.error("this version's Policy has no levels")
     return args
 
 

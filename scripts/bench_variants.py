@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from torch.utils._pytree import tree_map
 import amp_graph
 
 Region = Callable[[], AbstractContextManager[Any]]
-LEVELS = "level" in {f.name for f in dataclasses.fields(amp_graph.Policy)}
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import amp_graph
 from amp_graph.autopatch import CAPTURE_LOGS, COLORS, SLOT, VARIABLES, Settings, install
 from amp_graph.errors import AmpGraphError
 from amp_graph.exit_report import describe, write_report
+from amp_graph.ir import Level
 
 X = torch.randn(4, 8)
 
@@ -59,16 +60,18 @@ def test_models_of_a_script_are_compiled_if_asked(start, traced):
     assert counters["aot_autograd"]["total"] == 1
     assert installation.models.seen[0].record.plans[0].uncompiled is None
     assert Settings.read({"AMP_GRAPH_COMPILER": "inductor"}).policy.compiler == "inductor"
+    assert Settings.read({"AMP_GRAPH_LEVEL": "max"}).policy.level is Level.MAX
     assert Settings.read({}).policy.compiler == "eager"
 
 
 def test_the_table_of_variables_is_what_is_read():
-    assert len(VARIABLES) == 1 + 2 + 2 * len(COLORS) + 5
+    assert len(VARIABLES) == 1 + 2 + 2 * len(COLORS) + 6
     assert Settings.read({"PATH": "x", **dict.fromkeys(VARIABLES, "")}) == Settings()
 
 
 WRONG = {
     "DTYPE": ("float8", "AMP_GRAPH_DTYPE=float8: choose one of float16, bfloat16"),
+    "LEVEL": ("fast", "AMP_GRAPH_LEVEL=fast: choose one of safe, balanced, max"),
     "COMPILER": ("nvcc", "AMP_GRAPH_COMPILER=nvcc: choose one of eager, inductor"),
     "VERBOSE": ("2", "AMP_GRAPH_VERBOSE=2: choose one of 1, true, yes, on, 0, false, no, off"),
     "LOSS_SCALE": ("big", "AMP_GRAPH_LOSS_SCALE=big: choose dynamic, none or a number above 0"),
