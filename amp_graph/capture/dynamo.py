@@ -1,17 +1,15 @@
 """The Dynamo front end: what a module executes is captured as graphs, with guards.
 
-Private names of PyTorch used here, and the versions they were seen to work on (2.11 is the
-lowest that users run, 2.13 what the tests use):
+Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
 
-    nn.Module._call_impl          2.13   what `module(...)` runs, hooks included
-    torch._dynamo.config          2.13   the settings below
-    torch._dynamo.utils.counters  2.13   whether Dynamo was at work
+    nn.Module._call_impl                     what `module(...)` runs, hooks included
+    torch._dynamo.config                     the settings below
+    torch._dynamo.utils.counters             whether Dynamo was at work
     TorchDispatchMode.ignore_compile_internals, set_is_in_mode_without_ignore_compile_internals
-                                  2.13   let compiled code run under a dispatch mode
-    GraphModule.compile_subgraph_reason
-                                  2.13   why a graph ended; reports say nothing without it
+                                             let compiled code run under a dispatch mode
+    GraphModule.compile_subgraph_reason      why a graph ended; reports say nothing without it
     torch._C._functorch.peek_interpreter_stack
-                                  2.13   whether a functorch transform is active
+                                             whether a functorch transform is active
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 set_flag: Callable[[bool], None] | None = getattr(
     torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", None
-)  # None before 2.13
+)  # None should this name go: then nothing is captured under a dispatch mode
 
 SHARDED: type | None = None  # not every build of PyTorch has torch.distributed
 if torch.distributed.is_available():
@@ -124,8 +122,8 @@ def frames_seen() -> int:
 
 
 def can_capture() -> bool:
-    """Whether Dynamo may be entered. Inside a functorch transform (and, before 2.13, under a
-    dispatch mode) it refuses, and would then never capture that code again."""
+    """Whether Dynamo may be entered. Inside a functorch transform (and, without `set_flag`, under
+    a dispatch mode) it refuses, and would then never capture that code again."""
     if set_flag is None and torch._C._len_torch_dispatch_stack():
         return False
     return torch._C._functorch.peek_interpreter_stack() is None
