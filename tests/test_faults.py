@@ -194,7 +194,7 @@ def test_a_model_dynamo_cannot_capture_runs_under_autocast(
 def test_what_was_captured_in_part_is_not_tried_again(
     pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dynamo 2.11 raises at a packed sequence, after the code before it ran."""
+    """Dynamo may raise in the middle of a model, after the code before ran."""
     from torch._dynamo.exc import InternalTorchDynamoError
 
     def broken(*args: Any, **kwargs: Any) -> Any:

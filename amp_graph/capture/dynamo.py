@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch._dynamo.config as dynamo_config
 from torch import fx, nn
+from torch._dynamo import disallow_in_graph
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -30,6 +31,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 set_flag: Callable[[bool], None] | None = getattr(
     torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", None
 )  # None should this name go: then nothing is captured under a dispatch mode
+
+if torch.__version__ < "2.13":
+    # Dynamo 2.11 raises at a packed sequence, after the code before it ran. Later ones break the
+    # graph there; so does this one now.
+    disallow_in_graph(torch._VF._pad_packed_sequence)
 
 SHARDED: type | None = None  # not every build of PyTorch has torch.distributed
 if torch.distributed.is_available():
