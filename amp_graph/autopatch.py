@@ -2,7 +2,7 @@
 
 One name of PyTorch is patched: `nn.Module._compiled_call_impl`, a class attribute that
 `module(...)` looks at before anything else, and that is None where `nn.Module.compile` was not
-used (torch 2.11 to 2.13). A descriptor in its place sees every call that Dynamo does not inline;
+used (torch 2.11 to 2.15). A descriptor in its place sees every call that Dynamo does not inline;
 Dynamo itself does not look there.
 
 This is the only file that reads the environment.

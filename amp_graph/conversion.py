@@ -183,7 +183,7 @@ class Conversion(Compiler):
             Plan(dtype, fallback=f"not captured ({reason}); runs under autocast")
         )
         warn(f"{name} was not captured and runs under autocast: {reason}")
-        self._call = call
+        self._call, self._watch = call, None
         return result
 
     def _as_output(self, value: Any) -> Any:

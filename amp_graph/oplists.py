@@ -164,7 +164,7 @@ def _resolve(
             yield f"aten.{name}"
         elif optional and name.partition(".")[0] not in namespaces:
             yield name
-        elif strict:
+        elif strict and not optional:
             hint = did_you_mean(name if "." in name else f"aten.{name}", known)
             raise ListError(
                 f"{where}: torch {torch.__version__} has no operator {name!r}.{hint} An operator "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from amp_graph.capture.aten import bodies_of, tensors_of
+from amp_graph.capture.aten import bodies_of, is_retraced, tensors_of
 from amp_graph.errors import PlanError
 from amp_graph.flow import flow_graph
 from amp_graph.ir import Plan
@@ -63,12 +63,14 @@ def rewrite_body(
     body: fx.GraphModule, policy: Policy, lists: OpLists, pins: Pins | None = None
 ) -> tuple[fx.GraphModule, Plan]:
     """As `rewrite`, but a body that fails runs as captured, and its plan says so."""
+    dtype = policy.dtype_for(device_types(body))
+    if not is_retraced(body):
+        return body, Plan(dtype, fallback="not retraced to ATen")
     try:
         return rewrite(body, policy, lists, pins)
     except PlanError:
         raise
     except Exception as error:
-        dtype = policy.dtype_for(device_types(body))
         return body, Plan(dtype, fallback=f"{type(error).__name__}: {error}")
 
 

@@ -2,7 +2,7 @@
 
 Both counters are dispatch modes below autograd. By default Dynamo runs a compiled model
 uncompiled while a dispatch mode is active, which would count the user's own float32 code
-instead; `ignore_compile_internals` (torch 2.13) keeps the compiled code in use and hides
+instead; `ignore_compile_internals` keeps the compiled code in use and hides
 from the mode what runs while compiling.
 """
 

@@ -122,7 +122,9 @@ SPLIT = {
     "broadcast key heads": lambda: (operands(key_heads=1), {}),
     "another value size": lambda: (operands(value_size=2 * E), {}),
     "three dimensions": lambda: ([t[0] for t in operands()], {}),
+    "two dimensions": lambda: ([t[0, 0] for t in operands()], {}),
 }
+FUSED_IN_SOME_VERSIONS = ("broadcast key heads", "three dimensions")  # 2.15, not 2.13
 WHOLE = {
     "plain": lambda: (operands(), {}),
     "causal": lambda: (operands(), {"is_causal": True}),
@@ -136,7 +138,13 @@ WHOLE = {
 def test_what_takes_the_math_kernel_is_split(call: str) -> None:
     args, options = SPLIT[call]()
     result = rewrite_call(*args, **options)
-    assert not is_whole(result)
+    with MatmulCounter() as seen:
+        whole(*(t.bfloat16() for t in args), **options)
+    fused = any("flash" in name for name, _ in seen.forward)
+    assert is_whole(result) is fused
+    if fused:
+        assert call in FUSED_IN_SOME_VERSIONS
+        return
     products = [n.name for n in result.nodes("matmul")]
     assert len(products) == 4 and all(result.is_low(name) for name in products)
     parts = [f for f in result.plan.facts.values() if f.name.startswith("scaled_dot_product")]

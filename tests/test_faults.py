@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import pytest
 import torch
+import zoo
 from counting import MatmulCounter
 from torch import nn
 
@@ -105,6 +107,23 @@ def test_a_failed_retrace_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPatch)
     assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.filterwarnings("error::amp_graph.ConversionWarning")
+@pytest.mark.parametrize("name", ["custom_function", "checkpointed"])
+def test_a_body_that_cannot_be_retraced_does_not_keep_the_rest_back(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    retrace_module = sys.modules["amp_graph.capture.retrace"]
+    monkeypatch.setattr(retrace_module, "_retrace_body", lambda body, names: body)
+    case = next(c for c in zoo.cases() if c.name == name)
+    args, kwargs = case.batch(0, 0)
+    model = amp_graph.convert(case.make())
+    model(*args, **kwargs)
+    (plan,) = amp_graph.plans(model)
+    assert "linear" in plan.low
+    assert {body.fallback for body in plan.bodies.values()} == {"not retraced to ATen"}
+
+
 @pytest.mark.filterwarnings("ignore:nothing of Net")
 def test_an_emitted_graph_that_does_not_run(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers written before the failure are as one run of the original leaves them."""
@@ -170,6 +189,27 @@ def test_a_model_dynamo_cannot_capture_runs_under_autocast(
     with MatmulCounter() as counter:
         converted(X)
     assert counter.low_share == 1
+
+
+def test_what_was_captured_in_part_is_not_tried_again(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamo may raise in the middle of a model, after the code before ran."""
+    from torch._dynamo.exc import InternalTorchDynamoError
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        torch.mm(X, X.t())
+        raise InternalTorchDynamoError("planted in Dynamo")
+
+    _, converted = pair
+    conversion = converted.__dict__["_call_impl"]
+    monkeypatch.setattr(conversion, "_call", broken)
+    with pytest.warns(ConversionWarning, match="planted in Dynamo"):
+        converted(X)
+    (plan,) = amp_graph.plans(converted)
+    with warnings.catch_warnings(action="error"):
+        converted(X)
+    assert amp_graph.plans(converted) == (plan,)
 
 
 def test_the_recompile_limit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,9 @@ EXPECTED_FALLBACK = {
     "translator": "nn.Transformer looks into its mask, and Dynamo does not resume inside torch.nn: "
     "runs under autocast",
 }
+if torch.__version__ < "2.13":
+    del EXPECTED_FALLBACK["mamba"]  # torch 2.11 captures its scan in a way that does retrace
+    EXPECTED_FALLBACK["llava"] = "Dynamo 2.11 raises PendingUnbackedSymbolNotFound"
 
 
 @pytest.fixture(scope="session")

@@ -35,6 +35,8 @@ NOT_TRACEABLE = {  # fake tensors have no data to decide on; Dynamo breaks the g
     "nn.functional.gaussian_nll_loss": "checks the values of var",
     "linalg.lstsq": "its size depends on data",
 }
+if torch.__version__ < "2.13":
+    NOT_TRACEABLE |= dict.fromkeys(["quantile", "nanquantile"], "asks aten.equal in torch 2.11")
 UNSPECIFIED = {  # the result is not a function of the inputs
     "empty": "uninitialised memory",
     "empty_like": "uninitialised memory",

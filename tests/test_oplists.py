@@ -95,15 +95,17 @@ LEFT_OUT = {
     "nested tensors": r"_?nested_\w+ to_padded_tensor",
     "quantized or packed weights": r"""quantize_\w+ _?quantized_\w+ fbgemm_\w+ _wrapped_\w+ int_repr
         q_per_\w+ dequantize _rowwise_prune _(make|empty)_per_\w+ empty_quantized _dyn_quant\w+
-        \w+int[48]pack\w* _int_mm _scaled_(grouped_)?mm\w* _mixed_dtypes_linear mkldnn_reorder\w+
-        _saturate_weight_to_fp16""",
+        \w+int[48]pack\w* _int_mm _scaled_(grouped_|add)?mm\w* _mixed_dtypes_linear
+        mkldnn_reorder\w+ _saturate_weight_to_fp16""",
     "integers": r"bitwise_\w+ __\w+__ gcd lcm one_hot _dim_arange hash_tensor _is_(all|any)_true",
     "converts to a type the pass never gives": "_cast_(Byte|Char|Double|Int|Long|Short) chalf",
     "lays out memory": r"""_?resize(_as|_output)? set _copy_from\w* _reshape_from_tensor
         _new_zeros_with\w+ _cudnn_rnn_flatten_weight""",
     "torch.func and autograd": r"_make_dual\w* _unpack_dual _(add|remove)_batch_dim requires_grad",
     "internals that no model calls": r"""_test_\w+ _foobar _functional_\w+ _sobol_\w+ _fill_mem\w+
-        _philox_key\w+ _compute_linear\w+ _flash_attention_forward_no\w+""",
+        _philox_key\w+ _philox_randint _compute_linear\w+
+        _(flash|cudnn)_attention_forward_no\w+""",
+    "named tensors, which torch 2.13 has no more": r"align_(as|to|tensors) refine_names rename",
 }
 
 

@@ -148,8 +148,10 @@ class Packed(nn.Module):
         super().__init__()
         self.layer = nn.LSTM(8, 8, batch_first=True)
         self.head = nn.Linear(8, 2)
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
         hidden, _ = self.layer(packed)
         return self.head(nn.utils.rnn.pad_packed_sequence(hidden, batch_first=True)[0])
@@ -160,6 +162,7 @@ def test_code_between_graphs_runs_under_autocast_and_is_named() -> None:
     model = amp_graph.convert(copy.deepcopy(plain))
     x, lengths = torch.randn(3, 5, 8), torch.tensor([5, 3, 2])
     model(x, lengths)
+    assert model.calls == 1  # no part of it ran twice
     assert any("code between graphs" in (p.fallback or "") for p in amp_graph.plans(model))
     assert low_share(model, x, lengths) == 1
     result = model(x, lengths)

@@ -79,7 +79,7 @@ def _written_by_body(body: fx.GraphModule, operands: list[fx.Node]) -> list[fx.N
     """Which operands a body writes into: its inputs are the last of them. All of them count if
     the body is not in ATen form or takes other inputs, as a backward does."""
     inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
-    is_aten = all("val" in n.meta for n in inputs)
+    is_aten = is_retraced(body)
     written = {
         key for n in body.graph.nodes for o in written_operands(body, n) for key in storages(o)
     }
@@ -89,6 +89,11 @@ def _written_by_body(body: fx.GraphModule, operands: list[fx.Node]) -> list[fx.N
         return operands
     last = operands[len(operands) - len(inputs) :]
     return [o for o, i in zip(last, inputs, strict=True) if not written.isdisjoint(storages(i))]
+
+
+def is_retraced(module: fx.GraphModule) -> bool:
+    """Whether a graph is in ATen form. A body that could not be retraced is as Dynamo left it."""
+    return all("val" in n.meta for n in module.graph.find_nodes(op="placeholder"))
 
 
 def bodies_of(module: fx.GraphModule, node: fx.Node) -> dict[str, fx.GraphModule]:

@@ -1,19 +1,17 @@
 """The Dynamo front end: what a module executes is captured as graphs, with guards.
 
-Private names of PyTorch used here, and the versions they were seen to work on (2.11 is the
-lowest that users run, 2.13 what the tests use):
+Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
 
-    nn.Module._call_impl          2.13   what `module(...)` runs, hooks included
-    torch._dynamo.config          2.13   the settings below
+    nn.Module._call_impl                     what `module(...)` runs, hooks included
+    torch._dynamo.config                     the settings below
     torch._dynamo.optimize, the callback of what it returns
-                                  2.13   to have the settings in force while Dynamo captures
-    torch._dynamo.utils.counters  2.13   whether Dynamo was at work
+                                             to have the settings in force while it captures
+    torch._dynamo.utils.counters             whether Dynamo was at work
     TorchDispatchMode.ignore_compile_internals, set_is_in_mode_without_ignore_compile_internals
-                                  2.13   let compiled code run under a dispatch mode
-    GraphModule.compile_subgraph_reason
-                                  2.13   why a graph ended; reports say nothing without it
+                                             let compiled code run under a dispatch mode
+    GraphModule.compile_subgraph_reason      why a graph ended; reports say nothing without it
     torch._C._functorch.peek_interpreter_stack
-                                  2.13   whether a functorch transform is active
+                                             whether a functorch transform is active
 """
 
 from __future__ import annotations
@@ -27,13 +25,19 @@ from typing import Any
 import torch
 import torch._dynamo.config as dynamo_config
 from torch import fx, nn
+from torch._dynamo import disallow_in_graph
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 set_flag: Callable[[bool], None] | None = getattr(
     torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", None
-)  # None before 2.13
+)  # None should this name go: then nothing is captured under a dispatch mode
+
+if torch.__version__ < "2.13":
+    # Dynamo 2.11 raises at a packed sequence, after the code before it ran. Later ones break the
+    # graph there; so does this one now.
+    disallow_in_graph(torch._VF._pad_packed_sequence)
 
 SHARDED: type | None = None  # not every build of PyTorch has torch.distributed
 if torch.distributed.is_available():
@@ -130,8 +134,8 @@ def frames_seen() -> int:
 
 
 def can_capture() -> bool:
-    """Whether Dynamo may be entered. Inside a functorch transform (and, before 2.13, under a
-    dispatch mode) it refuses, and would then never capture that code again."""
+    """Whether Dynamo may be entered. Inside a functorch transform (and, without `set_flag`, under
+    a dispatch mode) it refuses, and would then never capture that code again."""
     if set_flag is None and torch._C._len_torch_dispatch_stack():
         return False
     return torch._C._functorch.peek_interpreter_stack() is None

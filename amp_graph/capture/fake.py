@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -46,6 +47,9 @@ def replaying(module: fx.GraphModule) -> Iterator[None]:
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(fake_mode_of(module) or contextlib.nullcontext())
+        if _has_symbols(list(_values(module))):
+            # In C++ torch 2.11 has operators that fix a symbolic size or refuse it (linear).
+            stack.enter_context(enable_python_dispatcher())
         yield
 
 

@@ -183,6 +183,8 @@ class _Retracer:
             return node.target(*fx.node.map_arg(node.args, lambda n: self.fake[n]))
         if node.target is operator.getitem:
             return self.fake[node.args[0]][node.args[1]]  # type: ignore[index]
+        if node.op == "placeholder" and not node.users:
+            return node.meta.get("example_value")  # Dynamo 2.11 leaves it out
         if "example_value" not in node.meta:
             raise CaptureError(f"cannot retrace '{node.name}': its value was not captured")
         return node.meta["example_value"]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# 2.11 - 2.13; what torch.autograd._unsafe_preserve_version_counter does on leaving.
+# 2.11 - 2.15; what torch.autograd._unsafe_preserve_version_counter does on leaving.
 set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
