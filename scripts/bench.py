@@ -135,7 +135,7 @@ def main() -> None:
             results.append(json.loads(done.stdout.splitlines()[-1]))
     device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     where = f"torch {torch.__version__}, {device}, {torch.get_num_threads()} threads, {args.dtype}"
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 170)
     console.print(where)
     console.print(step_table(results), first_call_table(results))
     if args.json:

@@ -59,11 +59,12 @@ class Launches(DispatchCounter):
 
 
 class Saved:
-    """Bytes of distinct memory that autograd keeps for backward, parameters apart."""
+    """Bytes of distinct memory that autograd keeps for backward, apart from what lives on between
+    steps: parameters, data, and amp_graph's low-precision weights. Those are in the peak."""
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self) -> None:
         self.memory: dict[int, int] = {}
-        self._own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._own = _storages()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -91,7 +92,7 @@ def _count(variant: Variant, resident: int, is_captured: bool) -> Counters:
         with launches:
             variant.step()
     counters = launches.counters
-    saved = Saved(variant.model)
+    saved = Saved()
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
         variant.forward()
     counters.saved_bytes = sum(saved.memory.values())
@@ -103,12 +104,17 @@ def _count(variant: Variant, resident: int, is_captured: bool) -> Counters:
 
 def resident_bytes(device: str) -> int:
     """Bytes of all tensors alive."""
+    if device != "cuda":
+        return sum(_storages().values())
     gc.collect()
-    if device == "cuda":
-        return torch.cuda.memory_allocated()
+    return torch.cuda.memory_allocated()
+
+
+def _storages() -> dict[int, int]:
+    """Address and bytes of the memory of all tensors alive."""
+    gc.collect()
     alive = (x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter))
-    storages = {s.data_ptr(): s.nbytes() for s in map(torch.Tensor.untyped_storage, alive)}
-    return sum(storages.values())
+    return {s.data_ptr(): s.nbytes() for s in map(torch.Tensor.untyped_storage, alive)}
 
 
 def _peak(step: Callable[[], None], device: str) -> int:

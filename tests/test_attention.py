@@ -167,9 +167,13 @@ CUDA = pytest.param(
 )
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda t: t,
-    "heads next to each other": lambda t: t.transpose(-2, -3).contiguous().transpose(-2, -3),
-    "numbers of a head apart": lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "heads next to each other": lambda t: _apart(t, max(-3, -t.dim())),
+    "numbers of a head apart": lambda t: _apart(t, -1),
 }
+
+
+def _apart(tensor: torch.Tensor, dimension: int) -> torch.Tensor:
+    return tensor.transpose(-2, dimension).contiguous().transpose(-2, dimension)
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])

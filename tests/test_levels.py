@@ -47,6 +47,10 @@ def test_layer_norm_does_so_where_its_kernel_adds_up_in_float32():
     assert narrowed(function, X.to("meta"), W.to("meta")) == [False, True, True]
 
 
+def test_what_is_returned_is_not_rounded_to_save_bytes():
+    assert narrowed(lambda x, w: torch.softmax(x @ w, -1), X, W) == [False, False, True]
+
+
 def gradient_errors(
     op: str, function: Callable[..., Tensor], *shapes: tuple[int, ...]
 ) -> list[float]:

@@ -81,9 +81,12 @@ def paint(
 
 
 def _colors(facts: Facts, overrides: Overrides, level: Level) -> dict[str, Color | None]:
-    """List colours with the user's overrides; an operator that computes in float32 on
-    low-precision tensors is as free as an infer one, its arithmetic being the same either way."""
-    colors = {n: Color.INFER if level.includes(f.storage) else f.color for n, f in facts.items()}
+    """List colours with the user's overrides. An operator that computes in float32 on low-precision
+    tensors is as free as an infer one, unless its result, say of a last softmax, is returned."""
+    outputs = [f for f in facts.values() if f.op == "output" and level is not Level.MAX]
+    kept = {name for f in outputs for name in f.reads}
+    narrowed = {n for n, f in facts.items() if level.includes(f.storage) and n not in kept}
+    colors = {n: Color.INFER if n in narrowed else f.color for n, f in facts.items()}
     colors.update((name, color) for name, (color, _) in overrides.items())
     return colors
 

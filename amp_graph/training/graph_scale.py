@@ -92,15 +92,17 @@ class GraphScale:
     def parameters_changed(self) -> None:
         self._known.clear()
 
-    def covers(self, parameter: Tensor) -> bool:
-        """Whether a parameter is one of the model's; the answer is kept until they change."""
-        known = self._known.get(id(parameter))
-        if known is None or known[0]() is not parameter:
-            parameters = self._parameters() or (lambda: ())
-            own = {id(p): (weakref.ref(p), True) for p in parameters()}
-            self._known.update(own)
-            known = self._known.setdefault(id(parameter), (weakref.ref(parameter), False))
-        return known[1]
+    def own(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Those that are parameters of the model; the answers are kept until they change."""
+        given = list(parameters)
+        if not all(map(self._is_known, given)):
+            all_own = {id(p) for p in (self._parameters() or (lambda: ()))()}
+            self._known.update((id(p), (weakref.ref(p), id(p) in all_own)) for p in given)
+        return [p for p in given if self._known[id(p)][1]]
+
+    def _is_known(self, parameter: Tensor) -> bool:
+        found = self._known.get(id(parameter))
+        return found is not None and found[0]() is parameter
 
     def stepped(self, found_inf: Tensor, by: object) -> None:
         """Take note that an optimizer stepped (0) or had to skip (1) in this round. One that steps

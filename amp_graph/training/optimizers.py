@@ -66,7 +66,7 @@ def _guard_of(optimizer: Optimizer) -> StepGuard:
 
 def _covering(optimizer: Optimizer) -> list[GraphScale]:
     parameters = parameters_of(optimizer)
-    return [s for s in _scales if any(s.covers(p) for p in parameters)]
+    return [scale for scale in _scales if scale.own(parameters)]
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

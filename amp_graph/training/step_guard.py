@@ -236,9 +236,10 @@ def check(optimizer: Optimizer, scales: Sequence[GraphScale]) -> Tensor:
         found = found_inf(parameters, checked=scales[0].checked)
         scales[0].stepped(found, optimizer)
         return found
-    of_all = found_inf(p for p in parameters if not any(s.covers(p) for s in scales))
-    for scale in scales:
-        own = (p for p in parameters if scale.covers(p))
+    covered = [scale.own(parameters) for scale in scales]
+    ids = {id(p) for own in covered for p in own}
+    of_all = found_inf(p for p in parameters if id(p) not in ids)
+    for scale, own in zip(scales, covered, strict=True):
         found = found_inf(own, checked=scale.checked)
         scale.stepped(found, optimizer)
         of_all = torch.maximum(found, of_all.to(found.device))
