@@ -18,10 +18,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_graph.capture.dynamo import can_capture
 from amp_graph.compiler import Record
-from amp_graph.conversion import unwrapped
+from amp_graph.conversion import AUTOCAST_DEVICES, unwrapped
 from amp_graph.convert import convert, is_converted, record_of, restore
 from amp_graph.policy import Policy
 from amp_graph.training.grad_scaler import is_grad_scaler_around
+
+AUTOCAST = "the script uses torch.autocast"
 
 
 @dataclass
@@ -62,6 +64,8 @@ class Models:
     def _outermost_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if module not in self._parts and not self._is_decided(module):
             return module._call_impl(*args, **kwargs)
+        if any(map(torch.is_autocast_enabled, AUTOCAST_DEVICES)):
+            self._leave_to_autocast(module)
         self._local.inside = True
         try:
             return module._call_impl(*args, **kwargs)
@@ -97,11 +101,22 @@ class Models:
         except Exception as error:
             model.left_alone = _in_a_line(error)
         self.seen.append(model)
-        self._parts.update(dict.fromkeys([module, *inner.modules()]))
+        self._parts.update(dict.fromkeys([module, *inner.modules()], model))
         if model.left_alone:
             self._say(f"{model.name} is left as it is: {model.left_alone}")
         elif self._verbose:
             self._say(f"{model.name} runs in mixed precision")
+
+    def _leave_to_autocast(self, part: nn.Module) -> None:
+        """A model that was converted when a script called it outside of its autocast is left alone
+        from the first call inside on."""
+        model = self._parts.get(part)
+        module = model.module() if model is not None and model.record is not None else None
+        if module is None or not is_converted(module) or not _is_under_autocast(module):
+            return
+        restore(module)
+        model.record, model.left_alone = None, AUTOCAST
+        self._say(f"{model.name} is left as it is from now on: {AUTOCAST}")
 
     def _convert(self, model: Model, inner: nn.Module) -> None:
         for earlier in self.seen:  # parts of this model that were called by themselves before
@@ -137,11 +152,15 @@ def _why_not(module: nn.Module, inner: nn.Module) -> str:
         return "it is quantised"
     if any(p.is_meta for p in inner.parameters()):
         return "its parameters are on the meta device"
-    if any(torch.is_autocast_enabled(p.device.type) for p in inner.parameters()):
-        return "the script uses torch.autocast"
+    if _is_under_autocast(inner):
+        return AUTOCAST
     if is_grad_scaler_around():
         return "the script uses a GradScaler"
     return ""
+
+
+def _is_under_autocast(module: nn.Module) -> bool:
+    return any(torch.is_autocast_enabled(p.device.type) for p in module.parameters())
 
 
 def _in_a_line(error: Exception) -> str:

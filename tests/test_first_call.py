@@ -157,6 +157,22 @@ def test_precision_of_the_scripts_own_goes_first(start, way):
     assert decided(installation) == {"Sequential": f"the script uses {uses}"}
 
 
+def test_a_model_that_comes_under_autocast_later_is_left_to_it(start, capsys):
+    installation, model = start(), net()
+    plain = copy.deepcopy(model)
+    model(X)
+    assert amp_graph.is_converted(model)
+    for _ in range(2):
+        with torch.autocast("cpu"):
+            assert torch.equal(model(X), plain(X))
+    assert torch.equal(model(X), plain(X))
+    assert not amp_graph.is_converted(model)
+    assert decided(installation) == {"Sequential": "the script uses torch.autocast"}
+    assert describe(installation.models.seen[0])["converted"] is False
+    said = capsys.readouterr().err
+    assert said.count("left as it is from now on: the script uses torch.autocast") == 1
+
+
 def test_a_module_whose_parameters_cannot_be_listed_is_left_alone(start, capsys):
     start()
     odd = Odd(8, 3)
