@@ -174,7 +174,7 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 170)
     chosen = [c for c in zoo.cases() if not options.only or c.name in options.only]
     if not chosen:
         console.print(f"no such case; there are: {', '.join(c.name for c in zoo.cases())}")

@@ -150,7 +150,7 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 170)
     cases = {c.name: c for c in zoo.cases()}
     if unknown := set(options.models) - set(cases):
         console.print(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(cases)}")
