@@ -7,7 +7,7 @@ Values cross as they are; a float32 parameter may enter as its low-precision wei
 multiplied by the loss scale S where they come in and divided by it where they go out, so that every
 gradient outside of a graph is true: `param.grad`, what `torch.autograd.grad` returns, what hooks
 see. Parameters enter in groups; the gradients of a group come out of one autograd node, which
-widens and unscales them in two fused calls.
+widens them in one fused call, and unscales and checks them in another.
 """
 
 from __future__ import annotations
