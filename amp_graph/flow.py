@@ -22,6 +22,11 @@ def flow_graph(facts: Mapping[str, NodeFacts]) -> nx.DiGraph:
     return flow
 
 
+def returned(facts: Mapping[str, NodeFacts]) -> list[str]:
+    """The nodes whose float32 values the graph returns."""
+    return [name for f in facts.values() if f.op == "output" for name in f.reads]
+
+
 def huge_values(
     facts: Mapping[str, NodeFacts],
     colors: Mapping[str, Color | None],
@@ -57,9 +62,9 @@ def wide_values(
     low_reaches: set[str] = set()
     not_low: dict[str, str | None] = {}
     scalars = {name for name, f in facts.items() if f.is_scalar}
-    weights = {name for name, f in facts.items() if f.is_parameter}
+    scalars_and_weights = scalars | {name for name, f in facts.items() if f.is_parameter}
     for name, f in facts.items():
-        apart = weights | scalars if name in narrowed else scalars
+        apart = scalars_and_weights if name in narrowed else scalars
         operands = [p for p in f.reads if p not in apart]
         reached = any(p in low_reaches for p in operands)
         keeps_wide = not (reached and narrows_streams)

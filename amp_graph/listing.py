@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from amp_graph.errors import ListError, did_you_mean
 from amp_graph.ir import Color, Level
+
+T = TypeVar("T")
 
 COLORS = {c.value: c for c in Color if c is not Color.KEEP}
 LEVELS = {level.value: level for level in Level}
@@ -57,14 +59,18 @@ class Listing:
 
     def storage_on(self, device_type: str) -> Level | None:
         """From which level on the operator's tensors may be low on such a device."""
-        return self.storage.get(device_type, self.storage.get(OTHER_DEVICES))
+        return _on(device_type, self.storage)
 
     def computes_on(self, argument: str, device_type: str) -> bool:
         """Whether the operator's arithmetic takes this argument in the precision it runs in."""
-        low_args = self.low_args.get(device_type, self.low_args.get(OTHER_DEVICES))
+        low_args = _on(device_type, self.low_args)
         if low_args is not None:
             return argument in low_args
         return argument not in self.metadata_args
+
+
+def _on(device_type: str, by_device: Mapping[str, T]) -> T | None:
+    return by_device.get(device_type, by_device.get(OTHER_DEVICES))
 
 
 def check_group(table: Any, color: Color, group: str, file: str, where: str) -> Listing:

@@ -176,11 +176,11 @@ def _low_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def _level(level: Level | str) -> Level:
-    known = {each.value: each for each in Level}
-    found = level if isinstance(level, Level) else known.get(level)
-    if found is None:
-        raise PolicyError(f"unknown level {level!r}: choose one of {', '.join(known)}")
-    return found
+    try:
+        return Level(level)
+    except ValueError:
+        legal = ", ".join(each.value for each in Level)
+        raise PolicyError(f"unknown level {level!r}: choose one of {legal}") from None
 
 
 def _inside(path: str, glob: str) -> bool:

@@ -43,10 +43,12 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
-def takes_dtype(node: fx.Node) -> bool:
-    """Whether the operator can be asked for the dtype of its result."""
-    assert isinstance(node.target, OpOverload)
-    return any(a.name == "dtype" for a in node.target._schema.arguments)
+def dtype_position(node: fx.Node) -> int | None:
+    """Where among its arguments the operator is asked for the dtype of its result, if it can be."""
+    if not isinstance(node.target, OpOverload):
+        return None
+    names = [a.name for a in node.target._schema.arguments]
+    return names.index("dtype") if "dtype" in names else None
 
 
 def storages(node: fx.Node) -> list[Any]:

@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_leaves
 from amp_graph.capture.aten import (
     arguments,
     device_of,
+    dtype_position,
     op_name,
     storages,
-    takes_dtype,
     tensors_of,
     written_operands,
 )
@@ -67,7 +67,7 @@ def _facts(node: fx.Node, lists: OpLists, memory: _Memory, region: str) -> NodeF
         bounded=bool(listing and listing.bounded),
         storage=listing.storage_on(device_of(node)) if listing else None,
         promotes=bool(listing and listing.promotes),
-        widens=bool(listing and listing.widens and takes_dtype(node)),
+        widens=bool(listing and listing.widens and dtype_position(node) is not None),
         reads=tuple(dict.fromkeys(n.name for n in _reads(node, listing))),
         operands=tuple(n.name for n in node.all_input_nodes),
         tensors=tuple(tensor_facts(t) for t in tensors_of(node)),

@@ -30,6 +30,7 @@ from amp_graph.capture.aten import (
     CLAMP,
     arguments,
     device_of,
+    dtype_position,
     get_attribute,
     set_attribute,
     tensors_of,
@@ -119,9 +120,12 @@ class _Emitter:
             self.append(node, args, kwargs, self.value_of(node))
             return
         metadata = self.metadata_operands(node)
-        known, is_low = (self.facts, self.paints), precision is not torch.float32
-        operands = node.all_input_nodes
-        either = {a for a in operands if takes_either(*known, a.name, node.name, is_low)}
+        is_low = precision is not torch.float32
+        either = {
+            a
+            for a in node.all_input_nodes
+            if takes_either(self.facts, self.paints, a.name, node.name, is_low)
+        }
         if precision is torch.float32 and not self.must_be_replayed(node, metadata | either):
             args, kwargs = self.emitted_operands(node, precision, metadata)
             self.append(node, args, kwargs, node.meta.get("val"))
@@ -197,17 +201,15 @@ class _Emitter:
     ) -> tuple[Any, Any]:
         """Set `dtype=` where the captured call asked for float32, or where the result would
         follow an operand that is read for its metadata alone."""
-        if not isinstance(node.target, OpOverload):
-            return args, kwargs
-        names = [a.name for a in node.target._schema.arguments]
-        if "dtype" not in names or torch.float32 not in [t.dtype for t in tensors_of(node)]:
+        position = dtype_position(node)
+        if position is None or torch.float32 not in [t.dtype for t in tensors_of(node)]:
             return args, kwargs
         asked = arguments(node).get("dtype")
-        widens = self.facts[node.name].widens and any(map(self.is_low, node.all_input_nodes))
+        gets_low = any(_differs(self.new[a], a) for a in node.all_input_nodes)
+        widens = self.facts[node.name].widens and gets_low
         follows_operand = node.all_input_nodes and not self.metadata_operands(node) and not widens
         if asked is not torch.float32 and (asked is not None or follows_operand):
             return args, kwargs
-        position = names.index("dtype")
         if position < len(args):
             return (*args[:position], precision, *args[position + 1 :]), kwargs
         return args, {**kwargs, "dtype": precision}
@@ -267,9 +269,6 @@ class _Emitter:
         f = self.facts[node.name]
         moved = f.is_view and f.memory in self.moved
         return moved or any(_differs(self.new[a], a) for a in as_they_are)
-
-    def is_low(self, value: fx.Node) -> bool:
-        return any(t.dtype is self.dtype for t in tensors_of(self.new[value]))
 
     def operands_computed_on(self, node: fx.Node) -> set[fx.Node]:
         listing = self.lists.lookup(node.target) if isinstance(node.target, OpOverload) else None

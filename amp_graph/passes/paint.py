@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import networkx as nx
 import torch
 
-from amp_graph.flow import huge_values, wide_values
+from amp_graph.flow import huge_values, returned, wide_values
 from amp_graph.ir import Color, Level, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 from amp_graph.policy import Policy
@@ -83,8 +83,7 @@ def paint(
 def _colors(facts: Facts, overrides: Overrides, level: Level) -> dict[str, Color | None]:
     """List colours with the user's overrides. An operator that computes in float32 on low-precision
     tensors is as free as an infer one, unless its result, say of a last softmax, is returned."""
-    outputs = [f for f in facts.values() if f.op == "output" and level is not Level.MAX]
-    kept = {name for f in outputs for name in f.reads}
+    kept = set() if level is Level.MAX else set(returned(facts))
     narrowed = {n for n, f in facts.items() if level.includes(f.storage) and n not in kept}
     colors = {n: Color.INFER if n in narrowed else f.color for n, f in facts.items()}
     colors.update((name, color) for name, (color, _) in overrides.items())
@@ -114,8 +113,7 @@ def written_inputs(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
 def shared_outputs(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
     """Outputs that share memory with an input or with one another go on sharing it. The operator
     that made the memory may compute low all the same; its result is then cast on the spot."""
-    returned = [n for f in scene.facts.values() if f.op == "output" for n in f.reads]
-    count = Counter(scene.facts[name].memory for name in returned)
+    count = Counter(scene.facts[name].memory for name in returned(scene.facts))
     sharing = [
         f
         for f in _open(scene, painted)
