@@ -1,9 +1,10 @@
-"""Counts of what really ran: matrix products by precision, and casts with their bytes.
+"""Counts of what really ran: matrix products by precision, casts with their bytes, operators.
 
-Both counters are dispatch modes below autograd. By default Dynamo runs a compiled model
-uncompiled while a dispatch mode is active, which would count the user's own float32 code
-instead; `ignore_compile_internals` keeps the compiled code in use and hides
-from the mode what runs while compiling.
+The counters of products and casts are dispatch modes below autograd. By default Dynamo runs a
+compiled model uncompiled while a dispatch mode is active, which would count the user's own float32
+code instead; `ignore_compile_internals` keeps the compiled code in use and hides from the mode what
+runs while compiling. The counter of operators is a function mode: it sees the operators that a
+graph calls before they fall apart into others.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -161,3 +164,49 @@ class CastCounter(DispatchCounter):
             for target, source in zip(tensors(args[0]), tensors(args[1]), strict=True):
                 # copy_ broadcasts: what is written sets the size.
                 traffic.add(source, target)
+
+
+class OperatorCounter(TorchFunctionMode):
+    """Counts the operators on float32 or low-precision tensors that graphs call in a forward pass,
+    but for conversions. One is low if its floating results are, or its operands if it has none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = self.total = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(func, torch._ops.OpOverload) and func is not torch.ops.aten._to_copy.default:
+            operands, results = floats((args, kwargs)), floats(result)
+            self.total += bool(operands or results)
+            self.low += any(t.dtype in LOW for t in results or operands)
+        return result
+
+    def watch_graphs(self) -> None:
+        """Count in every graph that is made from now on, in this process."""
+        recompile = fx.GraphModule.recompile
+
+        def recompile_watched(module):
+            code = recompile(module)
+            type(module).forward = self._counted(type(module).forward)
+            return code
+
+        fx.GraphModule.recompile = recompile_watched
+
+    def _counted(self, forward):
+        def counted(*args):
+            if in_backward() or torch._C._len_torch_function_stack() or is_traced(args):
+                return forward(*args)
+            with self:
+                return forward(*args)
+
+        return counted
+
+
+def floats(tree: Any) -> list[torch.Tensor]:
+    return [t for t in tensors(tree) if t.dtype in CONVERTIBLE]
+
+
+def is_traced(args: Any) -> bool:
+    return any(isinstance(t, torch._subclasses.FakeTensor) for t in tensors(args))

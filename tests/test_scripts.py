@@ -129,8 +129,9 @@ def check_figures(script: Script, low: Run) -> None:
         assert all(script.fallback and script.fallback in text for text in model["fallbacks"])
         assert bool(model["fallbacks"]) == bool(script.fallback)
     if not script.fallback and not script.uncaptured:
-        assert sum(m["casts"] for m in models) == counts["casts"] > 0
-        assert sum(m["cast_bytes"] for m in models) == counts["cast_bytes"]
+        assert counts["casts"] > 0
+        for figure in ("casts", "cast_bytes", "operators", "operators_low"):
+            assert sum(m[figure] for m in models) == counts[figure], figure
 
 
 @pytest.mark.parametrize("name", EXPECTED)

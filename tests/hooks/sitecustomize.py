@@ -47,7 +47,8 @@ def start():
             if name != "_foreach_copy_":
                 super().record(name, args, result)
 
-    products, casts = counting.MatmulCounter(), Casts()
+    products, casts, operators = counting.MatmulCounter(), Casts(), counting.OperatorCounter()
+    operators.watch_graphs()
     products.__enter__()
     casts.__enter__()
 
@@ -55,6 +56,7 @@ def start():
         if multiprocessing.parent_process() is not None:
             return  # a worker
         counts = {"casts": casts.forward.casts, "cast_bytes": casts.forward.bytes}
+        counts |= {"operators": operators.total, "operators_low": operators.low}
         for phase, calls in (("forward", products.forward), ("backward", products.backward)):
             low = [n for (_, dtype), n in calls.items() if dtype in counting.LOW]
             counts |= {phase: calls.total(), f"{phase}_low": sum(low)}
