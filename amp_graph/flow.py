@@ -37,12 +37,16 @@ def huge_values(
     limit = torch.finfo(dtype).max
     huge: set[str] = set()
     for name, f in facts.items():
-        if f.bounded or colors[name] is Color.ALLOW:
-            continue
-        own = any(math.isfinite(x) and abs(x) > limit for x in f.scalars)
-        if own or any(p in huge for p in f.reads):
+        carries = any(p in huge for p in f.reads) if huge else False
+        if f.scalars:
+            carries = carries or any(math.isfinite(x) and abs(x) > limit for x in f.scalars)
+        if carries and not f.bounded and colors[name] is not Color.ALLOW:
             huge.add(name)
     return huge
+
+
+# What a value carries, as bits. A 0-dimensional one carries nothing: it takes no part in promotion.
+WIDE, LOW, WEIGHT = 1, 2, 4
 
 
 def wide_values(
@@ -59,22 +63,27 @@ def wide_values(
     a weight of a `narrowed` node, whose kernel computes in float32 anyway.
     """
     wide: set[str] = set()
-    low_reaches: set[str] = set()
     not_low: dict[str, str | None] = {}
-    scalars = {name for name, f in facts.items() if f.is_scalar}
-    scalars_and_weights = scalars | {name for name, f in facts.items() if f.is_parameter}
+    carried: dict[str, int] = {}
     for name, f in facts.items():
-        apart = scalars_and_weights if name in narrowed else scalars
-        operands = [p for p in f.reads if p not in apart]
-        reached = any(p in low_reaches for p in operands)
-        keeps_wide = not (reached and narrows_streams)
-        wide_operand = next((p for p in operands if p in wide), None) if keeps_wide else None
+        reads_weights = name not in narrowed
+        reached, wide_operand = False, None
+        for operand in f.reads:
+            bits = carried[operand]
+            if reads_weights or not bits & WEIGHT:
+                reached = reached or bool(bits & LOW)
+                wide_operand = wide_operand or (operand if bits & WIDE else None)
+        if reached and narrows_streams:
+            wide_operand = None
         color = colors[name]
         if color is Color.INFER and (wide_operand or not reached):
             not_low[name] = wide_operand if reached else None
             color = Color.DENY
-        if color is Color.ALLOW or (color in (Color.INFER, Color.CLEAR) and reached):
-            low_reaches.add(name)
+        bits = WEIGHT if f.is_parameter else 0
+        if color is Color.ALLOW or (reached and color in (Color.INFER, Color.CLEAR)):
+            bits |= LOW
         if color is not Color.ALLOW and (wide_operand or not reached):
+            bits |= WIDE
             wide.add(name)
+        carried[name] = 0 if f.is_scalar else bits
     return wide, not_low

@@ -143,7 +143,7 @@ def main() -> None:
     shown = Table("model", "scaling by", "operators", "MiB", "host reads", "ms", "/ GradScaler")
     for name in args.models:
         torch.manual_seed(0)
-        steps = variants(WORKLOADS[name](args.device), args)
+        steps = variants(WORKLOADS[name](args.device, args.device == "cuda"), args)
         for step in steps.values():
             for _ in range(5):
                 step()

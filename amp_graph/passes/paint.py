@@ -4,56 +4,26 @@
                                         exp      DENY   "listed"
                                         add      DENY   "downstream of", because exp
 
-The rules stand in the order in which they apply; each sees the colours given before it and
-returns new ones for nodes that have none. What no rule paints is free: it keeps its list's
-colour, INFER or CLEAR, and `place_casts` chooses its precision.
+The rules stand in the order in which they apply: those of single nodes, then those that follow
+the flow of values, each of which sees the colours given before it and returns new ones. What no
+rule paints is free: it keeps its list's colour, INFER or CLEAR, and `place_casts` chooses its
+precision.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 import networkx as nx
 import torch
 
-from amp_graph.flow import huge_values, returned, wide_values
+from amp_graph.flow import huge_values, wide_values
 from amp_graph.ir import Color, Level, NodeFacts, Paint
 from amp_graph.oplists import OpLists
+from amp_graph.passes.node_rules import NODE_RULES
+from amp_graph.passes.scene import FREE, Facts, Paints, Rule, Scene
 from amp_graph.policy import Policy
-
-Facts = Mapping[str, NodeFacts]
-Overrides = Mapping[str, tuple[Color, str]]
-FREE = (Color.INFER, Color.CLEAR)
-
-
-@dataclass(frozen=True)
-class Scene:
-    """What every rule may look at. `flow` has an edge for each float32 value and its reader;
-    `colors` is the list colour of each node, the user's overrides applied."""
-
-    facts: Facts
-    flow: nx.DiGraph
-    colors: Mapping[str, Color | None]
-    overrides: Overrides
-    lists: OpLists
-    dtype: torch.dtype
-    saved: Mapping[str, Paint]
-    level: Level
-
-    @property
-    def narrows_streams(self) -> bool:
-        """Whether a sum of float32 and low precision may be low, unlike in PyTorch's promotion:
-        not in float16, whose range a stream may outgrow, nor on CPU, where layer norms stay in
-        float32 and would each cast it."""
-        on_cpu = any(t.device == "cpu" for f in self.facts.values() for t in f.tensors)
-        return self.level is Level.BALANCED and self.dtype is torch.bfloat16 and not on_cpu
-
-
-Paints = dict[str, Paint]
-Rule = Callable[[Scene, Mapping[str, Paint]], Paints]
 
 
 def paint(
@@ -67,27 +37,17 @@ def paint(
     """Return a Paint for every node, in graph order. `saved` has decisions that beat the lists."""
     operators = (f for f in facts.values() if f.op != "getitem")
     overrides = {f.name: o for f in operators if (o := policy.override_for(f))}
-    level = Level(policy.level)
-    colors = _colors(facts, overrides, level)
-    scene = Scene(facts, flow, colors, overrides, lists, dtype, saved or {}, level)
+    scene = Scene(facts, flow, lists, dtype, Level(policy.level), overrides, saved or {})
     painted: Paints = {}
     for rule in RULES:
         painted.update(rule(scene, painted))
     wide, huge = _wide(scene, painted)[0], huge_values(facts, scene.colors, dtype)
-    paints = {name: painted.get(name) or _free(scene, name) for name in facts}
-    return paints | {
-        name: replace(paints[name], wide=name in wide, huge=name in huge) for name in wide | huge
-    }
-
-
-def _colors(facts: Facts, overrides: Overrides, level: Level) -> dict[str, Color | None]:
-    """List colours with the user's overrides. An operator that computes in float32 on low-precision
-    tensors is as free as an infer one, unless its result, say of a last softmax, is returned."""
-    kept = set() if level is Level.MAX else set(returned(facts))
-    narrowed = {n for n, f in facts.items() if level.includes(f.storage) and n not in kept}
-    colors = {n: Color.INFER if n in narrowed else f.color for n, f in facts.items()}
-    colors.update((name, color) for name, (color, _) in overrides.items())
-    return colors
+    paints: Paints = {}
+    for name in facts:
+        given = painted.get(name) or _free(scene, name)
+        is_plain = name not in wide and name not in huge
+        paints[name] = given if is_plain else replace(given, wide=name in wide, huge=name in huge)
+    return paints
 
 
 def _free(scene: Scene, name: str) -> Paint:
@@ -96,87 +56,15 @@ def _free(scene: Scene, name: str) -> Paint:
     return Paint(color, "float32 math inside" if f.storage else "free", f.group)
 
 
-def fixed_as_captured(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
-    """Nothing to convert, or precision that the model's own code chose."""
-    return {n: Paint(Color.KEEP, "as captured", f.fixed) for n, f in scene.facts.items() if f.fixed}
-
-
-def written_inputs(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
-    """Memory that came from outside and is written to stays what the caller handed over."""
-    return {
-        f.name: Paint(Color.DENY, "writes into", f.memory)
-        for f in _open(scene, painted)
-        if f.written and f.external
-    }
-
-
-def shared_outputs(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
-    """Outputs that share memory with an input or with one another go on sharing it. The operator
-    that made the memory may compute low all the same; its result is then cast on the spot."""
-    count = Counter(scene.facts[name].memory for name in returned(scene.facts))
-    sharing = [
-        f
-        for f in _open(scene, painted)
-        if count[f.memory] > (0 if f.external else 1)
-        if f.is_view or scene.colors[f.name] is not Color.ALLOW
-    ]
-    paints = {}
-    for f in sharing:
-        given = Paint(Color.DENY, "output shares memory with", f.memory, shares=True)
-        paints.update(dict.fromkeys((f.name, *(f.reads if f.op == "getitem" else ())), given))
-    return paints
-
-
-def missing_kernels(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
-    paints = {}
-    for f in _open(scene, painted, Color.ALLOW, *FREE):
-        device = f.tensors[0].device if f.tensors else "cpu"
-        if not scene.lists.has_kernel(f.op, device, scene.dtype):
-            paints[f.name] = Paint(Color.DENY, "no kernel", f"{f.op} on {device}")
-    return paints
-
-
-def saved_decisions(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
-    """The colours of a plan that was saved, and perhaps edited, hold as they are."""
-    return {n: p for n, p in scene.saved.items() if n not in painted}
-
-
-def user_overrides(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
-    return {
-        name: Paint(color, "override", because)
-        for name, (color, because) in scene.overrides.items()
-        if name not in painted and color not in FREE
-    }
-
-
-def user_casts(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
-    """An explicit `.float()` asks for float32 from there on."""
-    return {
-        f.name: Paint(Color.DENY, "user cast", "the model converts to float32")
-        for f in _open(scene, painted)
-        if f.user_cast
-    }
-
-
-def unrepresentable_numbers(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
-    """A constant that overflows or vanishes in low precision (a mask value, an epsilon)."""
-    info = torch.finfo(scene.dtype)
-    paints = {}
-    for f in _open(scene, painted, *FREE):
-        for number in f.scalars:
-            size = abs(number)
-            if math.isfinite(size) and size and not info.smallest_normal <= size <= info.max:
-                paints[f.name] = Paint(Color.DENY, "constant out of range", f"{number:g}")
-    return paints
-
-
-def listed(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
-    """Allow, deny, and operators on no list."""
-    paints = {}
-    for f in _open(scene, painted, Color.ALLOW, Color.DENY, None):
-        color = scene.colors[f.name]
-        unlisted = Paint(Color.DENY, "on no list", f.op)
-        paints[f.name] = Paint(color, "listed", f.group) if color else unlisted
+def one_by_one(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
+    """Of the rules for single nodes, the first that paints a node."""
+    paints: Paints = {}
+    for name, f in scene.facts.items():
+        for rule in NODE_RULES:
+            given = rule(scene, f)
+            if given is not None:
+                paints[name] = given
+                break
     return paints
 
 
@@ -232,19 +120,18 @@ def _wide(scene: Scene, painted: Mapping[str, Paint]) -> tuple[set[str], dict[st
     """See `wide_values`. At level max no value is kept for its digits."""
     if scene.level is Level.MAX:
         return set(), {}
-    colors = {n: painted[n].color if n in painted else c for n, c in scene.colors.items()}
-    narrowed = {n for n, f in scene.facts.items() if scene.level.includes(f.storage)}
-    return wide_values(scene.facts, colors, narrowed, scene.narrows_streams)
+    colors = dict(scene.colors) | {n: p.color for n, p in painted.items()}
+    return wide_values(scene.facts, colors, scene.narrowed, scene.narrows_streams)
 
 
 def follow_parent(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
     """One result out of several has the colour of the operator that returned them all."""
     paints: Paints = {}
-    for f in _open(scene, painted):
-        for parent in f.reads if f.op == "getitem" else ():
-            given = painted.get(parent) or paints.get(parent)
+    for name, f in scene.facts.items():
+        if f.op == "getitem" and name not in painted:
+            given = next((g for p in f.reads if (g := painted.get(p) or paints.get(p))), None)
             if given is not None:
-                paints[f.name] = Paint(given.color, "result of", parent)
+                paints[name] = Paint(given.color, "result of", f.reads[0])
     return paints
 
 
@@ -270,29 +157,14 @@ def _members(scene: Scene) -> dict[str, list[str]]:
     into it."""
     members: dict[str, list[str]] = {}
     for name, f in scene.facts.items():
-        for owner in dict.fromkeys((f.memory, *f.writes)):
+        for owner in dict.fromkeys((f.memory, *f.writes)) if f.written or f.writes else ():
             if scene.facts[owner].written and not scene.facts[owner].external:
                 members.setdefault(owner, []).append(name)
     return members
 
 
-def _open(scene: Scene, painted: Mapping[str, Paint], *colors: Color | None) -> Iterator[NodeFacts]:
-    """The nodes not painted yet, of these list colours if any are given."""
-    for name, f in scene.facts.items():
-        if name not in painted and (not colors or scene.colors[name] in colors):
-            yield f
-
-
 RULES: tuple[Rule, ...] = (
-    fixed_as_captured,
-    written_inputs,
-    shared_outputs,
-    missing_kernels,
-    saved_decisions,
-    user_overrides,
-    user_casts,
-    unrepresentable_numbers,
-    listed,
+    one_by_one,
     deny_spreads,
     wide_operands,
     follow_parent,
