@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -184,3 +185,39 @@ def test_nothing_is_kept_alive() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert [ref() for ref in alive] == [None, None, None]
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        torch.inference_mode,
+        lambda: torch.device("meta"),
+        lambda: default_dtype(torch.float64),
+        lambda: default_dtype(torch.float16),
+    ],
+    ids=["inference mode", "meta device", "float64 by default", "float16 by default"],
+)
+def test_the_context_of_a_conversion_does_not_matter(context: Any) -> None:
+    model = Mlp()
+    optimizer = AdamW(model.parameters(), fused=True)
+    with context():
+        amp_graph.convert(model, optimizer, policy=SCALED)
+    for overflows in (False, False, True, False):
+        optimizer.zero_grad()
+        with contextlib.nullcontext() if context is torch.inference_mode else context():
+            (model(X) - Y).square().mean().backward()
+        if overflows:
+            overflow(model)
+        optimizer.step()
+    assert amp_graph.step_counts(optimizer) == StepCounts(3, 1)
+    assert amp_graph.scale_of(model).get_scale() == 2.0**9

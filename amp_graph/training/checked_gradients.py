@@ -27,7 +27,7 @@ class CheckedGradients:
 
     def unscale_(self, gradients: list[Tensor], inverse: Tensor) -> None:
         """Multiply fresh gradients, all on one device, by 1/S, and check them, in one pass."""
-        found_inf = torch.zeros((), device=inverse.device)
+        found_inf = torch.zeros_like(inverse)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
         memory = [StorageWeakRef(gradient.untyped_storage()) for gradient in gradients]
         group = _Group(frozenset(_identities(gradients)), memory, found_inf)

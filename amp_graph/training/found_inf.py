@@ -42,7 +42,7 @@ def found_inf(
             gradient = gradient.to_local()  # type: ignore[attr-defined]
         gradients.append(gradient if gradient.layout is torch.strided else gradient._values())
     if not gradients:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     flags: list[Tensor] = []
     unknown = gradients
     if checked is not None and not _is_one_of_several_processes():
@@ -51,8 +51,8 @@ def found_inf(
     for gradient in unknown:
         groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, _), group in groups.items():
-        flag = torch.zeros((), device=device)
-        factor = torch.ones((), device=device) if inverse is None else inverse.to(device)
+        flag = torch.zeros((), dtype=torch.float32, device=device)
+        factor = torch.ones_like(flag) if inverse is None else inverse.to(device)
         torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
         flags.append(flag)
     device = gradients[0].device

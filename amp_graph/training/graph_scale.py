@@ -3,6 +3,9 @@
 A round is what lies between two training forwards with an optimizer step in between. The scale is
 adjusted when a round ends, once for all optimizers that stepped in it, as `GradScaler.update` is;
 never during a backward pass, where the factor that came in must be the one that goes out.
+
+What one round hands to the next is tensors that stay where they are and are written to, so that a
+step captured as a CUDA graph goes on from the step replayed before it.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from amp_graph.nonfinite import FirstNonfinite
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.crossing import is_batched
 from amp_graph.training.grad_scaler import is_grad_scaler_around
-from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, save_state
+from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, number, save_state
 
 CAUTIOUS_PEAK = 2.0**4  # what a cautious scale brings the largest incoming gradient to
 _serials = itertools.count()
@@ -44,8 +47,9 @@ class GraphScale:
         self._looked_around = False
         self._state = config.start()
         self._stepped_by: set[int] = set()
-        self._skips: Tensor | int = 0
-        self._pending: Tensor | None = None  # found_inf of the round that has not ended
+        self._skips = number(0.0)
+        self._found_inf = number(0.0)  # of the round that has not ended
+        self._is_pending = False  # whether an optimizer stepped in it
         self._factors: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._parameters = weakref.WeakMethod(parameters)
         self._known: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
@@ -70,7 +74,7 @@ class GraphScale:
         found = self._factors.get(device)
         if found is None:
             scale = self._state.scale if self._cautious is None else self._cautious
-            scale = scale.to(device, non_blocking=True)
+            scale = scale.to(device, non_blocking=True, copy=True)
             found = self._factors[device] = scale, scale.reciprocal()
         return found
 
@@ -111,23 +115,35 @@ class GraphScale:
             self.end_round()
         self._stepped_by.add(id(by))
         self.has_optimizer = True
-        if self._pending is not None:
-            found_inf = torch.maximum(self._pending, found_inf.to(self._pending.device))
-        self._pending = found_inf
+        if self._is_pending:
+            found_inf = torch.maximum(self._found_inf, found_inf.to(self._found_inf.device))
+        elif self._found_inf.device != found_inf.device:
+            self._move(found_inf.device)
+        self._found_inf.copy_(found_inf)
+        self._is_pending = True
+
+    @torch.inference_mode(False)
+    def _move(self, device: torch.device) -> None:
+        self._state = self._state.on(device)
+        self._skips = self._skips.to(device, non_blocking=True)
+        self._found_inf = self._found_inf.to(device, non_blocking=True)
 
     def begin_forward(self) -> None:
         """Called before each training forward."""
         if not self._looked_around:
             self._looked_around = True
             self.driven_by_grad_scaler = is_grad_scaler_around()
+        if is_captured(self._found_inf.device):
+            self._factors.clear()  # replayed, they are those of then
         self.end_round()
 
     def end_round(self) -> None:
         """Adjust the scale if there was a step. Raises OverflowAbort."""
-        if self._pending is None or torch._C._current_graph_task_id() != -1:
+        if not self._is_pending or torch._C._current_graph_task_id() != -1:
             return
-        self._skips = self._skips + self._pending
-        self._state, self._pending, self._cautious = self.state, None, None
+        self._skips += self._found_inf
+        self.config.adjust_(self._state, self._found_inf)
+        self._is_pending, self._cautious = False, None
         self._stepped_by.clear()
         self._factors.clear()
         self._skipped.follow(self._state.skipped, self.config.abort_after)
@@ -147,14 +163,12 @@ class GraphScale:
     @property
     def state(self) -> ScaleState:
         """The state as it is once the round has ended."""
-        if self._pending is None:
-            return self._state
-        return self.config.adjust(self._state.on(self._pending.device), self._pending)
+        return self.config.adjust(self._state, self._found_inf) if self._is_pending else self._state
 
     @property
     def skips(self) -> int:
         """Rounds in which an optimizer skipped its step; waits for the device."""
-        return int(self._skips + (0 if self._pending is None else self._pending))
+        return int(self._skips + self._found_inf * self._is_pending)
 
     def get_scale(self) -> float:
         """The loss scale as a number; waits for the device."""
@@ -175,7 +189,8 @@ class GraphScale:
         return scale
 
     def go_on_from(self, config: LossScale, state: ScaleState) -> None:
-        self.config, self._state, self._pending, self._cautious = config, state, None, None
+        self.config, self._state = config, state.copy(self._found_inf.device)
+        self._is_pending, self._cautious = False, None
         self._skipped = _Readback(math.inf)
         self._factors.clear()
 
@@ -195,6 +210,8 @@ class _Readback:
         self._sent: tuple[Tensor, Any] | None = None
 
     def follow(self, counter: Tensor, limit: int | None) -> None:
+        if is_captured(counter.device):
+            return
         self._rounds += 1
         if self._sent is not None and self._sent[1].query():
             self.latest, self._sent = int(self._sent[0]), None
@@ -208,3 +225,8 @@ class _Readback:
             value = counter.to("cpu", non_blocking=True)
             arrived.record()
             self._sent = value, arrived
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether what runs on a device is being captured as a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

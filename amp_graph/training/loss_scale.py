@@ -19,7 +19,7 @@ from amp_graph.errors import CheckpointError, PolicyError
 
 
 class ScaleState(NamedTuple):
-    """A loss scale at one moment: 0-dimensional tensors on one device, never written to.
+    """A loss scale at one moment: 0-dimensional tensors on one device.
 
     scale: what gradients are multiplied by; float32.
     clean: steps since the scale last changed or a step was skipped; int32.
@@ -32,13 +32,23 @@ class ScaleState(NamedTuple):
 
     @classmethod
     def of(cls, scale: float, clean: int, skipped: int) -> ScaleState:
-        whole = torch.tensor(clean, dtype=torch.int32)
-        return cls(torch.tensor(float(scale)), whole, torch.tensor(float(skipped)))
+        return cls(number(scale), number(clean, torch.int32), number(skipped))
+
+    @torch.inference_mode(False)
+    def copy(self, device: torch.device | None = None) -> ScaleState:
+        """A state that shares no memory with this one, on another device if one is given."""
+        copies = (value.to(device, non_blocking=True, copy=True) for value in self)
+        return ScaleState(*copies)
 
     def on(self, device: torch.device) -> ScaleState:
-        if self.scale.device == device:
-            return self
-        return ScaleState(*(value.to(device, non_blocking=True) for value in self))
+        return self if self.scale.device == device else self.copy(device)
+
+
+@torch.inference_mode(False)
+def number(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A 0-dimensional tensor on the CPU that may be written to, wherever and in whatever context
+    the model is converted."""
+    return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -95,15 +105,26 @@ class LossScale:
 
         Works on the state's device without waiting for it.
         """
-        scale, clean = state.scale.clone(), state.clean.clone()
+        adjusted = state.copy()
+        self.adjust_(adjusted, found_inf)
+        return adjusted
+
+    def adjust_(self, state: ScaleState, found_inf: Tensor) -> None:
+        """As `adjust`, in place."""
+        before = state.scale.clone() if self.hysteresis > 1 else state.scale
         torch._amp_update_scale_(
-            scale, clean, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval
+            state.scale,
+            state.clean,
+            found_inf,
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
         )
-        skipped = torch.addcmul(found_inf, state.skipped, found_inf)
+        torch.addcmul(found_inf, state.skipped, found_inf, out=state.skipped)
         if self.hysteresis > 1:
-            is_backing_off = skipped >= self.hysteresis
-            scale = torch.where((found_inf == 0) | is_backing_off, scale, state.scale)
-        return ScaleState(scale.clamp_(self.floor, self.ceiling), clean, skipped)
+            is_waiting = (found_inf != 0) & (state.skipped < self.hysteresis)
+            torch.where(is_waiting, before, state.scale, out=state.scale)
+        state.scale.clamp_(self.floor, self.ceiling)
 
 
 FACTOR_KEYS = ("growth_factor", "backoff_factor", "growth_interval")
