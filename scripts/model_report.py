@@ -2,14 +2,16 @@
 
     python scripts/model_report.py                  all, bfloat16 on CPU
     python scripts/model_report.py --only gpt2 t5   some
+    python scripts/model_report.py --batches 300    enough that errors of losses compare, 20 minutes
     python scripts/model_report.py --json out.json  the numbers also as a file
 
 Columns: graphs captured; share of forward matrix products in low precision; casts between
 float32 and bfloat16 and the megabytes they read and write in one forward, as converted and
 under CPU autocast ("auto"), whose rules keep norms and softmax low; errors against float32 as a
 ratio to autocast's (loss: mean over the batches, outputs and gradient: median); seconds that
-Dynamo's capture took and what converting added. Exits 1 if a case fails or a median error ratio,
-to two digits, is above 1.
+Dynamo's capture took and what converting added. Exits 1 if a case fails, if a median error ratio,
+to two digits, is above 1, or, from 300 batches on, if any error ratio is above 1.2: over 20 a loss
+is off by that much by chance (tests/zoo/measure.py).
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from zoo.measure import autocast, errors, ratio, step, steps
 import amp_graph
 
 RATIOS = ("loss_ratio", "outputs_ratio", "gradient_ratio")
+ALLOWED_RATIO, MANY_BATCHES = 1.2, 300
 
 
 @dataclass(frozen=True)
@@ -198,8 +201,11 @@ def main() -> int:
         options.json.write_text(json.dumps([asdict(r) for r in results], indent=1))
     if not results:
         return 1
-    medians = [statistics.median(getattr(r, name) for r in results) for name in RATIOS]
-    return int(bool(failed) or any(round(m, 2) > 1.0 for m in medians))
+    found = [[getattr(r, name) for r in results] for name in RATIOS]
+    is_worse = any(round(statistics.median(ratios), 2) > 1.0 for ratios in found)
+    if options.batches >= MANY_BATCHES:
+        is_worse = is_worse or max(map(max, found)) > ALLOWED_RATIO
+    return int(bool(failed) or is_worse)
 
 
 if __name__ == "__main__":
