@@ -24,23 +24,27 @@ class CheckedGradients:
 
     def __init__(self) -> None:
         self._groups: list[_Group] = []
+        self._enough = 0  # groups; when there are as many, those that are gone are forgotten
 
     def unscale_(self, gradients: list[Tensor], inverse: Tensor) -> None:
         """Multiply fresh gradients, all on one device, by 1/S, and check them, in one pass."""
         found_inf = torch.zeros_like(inverse)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
         memory = [StorageWeakRef(gradient.untyped_storage()) for gradient in gradients]
-        group = _Group(frozenset(_identities(gradients)), memory, found_inf)
-        self._groups = [*filter(_Group.is_alive, self._groups), group]
+        if len(self._groups) >= self._enough:
+            self._groups = [*filter(_Group.is_alive, self._groups)]
+            self._enough = 2 * len(self._groups) + 1
+        self._groups.append(_Group(frozenset(_identities(gradients)), memory, found_inf))
 
     def known(self, gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The flags of the groups that are all here, and the other gradients. The flag of a group
         of which some are elsewhere might tell of those."""
         given = list(_identities(gradients))
+        here = frozenset(given)
         known: set[tuple[int, int]] = set()
         flags = []
         for group in self._groups:
-            if group.gradients.issubset(given) and group.is_alive():
+            if group.gradients <= here and group.is_alive():
                 known |= group.gradients
                 flags.append(group.found_inf)
         pairs = zip(gradients, given, strict=True)

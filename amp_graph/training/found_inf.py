@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -56,7 +55,7 @@ def found_inf(
         torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
         flags.append(flag)
     device = gradients[0].device
-    found = functools.reduce(torch.maximum, [f.to(device, non_blocking=True) for f in flags])
+    found = torch.stack([flag.to(device, non_blocking=True) for flag in flags]).amax()
     for mesh in meshes.values():
         for dimension in range(mesh.ndim):
             torch.distributed.all_reduce(
