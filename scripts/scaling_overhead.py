@@ -156,7 +156,8 @@ def main() -> None:
             row = (f"{operators}", f"{moved / 2**20:.2f}", f"{reads}", f"{cost[base] * 1e3:.3f}")
             shown.add_row(name if base == "ours" else "", label, *row, ratio)
     title = [f"torch {torch.__version__}", args.device, args.dtype, f"{args.optimizer} optimizer"]
-    Console().print(", ".join([*title, "clipping" if args.clip else "no clipping"]), shown)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(", ".join([*title, "clipping" if args.clip else "no clipping"]), shown)
 
 
 if __name__ == "__main__":
