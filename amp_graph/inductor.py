@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 
+from amp_graph.capture.recurrent import recurrent_layers_in_steps
 from amp_graph.runtime import without_autocast
 
 # All casts are in the graph, those of its backward as well. And a backward that cannot be compiled
@@ -60,7 +61,7 @@ def compile_graph(
         inputs.append(_example(node.meta["val"], example_inputs[position].requires_grad))
     read = _without_unread_parameters(module.graph)
     module.recompile()
-    with config.patch(SETTINGS):
+    with config.patch(SETTINGS), recurrent_layers_in_steps():
         run = without_autocast(compile_fx, device_types)(
             module, [inputs[i] for i in read], config_patches=dict(options)
         )

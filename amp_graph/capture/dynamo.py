@@ -30,6 +30,8 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from amp_graph.capture.recurrent import recurrent_layers_whole
+
 set_flag: Callable[[bool], None] | None = getattr(
     torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", None
 )  # None should this name go: then nothing is captured under a dispatch mode
@@ -165,7 +167,8 @@ def settings() -> Iterator[None]:
     try:
         for name, value in SETTINGS.items():
             setattr(dynamo_config, name, value)
-        yield
+        with recurrent_layers_whole():
+            yield
     finally:
         for name, value in before.items():
             setattr(dynamo_config, name, value)

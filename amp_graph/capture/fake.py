@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from amp_graph.capture.aten import CAST, tensors_of
+from amp_graph.capture.recurrent import has_recurrent_layer
 
 UNKNOWN_SIZE = 8192  # elements assumed along sizes that depend on data
 
@@ -47,7 +48,7 @@ def replaying(module: fx.GraphModule) -> Iterator[None]:
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(fake_mode_of(module) or contextlib.nullcontext())
-        if _has_symbols(list(_values(module))):
+        if _has_symbols(list(_values(module))) or has_recurrent_layer(module):
             # In C++ torch 2.11 has operators that fix a symbolic size or refuse it (linear).
             stack.enter_context(enable_python_dispatcher())
         yield

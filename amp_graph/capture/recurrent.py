@@ -1,0 +1,88 @@
+"""Recurrent layers stay one operator while a model is captured.
+
+    gru(x, h, weights)   ->   output (time, batch, hidden), last hidden states
+
+For shapes PyTorch runs most of them on fake tensors step by step, which takes seconds for long
+sequences and fixes their length in the graph. Here their shapes are told without the steps.
+
+Private names of PyTorch used here; seen to work on 2.13:
+
+    OpOverload.py_kernels, OpOverload._dispatch_cache    what the Python dispatcher runs
+    torch._decomp.decompositions                         its import sets what they are by default
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._decomp.decompositions
+from torch import Tensor, fx
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+LAYERS = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+KEY = DispatchKey.CompositeImplicitAutograd
+PYTORCHS = {layer: layer.py_kernels[KEY] for layer in LAYERS}
+
+
+def has_recurrent_layer(module: fx.GraphModule) -> bool:
+    return any(module.graph.find_nodes(op="call_function", target=layer) for layer in LAYERS)
+
+
+@contextlib.contextmanager
+def recurrent_layers_whole() -> Iterator[None]:
+    """Within, the Python dispatcher takes their results from `results`."""
+    with _run_by(dict.fromkeys(LAYERS, results)):
+        yield
+
+
+@contextlib.contextmanager
+def recurrent_layers_in_steps() -> Iterator[None]:
+    """Within, they are PyTorch's own again: a compiler needs the steps."""
+    with _run_by(PYTORCHS):
+        yield
+
+
+@contextlib.contextmanager
+def _run_by(kernels: Mapping[OpOverload, Any]) -> Iterator[None]:
+    before = {layer: layer.py_kernels[KEY] for layer in kernels}
+    try:
+        _set(kernels)
+        yield
+    finally:
+        _set(before)
+
+
+def _set(kernels: Mapping[OpOverload, Any]) -> None:
+    for layer, kernel in kernels.items():
+        layer.py_kernels[KEY] = kernel
+        layer._dispatch_cache.clear()
+
+
+def results(
+    input: Tensor,
+    hx: Tensor | Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """Tensors like those that the layer returns, from fake ones: sizes, strides, dtype, device, and
+    a gradient if any operand needs one."""
+    states = [hx] if isinstance(hx, Tensor) else list(hx)
+    operands = [input, *states, *params]
+    if len({t.dtype for t in operands}) > 1:
+        raise RuntimeError("the operands of a recurrent layer have several dtypes")
+    touched = torch.stack([t.sum() for t in operands]).sum()
+    batch, time = input.shape[:2] if batch_first else (input.shape[1], input.shape[0])
+    width = states[0].shape[2] * (2 if bidirectional else 1)
+    output = input.new_empty(time, batch, width) + touched
+    last = [input.new_empty(state.shape) + touched for state in states]
+    return output.transpose(0, 1) if batch_first else output, *last

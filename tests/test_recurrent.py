@@ -1,0 +1,101 @@
+"""Recurrent layers: captured as one operator, for every length, compiled with their steps."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+import amp_graph
+from amp_graph.capture.recurrent import KEY, LAYERS, PYTORCHS, recurrent_layers_whole
+from amp_graph.policy import Override, Policy
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+KINDS: dict[str, Any] = {
+    "lstm": nn.LSTM,
+    "projected lstm": lambda *args, **kwargs: nn.LSTM(*args, proj_size=3, **kwargs),
+    "gru": nn.GRU,
+    "tanh": nn.RNN,
+    "relu": lambda *args, **kwargs: nn.RNN(*args, nonlinearity="relu", **kwargs),
+}
+BOTH = (False, True)
+
+
+def described(tree: Any) -> list[tuple[Any, ...]]:
+    return [(t.shape, t.stride(), t.dtype, t.requires_grad) for t in tree_leaves(tree)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shapes_are_those_of_the_layers(kind: str) -> None:
+    for layers, bidirectional, batch_first, bias, grad in itertools.product((1, 2), *[BOTH] * 4):
+        how = {"bidirectional": bidirectional, "batch_first": batch_first, "bias": bias}
+        layer = KINDS[kind](4, 5, layers, **how)
+        x = torch.randn(2, 7, 4)
+        with torch.set_grad_enabled(grad):
+            real = layer(x)
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            with mode, enable_python_dispatcher(), recurrent_layers_whole():
+                told = layer(mode.from_tensor(x))
+        assert described(told) == described(real)
+
+
+class Tagger(nn.Module):
+    """Labels each step of a sequence."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = KINDS[kind](4, 8, 2, batch_first=True)
+        self.head = nn.Linear(3 if kind == "projected lstm" else 8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0])
+
+
+def pair(kind: str, **policy: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain, model = Tagger(kind), Tagger(kind)
+    model.load_state_dict(plain.state_dict())
+    return plain, amp_graph.convert(model, policy=Policy("bfloat16", **policy))
+
+
+def compare(plain: nn.Module, model: nn.Module, length: int, tolerance: float) -> None:
+    x = torch.randn(2, length, 4)
+    results = [m(x) for m in (plain, model)]
+    for m, result in zip((plain, model), results, strict=True):
+        m.zero_grad()
+        result.square().sum().backward()
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=tolerance)
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() <= 10 * tolerance * a.grad.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_lengths_share_a_graph(kind: str) -> None:
+    plain, model = pair(kind)
+    for length in (5, 9, 12, 30, 2):
+        compare(plain, model, length, tolerance=1e-2)
+    plans = amp_graph.plans(model)
+    assert len(plans) == 2  # the second has lengths as symbols
+    for plan in plans:
+        (layer,) = (f.name for f in plan.facts.values() if f.op in map(str, LAYERS))
+        assert layer in plan.low
+    assert all(layer.py_kernels[KEY] is PYTORCHS[layer] for layer in LAYERS)
+
+
+def test_a_layer_kept_in_float32_is_exact() -> None:
+    plain, model = pair("gru", overrides=(Override("deny", op="aten.gru"),), keep_float32=("head",))
+    compare(plain, model, 6, tolerance=1e-6)
+
+
+def test_a_compiled_layer_has_its_steps() -> None:
+    plain, model = pair("gru", compiler="inductor")
+    for length in (3, 4):
+        compare(plain, model, length, tolerance=1e-2)
+    assert [plan.uncompiled for plan in amp_graph.plans(model)] == [None, None]
