@@ -36,15 +36,21 @@ def rewrite(
     }
     facts = annotate(captured, lists)
     flow = flow_graph(facts)
-    paints = paint(facts, flow, lists, policy, dtype)
-    if pins is not None:
-        saved = pinned(paints, pins)
-        paints = honoured(paint(facts, flow, lists, policy, dtype, saved), paints, pins)
-    low, _ = place_casts(facts, flow, paints, dtype)
     new_bodies = {name: body for name, (body, _) in bodies.items()}
-    emitted = emit(captured, facts, paints, low, dtype, lists, new_bodies)
     body_plans = {name: plan for name, (_, plan) in bodies.items()}
-    plan = Plan(dtype, facts, paints, emitted.low, emitted.casts, body_plans)
+    refused: frozenset[str] = frozenset()
+    while True:
+        paints = paint(facts, flow, lists, policy, dtype, refused=refused)
+        if pins is not None:
+            saved = pinned(paints, pins)
+            repainted = paint(facts, flow, lists, policy, dtype, saved, refused)
+            paints = honoured(repainted, paints, pins)
+        low, _ = place_casts(facts, flow, paints, dtype)
+        emitted = emit(captured, facts, paints, low, dtype, lists, new_bodies)
+        if not emitted.refused:
+            break
+        refused |= emitted.refused
+    plan = Plan(dtype, facts, paints, low, emitted.casts, body_plans)
     verify(captured, emitted.module, plan)
     return emitted.module, plan
 

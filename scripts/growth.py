@@ -163,7 +163,7 @@ def timed_stages(module: fx.GraphModule, policy: Policy) -> Iterator[float]:
     yield seconds
     emitted, seconds = timed(emit, module, facts, paints, low, dtype, lists, {})
     yield seconds
-    plan = Plan(dtype, facts, paints, emitted.low, emitted.casts)
+    plan = Plan(dtype, facts, paints, low, emitted.casts)
     yield timed(verify, module, emitted.module, plan)[1]
     yield timed(lambda: [facts[read].numel for f in facts.values() for read in f.reads])[1]
 

@@ -118,7 +118,6 @@ def summary(results: dict[str, Comparison]) -> list[str]:
     total = sum(r.ours.bytes for r in found) / max(sum(r.autocast.bytes for r in found), 1)
     reasons = {name: sum(r.ours.by_op[name] for r in found) for name in REASONS}
     reasons = {name: f"{kilobytes(size)} kB" for name, size in reasons.items() if size}
-    refused = {n: r.refused for n, r in results.items() if r.refused}
     unreplayed = sum((r.autocast.unreplayed for r in found), Counter())
     ours, autocast = Casts(), Casts()
     for r in found:
@@ -135,7 +134,6 @@ def summary(results: dict[str, Comparison]) -> list[str]:
         f"bytes together are {total:.2f} times autocast's",
         f"of ours, what autocast does without: {reasons}",
         f"unexplained: {', '.join(dark) or 'none'}",
-        f"chosen to be low, then refused: {refused or 'none'}",
         f"replayed by rule, having no fake kernel without a GPU: {dict(unreplayed) or 'none'}",
     ]
 

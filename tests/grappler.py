@@ -19,7 +19,7 @@ from torch import fx, nn
 import amp_graph
 from amp_graph.flow import flow_graph
 from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan
-from amp_graph.passes.place_casts import casts_for, place_casts, traffic
+from amp_graph.passes.place_casts import casts_for, traffic
 from amp_graph.rewrite import rewrite
 
 INPUTS = ("placeholder", "get_attr")
@@ -110,15 +110,13 @@ def unexplained(ours: Casts, theirs: Casts) -> int:
 @dataclass
 class Comparison:
     """All graphs of one model: casts of our plans and of autocast, and bytes moved by our choice
-    of low nodes and by a greedy fill. `refused` names operators that were chosen and then could
-    not run in low precision; the greedy fill does without them too."""
+    of low nodes and by a greedy fill."""
 
     ours: Casts = field(default_factory=Casts)
     autocast: Casts = field(default_factory=Casts)
     moved: int = 0
     greedy_cast_bytes: int = 0
     greedy_moved: int = 0
-    refused: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
 
 
@@ -128,13 +126,10 @@ def compare(model: nn.Module, args: tuple, kwargs: dict, policy: str = "bfloat16
         found.ours += our_casts(plan)
         found.autocast += autocast_casts(captured, plan.dtype)
         for part in with_bodies(plan):
-            chosen, _ = place_casts(part.facts, flow_graph(part.facts), part.paints, part.dtype)
-            refused = chosen - part.low
-            casts, moved = bytes_moved(part, greedy_fill(part.facts, part.paints) - refused)
+            casts, moved = bytes_moved(part, greedy_fill(part.facts, part.paints))
             found.moved += bytes_moved(part, part.low)[1]
             found.greedy_cast_bytes += casts
             found.greedy_moved += moved
-            found.refused += tuple(part.facts[name].op for name in sorted(refused))
             found.fallbacks += (part.fallback,) if part.fallback else ()
     return found
 

@@ -93,6 +93,21 @@ def test_a_denied_write_makes_the_memory_float32():
     assert len(result.nodes("_to_copy")) == 3
 
 
+def test_outputs_go_on_sharing_memory_that_was_made_from_a_low_operand():
+    """As logits do and their transpose, which a model returns both."""
+
+    def function(x, w):
+        h = x @ w + w[0]
+        return h, h.t()
+
+    result = run(function, X, W)
+    assert result.is_low("allow1")
+    logits, transposed = result(X, W)
+    assert logits.dtype is torch.float32
+    assert transposed.data_ptr() == logits.data_ptr()
+    torch.testing.assert_close(logits, (XL @ WL).float() + W[0])
+
+
 def test_a_view_written_in_float32_is_seen_through_its_base():
     def function(x, w):
         h = x @ w

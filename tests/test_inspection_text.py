@@ -156,15 +156,6 @@ graph in bfloat16: 0 nodes
     )
 
 
-def test_an_allowed_operator_that_stayed_in_float32_stands_out():
-    lstm = node("lstm", "aten.lstm.input", reads=("lstm",), color=Color.ALLOW)
-    plan = plan_of(lstm, paints={"lstm": Paint(Color.ALLOW, "listed", "recurrent")})
-    assert_expected_inline(
-        plain(plan).splitlines()[-1],
-        """allow   float32    lstm = aten.lstm.input(lstm)  (64, 32)                listed: recurrent (but its kernel refused)""",
-    )
-
-
 def test_long_operand_lists_and_many_readers_are_cut():
     inputs = [node(f"hidden_states_{i}", "placeholder") for i in range(12)]
     plan = plan_of(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from amp_graph.ir import Color, NodeFacts, Paint, Plan
+from amp_graph.ir import NodeFacts, Paint, Plan
 from amp_graph.listing import Listing
 
 # The rules whose `because` is another node; of others it may be a group of the same name.
@@ -54,14 +54,7 @@ def short_reason(plan: Plan, name: str) -> str:
     paint = plan.paints.get(name)
     if paint is None:
         return ""
-    reason = f"{paint.rule}: {paint.because}" if paint.because else paint.rule
-    return f"{reason} (but its kernel refused)" if refused(plan, name) else reason
-
-
-def refused(plan: Plan, name: str) -> bool:
-    """Whether an allowed node runs in float32 because its kernel did not take low precision."""
-    allowed = plan.paints[name].color is Color.ALLOW
-    return allowed and name not in plan.low and plan.fallback is None
+    return f"{paint.rule}: {paint.because}" if paint.because else paint.rule
 
 
 def chain(
@@ -85,8 +78,6 @@ def _steps(
         if paint.rule in ("free", "float32 math inside") and name in listings:
             entry = listings[name]
             yield Reason(name, f"on the {entry.color.value} list, {_entry(entry)}")
-        if refused(plan, name):
-            yield Reason(name, "but its kernel refused low-precision operands")
         if paint.rule not in NAME_A_NODE or paint.because not in plan.facts:
             return
         name = paint.because

@@ -43,11 +43,12 @@ from amp_graph.oplists import OpLists
 
 @dataclass(frozen=True)
 class Emitted:
-    """A rewritten graph, the nodes that really run in low precision, and the casts written."""
+    """A rewritten graph, the casts written, and the nodes that were to be low and whose kernels
+    refused: these stand in it in float32."""
 
     module: fx.GraphModule
-    low: frozenset[str]
     casts: tuple[Cast, ...]
+    refused: frozenset[str]
 
 
 def emit(
@@ -70,7 +71,7 @@ def emit(
             target = str(node.target)
             set_attribute(root, target, bodies.get(target, get_attribute(module, target)))
     emitted = fx.GraphModule(root, emitter.graph, class_name="AmpGraph")
-    return Emitted(emitted, low - emitter.refused, tuple(emitter.casts.values()))
+    return Emitted(emitted, tuple(emitter.casts.values()), frozenset(emitter.refused))
 
 
 class _Emitter:
@@ -94,7 +95,7 @@ class _Emitter:
         self.casts: dict[fx.Node, Cast] = {}
         self.refused: set[str] = set()
         self.names = set(facts)
-        self.moved: set[str] = set()  # memories that are a cast of what their operator returned
+        self.moved: set[str] = set()  # memories that are other fake ones than when captured
         self.float32_memory = {
             memory for f in facts.values() if f.name not in low for memory in f.writes
         } | {f.memory for f in facts.values() if paints[f.name].shares}
@@ -103,6 +104,8 @@ class _Emitter:
         try:
             self.write(node, self.dtype if node.name in self.low else torch.float32)
         except CannotReplay:
+            if node.name not in self.low:
+                raise
             self.refused.add(node.name)
             self.write(node, torch.float32)
         for operand in written_operands(self.module, node):
@@ -111,7 +114,6 @@ class _Emitter:
             low = self.new[node]
             self.new[node] = self.cast(node, torch.float32, node.name)
             self.cached[node.name][node, self.dtype] = low
-            self.moved.add(node.name)
 
     def write(self, node: fx.Node, precision: torch.dtype) -> None:
         """Write one node that gets its float32 operands in `precision`."""
@@ -218,6 +220,8 @@ class _Emitter:
         new = self.graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
         new.meta = {**node.meta, "val": value}
         self.new[node] = new
+        if value is not node.meta.get("val"):
+            self.moved.add(self.facts[node.name].memory)
 
     def cast(self, arg: fx.Node, dtype: torch.dtype, reader: str) -> fx.Node:
         """The value in `dtype`: itself, a cast made before, or a new one."""
@@ -265,7 +269,7 @@ class _Emitter:
 
     def must_be_replayed(self, node: fx.Node, as_they_are: set[fx.Node]) -> bool:
         """Whether a float32 node may return something else than when captured: by the dtype of
-        an operand that it is given as it is, or as a view of memory that was cast."""
+        an operand that it is given as it is, or as a view of memory that moved."""
         f = self.facts[node.name]
         moved = f.is_view and f.memory in self.moved
         return moved or any(_differs(self.new[a], a) for a in as_they_are)

@@ -47,7 +47,9 @@ def missing_kernels(scene: Scene, f: NodeFacts) -> Paint | None:
         return None
     device = f.tensors[0].device if f.tensors else "cpu"
     has_kernel = scene.lists.has_kernel(f.op, device, scene.dtype)
-    return None if has_kernel else Paint(Color.DENY, "no kernel", f"{f.op} on {device}")
+    if has_kernel and f.name not in scene.refused:
+        return None
+    return Paint(Color.DENY, "no kernel", f"{f.op} on {device}")
 
 
 def saved_decisions(scene: Scene, f: NodeFacts) -> Paint | None:

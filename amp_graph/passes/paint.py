@@ -12,7 +12,7 @@ precision.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import networkx as nx
@@ -33,11 +33,14 @@ def paint(
     policy: Policy,
     dtype: torch.dtype,
     saved: Mapping[str, Paint] | None = None,
+    refused: Collection[str] = (),
 ) -> Paints:
-    """Return a Paint for every node, in graph order. `saved` has decisions that beat the lists."""
+    """Return a Paint for every node, in graph order. `saved` has decisions that beat the lists,
+    `refused` the nodes whose kernels were seen not to take `dtype`."""
     operators = (f for f in facts.values() if f.op != "getitem")
     overrides = {f.name: o for f in operators if (o := policy.override_for(f))}
-    scene = Scene(facts, flow, lists, dtype, Level(policy.level), overrides, saved or {})
+    level = Level(policy.level)
+    scene = Scene(facts, flow, lists, dtype, level, overrides, saved or {}, refused)
     painted: Paints = {}
     for rule in RULES:
         painted.update(rule(scene, painted))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,7 +23,8 @@ FREE = (Color.INFER, Color.CLEAR)
 @dataclass(frozen=True)
 class Scene:
     """One graph and what was asked for. `flow` has an edge for each float32 value and its reader;
-    `overrides` and `saved` have decisions that beat the lists."""
+    `overrides` and `saved` have decisions that beat the lists; the kernels of `refused` nodes were
+    seen not to take the low precision."""
 
     facts: Facts
     flow: nx.DiGraph
@@ -32,6 +33,7 @@ class Scene:
     level: Level
     overrides: Overrides
     saved: Mapping[str, Paint]
+    refused: Collection[str]
 
     @cached_property
     def colors(self) -> Mapping[str, Color | None]:
