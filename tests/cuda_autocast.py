@@ -124,13 +124,13 @@ class _Replay(fx.Interpreter):
 
     def value_of(self, node: fx.Node) -> Any:
         if node.op in ("placeholder", "get_attr"):
-            return _on_cuda(node.meta.get("val"))
+            return as_cuda(node.meta.get("val"))
         if node.target in (_enter_autocast, _exit_autocast):
             return self.region(node)
         if isinstance(node.target, HigherOrderOperator):
             return self.higher_order(node)
         args, kwargs = self.fetch_args_kwargs_from_env(node)
-        args, kwargs = tree_map(_cuda_device, (args, kwargs))
+        args, kwargs = tree_map(cuda_device, (args, kwargs))
         name = str(node.target)
         if getattr(node.target, "_schema", None) and node.target._schema.name in RECURRENT:
             return self.recurrent(node, args)
@@ -144,7 +144,7 @@ class _Replay(fx.Interpreter):
         first = next((v for v in tree_leaves(args) if isinstance(v, torch.Tensor)), None)
         asked = kwargs.get("dtype") or (first.dtype if first is not None else torch.float32)
         dtype = counting.cast_to or asked
-        return tree_map(lambda v: _in_dtype(v, dtype), _on_cuda(node.meta.get("val")))
+        return tree_map(lambda v: _in_dtype(v, dtype), as_cuda(node.meta.get("val")))
 
     def recurrent(self, node: fx.Node, args: Any) -> Any:
         """With cuDNN, autocast casts input, state and all weights, and the results stay low."""
@@ -152,7 +152,7 @@ class _Replay(fx.Interpreter):
             if isinstance(value, torch.Tensor) and value.dtype is torch.float32:
                 is_weight = id(value) in self.weights
                 self.found.add(str(node.target), value, CAST(value, dtype=self.dtype), is_weight)
-        return tree_map(lambda v: _in_dtype(v, self.dtype), _on_cuda(node.meta["val"]))
+        return tree_map(lambda v: _in_dtype(v, self.dtype), as_cuda(node.meta["val"]))
 
     def region(self, node: fx.Node) -> Any:
         """An autocast region of the model's own code."""
@@ -179,7 +179,7 @@ class _Replay(fx.Interpreter):
             operands = [self.env[n] for n in node.all_input_nodes if n.op != "get_attr"]
             result = inner.replay(operands if len(operands) == len(wanted) else None)
             results = result if index == 0 else results
-        captured = _on_cuda(node.meta.get("val"))
+        captured = as_cuda(node.meta.get("val"))
         return _with_dtypes(captured, results)
 
 
@@ -209,7 +209,9 @@ def _converts(node: fx.Node) -> bool:
     return is_conversion and before != [t.dtype for t in tensors_of(node)]
 
 
-def _on_cuda(value: Any) -> Any:
+def as_cuda(value: Any) -> Any:
+    """Tensors as fake ones on a CUDA device, symbolic sizes as numbers."""
+
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.SymInt):
             return size_hint(leaf)
@@ -221,7 +223,8 @@ def _on_cuda(value: Any) -> Any:
     return tree_map(move, value)
 
 
-def _cuda_device(value: Any) -> Any:
+def cuda_device(value: Any) -> Any:
+    """A device argument: CUDA in place of the CPU."""
     is_cpu = isinstance(value, torch.device) and value.type == "cpu"
     return torch.device("cuda") if is_cpu else value
 

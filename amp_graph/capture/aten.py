@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +41,12 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     assert isinstance(node.target, OpOverload)
     names = (a.name for a in node.target._schema.arguments)
     return dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
+def operands_named(node: fx.Node, chosen: Callable[[str], bool]) -> set[fx.Node]:
+    """The operands in arguments of chosen names."""
+    named = [value for name, value in arguments(node).items() if chosen(name)]
+    return {leaf for leaf in tree_leaves(named) if isinstance(leaf, fx.Node)}
 
 
 def dtype_position(node: fx.Node) -> int | None:

@@ -32,6 +32,7 @@ from amp_graph.capture.aten import (
     device_of,
     dtype_position,
     get_attribute,
+    operands_named,
     set_attribute,
     tensors_of,
     written_operands,
@@ -279,18 +280,13 @@ class _Emitter:
         if listing is None:
             return set(node.all_input_nodes)
         device = device_of(node)
-        return _operands_named(node, lambda name: listing.computes_on(name, device))
+        return operands_named(node, lambda name: listing.computes_on(name, device))
 
     def metadata_operands(self, node: fx.Node) -> set[fx.Node]:
         """Operands of which the operator reads shape and dtype alone."""
         listing = self.lists.lookup(node.target)
         metadata_args = listing.metadata_args if listing else ()
-        return _operands_named(node, metadata_args.__contains__) if metadata_args else set()
-
-
-def _operands_named(node: fx.Node, chosen: Callable[[str], bool]) -> set[fx.Node]:
-    named = [value for name, value in arguments(node).items() if chosen(name)]
-    return {leaf for leaf in tree_leaves(named) if isinstance(leaf, fx.Node)}
+        return operands_named(node, metadata_args.__contains__) if metadata_args else set()
 
 
 def _tuples(node: fx.Node) -> set[fx.Node]:

@@ -1,0 +1,35 @@
+"""Plans for CUDA, made and checked without one: whatever the level, no graph is left as captured.
+
+scripts/cuda_plans.py does the same for every model of the zoo.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import zoo
+from cuda_graphs import on_cuda
+from grappler import captured_plans
+
+from amp_graph.ir import Color, Level
+from amp_graph.policy import Policy
+from amp_graph.rewrite import rewrite
+
+pytestmark = pytest.mark.usefixtures("whole_models")
+CASES = {case.name: case for case in zoo.cases()}
+NAMES = "convnet residual unet lstm gru attention checkpointed own_autocast gpt2 t5 bert swin clip"
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_every_level_passes_all_checks(name: str) -> None:
+    case = CASES[name]
+    for captured, _ in captured_plans(case.make(), *case.batch(0, 0), "bfloat16"):
+        moved = on_cuda(captured)
+        for dtype, level in itertools.product(("float16", "bfloat16"), Level):
+            policy = Policy(dtype, level=level.value)
+            _, plan = rewrite(moved, policy, policy.load_lists())
+            for part in plan.parts():
+                assert part.fallback is None
+                allowed = {n for n, p in part.paints.items() if p.color is Color.ALLOW}
+                assert allowed <= part.low
