@@ -14,6 +14,7 @@ from torch._dynamo.exc import RestartAnalysis
 
 from amp_graph.capture.dynamo import break_in
 from amp_graph.capture.retrace import retrace
+from amp_graph.checkpointing import with_checkpoints
 from amp_graph.errors import PlanError
 from amp_graph.inductor import compile_graph as inductor
 from amp_graph.inductor import options_of
@@ -94,12 +95,13 @@ class Compiler:
         except Exception as error:
             self._keep(outline(aten, self.policy, self.lists), aten, aten)
             self._fall_back(len(self.record.plans) - 1, f"{type(error).__name__}: {error}")
-            return graph.forward
+            return with_checkpoints(graph).forward
         index = self._keep(plan, aten, emitted)
-        run = lifted.forward
+        eager = with_checkpoints(lifted)
+        run = eager.forward
         if self.policy.compiler == "inductor":
             run = self._compiled(index, lifted, weights, graph, example_inputs, devices)
-        watched = partial(run_watched, lifted, plan.facts)
+        watched = partial(run_watched, eager, plan.facts)
         boundary = Boundary(
             without_autocast(run, devices),
             self._weights,
@@ -110,7 +112,7 @@ class Compiler:
         )
         return Guarded(
             boundary,
-            graph.forward,
+            with_checkpoints(graph).forward,
             _inputs_at_risk(plan),
             lambda reason: self._fall_back(index, reason),
         )
@@ -134,9 +136,9 @@ class Compiler:
             raise
         except Exception as error:
             fail(f"{type(error).__name__}: {error}")
-            return lifted.forward
+            return with_checkpoints(lifted).forward
         at_risk = _inputs_at_risk(self.record.plans[index])
-        return Guarded(compiled, lifted.forward, at_risk, fail)
+        return Guarded(compiled, with_checkpoints(lifted).forward, at_risk, fail)
 
     def _pins_for(self, aten: fx.GraphModule) -> Pins | None:
         if self.saved is None:
@@ -155,7 +157,7 @@ class Compiler:
         dtype = self.policy.dtype_for(devices)
         reason = f"not retraced to ATen ({type(error).__name__}: {error}); runs under autocast"
         self.record.plans.append(Plan(dtype, fallback=reason.replace("\n", " ")))
-        run = under_autocast(graph.forward, devices, dtype)
+        run = under_autocast(with_checkpoints(graph).forward, devices, dtype)
         return Boundary(run, self._weights, self.record.scale) if self.record.scale else run
 
     def _not_compiled(self, index: int, reason: str) -> None:

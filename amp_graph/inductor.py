@@ -28,6 +28,7 @@ from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 
 from amp_graph.capture.recurrent import recurrent_layers_in_steps
+from amp_graph.checkpointing import with_checkpoints
 from amp_graph.runtime import without_autocast
 
 # All casts are in the graph, those of its backward as well. And a backward that cannot be compiled
@@ -66,6 +67,7 @@ def compile_graph(
             module, [inputs[i] for i in read], config_patches=dict(options)
         )
 
+    uncompiled = with_checkpoints(lifted).forward
     frozen = [
         i
         for i, (node, value) in enumerate(zip(placeholders, inputs, strict=True))
@@ -74,7 +76,7 @@ def compile_graph(
 
     def run_on_what_is_read(*args: Any) -> Any:
         if any(args[i].requires_grad for i in frozen):  # seen in 2.11: Dynamo does not notice
-            return lifted.forward(*args)
+            return uncompiled(*args)
         return run(*[args[i] for i in read])
 
     return run_on_what_is_read

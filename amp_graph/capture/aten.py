@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 CAST = torch.ops.aten._to_copy.default
 CLAMP = torch.ops.aten.clamp.default
+SELECTIVE = "_checkpoint_context_fn"  # in the meta of a body: what selective checkpointing saves
 
 
 def op_name(node: fx.Node) -> str:

@@ -34,7 +34,7 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-from amp_graph.capture.aten import get_attribute, set_attribute
+from amp_graph.capture.aten import SELECTIVE, get_attribute, set_attribute
 from amp_graph.capture.attention import ATTENTION, note_kernel
 from amp_graph.capture.fake import fake_mode_of
 from amp_graph.errors import CaptureError
@@ -158,7 +158,10 @@ class _Retracer:
                 self.trace_stretch(stretch)
                 stretch = []
                 self.copy(node)
-        return fx.GraphModule(self.root, self.graph, class_name="AtenGraph")
+        traced = fx.GraphModule(self.root, self.graph, class_name="AtenGraph")
+        if SELECTIVE in self.module.meta:
+            traced.meta[SELECTIVE] = self.module.meta[SELECTIVE]
+        return traced
 
     def copy(self, node: fx.Node) -> None:
         new = self.graph.node_copy(node, lambda arg: self.new[arg])

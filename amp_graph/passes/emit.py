@@ -72,6 +72,7 @@ def emit(
             target = str(node.target)
             set_attribute(root, target, bodies.get(target, get_attribute(module, target)))
     emitted = fx.GraphModule(root, emitter.graph, class_name="AmpGraph")
+    emitted.meta.update(module.meta)
     return Emitted(emitted, tuple(emitter.casts.values()), frozenset(emitter.refused))
 
 
