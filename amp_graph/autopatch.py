@@ -16,12 +16,14 @@ import logging
 import multiprocessing
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from amp_graph.errors import AmpGraphError, PolicyError
@@ -29,6 +31,7 @@ from amp_graph.exit_report import write_report
 from amp_graph.first_call import Model, Models
 from amp_graph.ir import Level
 from amp_graph.policy import COMPILERS, Policy
+from amp_graph.runtime import ConversionWarning
 
 SLOT = "_compiled_call_impl"
 YES, NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
@@ -133,6 +136,9 @@ class Installation:
         self._original = getattr(nn.Module, SLOT)
         for log in map(logging.getLogger, CAPTURE_LOGS):
             log.addFilter(self._lets_log)
+        # A script that makes errors of warnings (python -W error) did not mean ours.
+        warnings.filterwarnings("default", category=ConversionWarning)
+        self._warning_filter = warnings.filters[0]
         self._patch = _EveryCall(self.models)
         setattr(nn.Module, SLOT, self._patch)
 
@@ -143,6 +149,8 @@ class Installation:
         self.models.restore_all()
         for log in map(logging.getLogger, CAPTURE_LOGS):
             log.removeFilter(self._lets_log)
+        if self._warning_filter in warnings.filters:
+            warnings.filters.remove(self._warning_filter)  # type: ignore[attr-defined]
         if _installed and _installed[0] is self:
             _installed.clear()
 
@@ -192,7 +200,9 @@ class _EveryCall:
         self._models = models
 
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
-        if module is None or sys._getframe(1).f_code is not CALL:
+        if module is None or torch.compiler.is_compiling():  # Dynamo would trace the next line
+            return None
+        if sys._getframe(1).f_code is not CALL:
             return None
         return self._models.on_call(module)
 

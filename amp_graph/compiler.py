@@ -33,11 +33,22 @@ from amp_graph.training.weights import LowPrecisionWeights
 @dataclass
 class Record:
     """What is known of one conversion: the plans of its graphs in order of capture, how often
-    each graph ran, and the loss scale. It does not keep the model alive."""
+    each graph ran, and the loss scale. It does not keep the model alive, nor may what Dynamo gets
+    from `Compiler.compile_graph`, which stays in its caches."""
 
     plans: list[Plan] = field(default_factory=list)
     runs: Counter[int] = field(default_factory=Counter)
     scale: GraphScale | None = None
+
+    def fall_back(self, index: int, reason: str) -> None:
+        plan = self.plans[index]
+        self.plans[index] = replace(plan, low=frozenset(), casts=(), fallback=reason)
+        warn(f"graph {index} runs as it was captured, in its own precision: {reason}")
+
+    def not_compiled(self, index: int, reason: str) -> None:
+        reason = " ".join(reason.split())
+        self.plans[index] = replace(self.plans[index], uncompiled=reason)
+        warn(f"graph {index} is not compiled, but runs operator by operator: {reason}")
 
 
 Weights: TypeAlias = tuple[tuple[int, torch.dtype], ...]
@@ -94,7 +105,7 @@ class Compiler:
             raise
         except Exception as error:
             self._keep(outline(aten, self.policy, self.lists), aten, aten)
-            self._fall_back(len(self.record.plans) - 1, f"{type(error).__name__}: {error}")
+            self.record.fall_back(len(self.record.plans) - 1, f"{type(error).__name__}: {error}")
             return with_checkpoints(graph).forward
         index = self._keep(plan, aten, emitted)
         eager = with_checkpoints(lifted)
@@ -114,7 +125,7 @@ class Compiler:
             boundary,
             with_checkpoints(graph).forward,
             _inputs_at_risk(plan),
-            lambda reason: self._fall_back(index, reason),
+            partial(self.record.fall_back, index),
         )
 
     def _compiled(
@@ -128,7 +139,7 @@ class Compiler:
     ) -> Callable[..., Any]:
         """The emitted graph compiled; as it is, if that fails now or in its first run."""
         options = options_of(self.policy.compiler_options)
-        fail = partial(self._not_compiled, index)
+        fail = partial(self.record.not_compiled, index)
         try:
             compiled = inductor(lifted, weights, graph, example_inputs, options, devices)
         except RestartAnalysis:  # Dynamo captures the graph again, and calls again
@@ -159,16 +170,6 @@ class Compiler:
         self.record.plans.append(Plan(dtype, fallback=reason.replace("\n", " ")))
         run = under_autocast(with_checkpoints(graph).forward, devices, dtype)
         return Boundary(run, self._weights, self.record.scale) if self.record.scale else run
-
-    def _not_compiled(self, index: int, reason: str) -> None:
-        reason = " ".join(reason.split())
-        self.record.plans[index] = replace(self.record.plans[index], uncompiled=reason)
-        warn(f"graph {index} is not compiled, but runs operator by operator: {reason}")
-
-    def _fall_back(self, index: int, reason: str) -> None:
-        plan = self.record.plans[index]
-        self.record.plans[index] = replace(plan, low=frozenset(), casts=(), fallback=reason)
-        warn(f"graph {index} runs as it was captured, in its own precision: {reason}")
 
 
 def _devices_of(inputs: Sequence[Any]) -> frozenset[str]:

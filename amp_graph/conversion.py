@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_map
 
@@ -17,16 +20,19 @@ from amp_graph.capture.dynamo import (
     can_watch,
     captured_call,
     frames_seen,
+    wants_plain_code,
 )
 from amp_graph.compiler import Compiler
 from amp_graph.errors import AmpGraphError, PlanError
 from amp_graph.ir import Plan
-from amp_graph.own_code import can_scale, own_code
+from amp_graph.own_code import can_scale, own_code, plain_code
 from amp_graph.pins import Saved
 from amp_graph.policy import Policy
 from amp_graph.runtime import (
     Outside,
+    Run,
     call_with,
+    or_else,
     unchanged,
     under_autocast,
     warn,
@@ -37,6 +43,9 @@ from amp_graph.training.optimizers import drop_scale, use_scale
 
 SLOT = "_call_impl"  # the method of nn.Module that a conversion stands in front of
 AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
+UNDER_AUTOCAST = "under autocast"
+# Of Dynamo, for models that choose by a number or a size that depends on data.
+BREAK_AT_DATA = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
 
 
 class Conversion(Compiler):
@@ -59,6 +68,7 @@ class Conversion(Compiler):
         super().__init__(policy, scale, saved)
         self._watch: Outside | None = Outside(self.lists) if can_watch() else None
         self._is_new = True
+        self._settings: dict[str, Any] = {}  # of Dynamo, other than usual
         self._capture(without_autocast, AUTOCAST_DEVICES)
 
     @property
@@ -73,7 +83,8 @@ class Conversion(Compiler):
     def _capture(self, around: Callable[..., Callable[..., Any]], *how: Any) -> None:
         """Capture from now on, with the Python code between graphs run in `around`."""
         self._around, self._captured_as = (around, how), type(self.module)
-        self._call = around(captured_call(self.module, self.compile_graph), *how)
+        captured = captured_call(self.module, self.compile_graph, **self._settings)
+        self._call = around(captured, *how)
 
     def _capture_anew(self) -> None:
         around, how = self._around
@@ -81,8 +92,10 @@ class Conversion(Compiler):
 
     @torch.compiler.disable(reason="a model converted by amp_graph captures its own graphs")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if wants_plain_code():
+            return plain_code(self.module)(*args, **kwargs)
         if not can_capture():
-            return own_code(self.module, *self._devices(), None)(*args, **kwargs)
+            return self._own_code(None)(*args, **kwargs)
         if type(self.module) is not self._captured_as:  # fully_shard() changes it
             self._capture_anew()
         if self.scale is not None and torch.is_grad_enabled():
@@ -111,13 +124,14 @@ class Conversion(Compiler):
         with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
             run = compile_graph(graph, example_inputs)
 
-        runs, index = self.record.runs, len(self.record.plans) - 1
+        runs, index, this = self.record.runs, len(self.record.plans) - 1, weakref.ref(self)
 
         def inside(*args: Any) -> Any:
             runs[index] += 1
-            if self._watch is None:
+            conversion = this()
+            if conversion is None or conversion._watch is None:
                 return run(*args)
-            with self._watch.paused():
+            with conversion._watch.paused():
                 return run(*args)
 
         return inside
@@ -130,12 +144,12 @@ class Conversion(Compiler):
             found = ", ".join(sorted(watch.found))
             devices, dtype = self._devices()
             reason = f"code between graphs ({found}) is not captured; "
-            if self.scale is None:
-                self._capture(under_autocast, devices, dtype)
-            elif can_scale(self.module):  # graphs scale gradients, code between them does not
-                self._call = self._own_code()
-            under = self.scale is None or can_scale(self.module)
-            reason += "runs under autocast" if under else "stays float32"
+            under = not watch.met_sparse and (self.scale is None or can_scale(self.module))
+            if under and self.scale is None:
+                self._capture(self._between_graphs, devices, dtype)
+            elif under:  # graphs scale gradients, code between them does not
+                self._call = self._own_code(self.scale)
+            reason += f"runs {UNDER_AUTOCAST}" if under else "stays float32"
             self.record.plans.append(Plan(dtype, fallback=reason))
         elif not self.record.plans:
             warn(f"nothing of {name} was captured, so nothing was converted")
@@ -159,30 +173,54 @@ class Conversion(Compiler):
     def module_names(self) -> dict[str, str]:
         return {str(id(module)): name for name, module in self.module.named_modules()}
 
-    def _own_code(self) -> Callable[..., Any]:
-        """The model's own code under autocast, for what Dynamo cannot capture."""
-        return own_code(self.module, *self._devices(), self.scale)
+    def _between_graphs(self, run: Run, devices: Iterable[str], dtype: torch.dtype) -> Run:
+        """A captured call, with the code between its graphs under autocast if it can be."""
+        run = under_autocast(run, devices, dtype)
+        return or_else(run, self._capture_in_float32, self._not_under_autocast, DYNAMO_ERRORS)
+
+    def _capture_in_float32(self) -> Run:
+        self._capture(without_autocast, AUTOCAST_DEVICES)
+        return self._call
+
+    def _own_code(self, scale: GraphScale | None) -> Run:
+        """The model's own code under autocast if it can be, for what Dynamo cannot capture."""
+        run = own_code(self.module, *self._devices(), scale)
+        return or_else(run, lambda: plain_code(self.module), self._not_under_autocast)
+
+    def _not_under_autocast(self, reason: str) -> None:
+        plans = self.record.plans
+        for i, plan in enumerate(plans):
+            if plan.fallback is not None and plan.fallback.endswith(UNDER_AUTOCAST):
+                before = plan.fallback.removesuffix(UNDER_AUTOCAST)
+                plans[i] = replace(plan, fallback=f"{before}in float32: autocast fails ({reason})")
+        name = type(self.module).__name__
+        warn(f"code of {name} that is not captured runs in float32: autocast fails ({reason})")
 
     def _uncaptured(self, error: Exception, args: Any, kwargs: Any) -> Any:
         """Run the model's own code under autocast, and go on so. If it raises, nothing could have
         been captured, and the next call is."""
+        if isinstance(error, GuardOnDataDependentSymNode) and not self._settings:
+            self._settings = BREAK_AT_DATA
+            self._capture_anew()
+            return self(*args, **kwargs)
         cause = getattr(error, "inner_exception", None)
         if isinstance(cause, PlanError):
             self._capture_anew()
             raise cause from None
-        call = self._own_code()
-        try:
-            result = call(*args, **kwargs)
-        except Exception:
-            self._capture_anew()
-            raise
+        call = self._own_code(self.scale)
         name = type(self.module).__name__
         reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         _, dtype = self._devices()
-        self.record.plans.append(
-            Plan(dtype, fallback=f"not captured ({reason}); runs under autocast")
-        )
-        warn(f"{name} was not captured and runs under autocast: {reason}")
+        fallback = f"not captured ({reason}); runs {UNDER_AUTOCAST}"
+        self.record.plans.append(Plan(dtype, fallback=fallback))
+        try:
+            result = call(*args, **kwargs)
+        except Exception:
+            self.record.plans.pop()
+            self._capture_anew()
+            raise
+        if self.record.plans[-1].fallback == fallback:
+            warn(f"{name} was not captured and runs under autocast: {reason}")
         self._call, self._watch = call, None
         return result
 

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import get_worker_info
 from torch.utils.weak import WeakIdKeyDictionary
 
-from amp_graph.capture.dynamo import can_capture
+from amp_graph.capture.dynamo import can_capture, wants_plain_code
 from amp_graph.compiler import Record
 from amp_graph.conversion import AUTOCAST_DEVICES, unwrapped
 from amp_graph.convert import convert, is_converted, record_of, restore
@@ -57,14 +57,17 @@ class Models:
 
     def on_call(self, module: nn.Module) -> Callable[..., Any] | None:
         """What a call of this module is to run; None, if it is inside of another's call."""
-        if self.is_inside() or torch.compiler.is_compiling():
+        if self.is_inside() or torch.compiler.is_compiling() or wants_plain_code():
+            return None
+        if type(module).__module__ == "torch.jit._trace":  # a holder that is about to trace
             return None
         return partial(self._outermost_call, module)
 
     def _outermost_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if module not in self._parts and not self._is_decided(module):
             return module._call_impl(*args, **kwargs)
-        if any(map(torch.is_autocast_enabled, AUTOCAST_DEVICES)):
+        in_backward = torch._C._current_graph_task_id() != -1  # where checkpoint restores ours
+        if not in_backward and any(map(torch.is_autocast_enabled, AUTOCAST_DEVICES)):
             self._leave_to_autocast(module)
         self._local.inside = True
         try:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 COLORS = {c.value: c for c in Color if c is not Color.KEEP}
 LEVELS = {level.value: level for level in Level}
 OTHER_DEVICES = "other"
-FLAGS = ("bounded", "widens", "promotes", "optional")
+FLAGS = ("bounded", "widens", "promotes", "orders", "optional")
 LISTS = ("ops", "metadata_args")
 KEYS: dict[str, tuple[type, ...]] = {
     "why": (str,),
@@ -42,6 +42,8 @@ class Listing:
         may be low; a level for each kind of device.
     widens: asked for `dtype=float32`, the kernel reads low-precision tensors as well.
     promotes: operands of several dtypes may meet; a 0-dimensional one does not widen the result.
+    orders: which elements come out depends on the last digits, so that what it reads is not rounded
+        for storage.
     low_args: only these arguments may be low, the others stay float32; by kind of device.
     metadata_args: arguments of which only shape, type and device are read.
     """
@@ -54,6 +56,7 @@ class Listing:
     storage: Mapping[str, Level] = field(default_factory=dict)
     widens: bool = False
     promotes: bool = False
+    orders: bool = False
     low_args: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     metadata_args: tuple[str, ...] = ()
 

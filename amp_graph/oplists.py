@@ -230,5 +230,6 @@ def _with_argument_facts(
             low_args=listing.low_args or old.low_args,
             metadata_args=listing.metadata_args or old.metadata_args,
             promotes=listing.promotes or old.promotes,
+            orders=listing.orders or old.orders,
         )
     return merged

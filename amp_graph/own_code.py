@@ -16,12 +16,17 @@ from amp_graph.training.crossing import Scale, carries_gradient, enter, leave
 PLAIN = (Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
+def plain_code(module: nn.Module) -> Callable[..., Any]:
+    """What `module(...)` ran before conversion."""
+    call: Callable[..., Any] = type(module)._call_impl.__get__(module)
+    return call
+
+
 def own_code(
     module: nn.Module, devices: Iterable[str], dtype: torch.dtype, scale: Scale | None
 ) -> Callable[..., Any]:
     """What `module(...)` ran before conversion, under autocast and, in training, scaled."""
-    call: Callable[..., Any] = type(module)._call_impl.__get__(module)
-    under = under_autocast(call, devices, dtype)
+    under = under_autocast(plain_code(module), devices, dtype)
     if scale is None or not can_scale(module):
         return under
     holder = _Holder(module, under)

@@ -89,6 +89,35 @@ def under_autocast(run: Run, device_types: Iterable[str], dtype: torch.dtype) ->
     return autocast
 
 
+def or_else(
+    run: Run,
+    make_other: Callable[[], Run],
+    report: Callable[[str], None],
+    not_these: tuple[type[Exception], ...] = (),
+) -> Run:
+    """`run` until a call in which it raises a RuntimeError, as operators do that do not take a
+    dtype. That call and all later ones are run by the other one, unless it raises as well: then the
+    error is the user's own. `not_these` are passed on."""
+    chosen = [run]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if chosen[0] is not run:
+            return chosen[0](*args, **kwargs)
+        try:
+            return run(*args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error, (torch.OutOfMemoryError, *not_these)):
+                raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+        other = make_other()
+        result = other(*args, **kwargs)
+        chosen[0] = other
+        report(reason)
+        return result
+
+    return call
+
+
 @contextlib.contextmanager
 def _autocast(device_types: Iterable[str], dtype: torch.dtype) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
@@ -107,6 +136,7 @@ class Outside(TorchDispatchMode):
     def __init__(self, lists: OpLists):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[str] = set()
+        self.met_sparse = False
         self._lists = lists
         self._inside = False
 
@@ -129,7 +159,12 @@ class Outside(TorchDispatchMode):
             listing = self._lists.lookup(func)
             if listing is not None and listing.color is Color.ALLOW and _has_float32(args):
                 self.found.add(str(func))
+            self.met_sparse = self.met_sparse or _has_sparse(args)
         return func(*args, **(kwargs or {}))
+
+
+def _has_sparse(args: Any) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.layout is not torch.strided for x in args)
 
 
 def _has_float32(args: Any) -> bool:

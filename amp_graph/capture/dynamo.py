@@ -10,24 +10,29 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     TorchDispatchMode.ignore_compile_internals, set_is_in_mode_without_ignore_compile_internals
                                              let compiled code run under a dispatch mode
     GraphModule.compile_subgraph_reason      why a graph ended; reports say nothing without it
-    torch._C._functorch.peek_interpreter_stack
-                                             whether a functorch transform is active
+    torch._C._functorch.peek_interpreter_stack, get_interpreter_stack
+                                             whether a functorch transform is active, and which
+    torch._C._get_tracing_state              whether `torch.jit.trace` is at work
 """
 
 from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
 from torch import fx, nn
+from torch._C._functorch import TransformType
 from torch._dynamo import disallow_in_graph
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amp_graph.capture.recurrent import recurrent_layers_whole
@@ -47,27 +52,32 @@ if torch.distributed.is_available():
 
 GraphCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
-DYNAMO_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
+DYNAMO_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit, GuardOnDataDependentSymNode)
 
 SETTINGS: dict[str, Any] = {
     "allow_rnn": True,  # else nn.LSTM, nn.GRU and nn.RNN break the graph and stay in float32
     "capture_scalar_outputs": True,  # else .item() breaks the graph
     "capture_dynamic_output_shape_ops": True,  # else nonzero and masked_select break it
-    "recompile_limit": 256,  # else the ninth set of guards sends the model back to eager
+    "recompile_limit": 32,  # else the ninth set of guards sends the model back to eager
     "accumulated_recompile_limit": 4096,
+    "allow_unspec_int_on_nn_module": True,  # else a step counter is captured anew at each step
+    "use_numpy_random_stream": True,  # else NumPy's random functions draw other numbers
     "skip_nnmodule_hook_guards": False,  # else hooks added after the first call never run
     "fail_on_recompile_limit_hit": True,  # say so, rather than fall back to float32 silently
     "optimize_ddp": False,  # else Dynamo cuts graphs at DDP's buckets, for backends that need it
 }
 
 
-def captured_call(module: nn.Module, compile_graph: GraphCompiler) -> Callable[..., Any]:
-    """Return a function that runs `module(...)` with every graph of it given to `compile_graph`.
+def captured_call(
+    module: nn.Module, compile_graph: GraphCompiler, **changed: Any
+) -> Callable[..., Any]:
+    """Return a function that runs `module(...)` with every graph of it given to the method
+    `compile_graph`.
 
     Dynamo skips frames of torch.nn itself, so that a bare nn.Sequential or nn.LSTM would never
     be captured; the function returned is a frame outside torch.nn that calls into it. Its code
     object is its own, because Dynamo counts recompilations per code object. Hooks of the module
-    are captured with it, save those of FSDP.
+    are captured with it, save those of FSDP. `changed` are settings other than SETTINGS.
     """
     call_impl: Callable[..., Any] = type(module)._call_impl
 
@@ -83,8 +93,15 @@ def captured_call(module: nn.Module, compile_graph: GraphCompiler) -> Callable[.
         forward.__defaults__,
         forward.__closure__,
     )
-    context: Any = torch._dynamo.optimize(backend=compile_graph)
-    context.callback = _with_settings(context.callback)
+    compile_weakly = weakref.WeakMethod(compile_graph)  # what Dynamo gets it keeps for good
+
+    def backend(graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        compiler = compile_weakly()
+        assert compiler is not None, "a model runs while it is being collected"
+        return compiler(graph, example_inputs)
+
+    context: Any = torch._dynamo.optimize(backend=backend)
+    context.callback = _with_settings(context.callback, SETTINGS | changed)
     compiled = context(own)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -143,17 +160,26 @@ def can_capture() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is None
 
 
+def wants_plain_code() -> bool:
+    """Whether what runs now is to be the model's own code in its own precision: `torch.jit.trace`
+    makes a program of it, and `torch.func.grad` under autocast fails in many a backward."""
+    if torch._C._get_tracing_state() is not None:
+        return True
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(interpreter.key() == TransformType.Grad for interpreter in stack)
+
+
 def can_watch() -> bool:
     """Whether a model can be captured under a dispatch mode."""
     return set_flag is not None
 
 
-def _with_settings(capture: Callable[..., Any]) -> Callable[..., Any]:
+def _with_settings(capture: Callable[..., Any], chosen: Mapping[str, Any]) -> Callable[..., Any]:
     """What Dynamo calls for a frame that it has no graph for, with the settings in force. To set
     them around each call of a model would cost more than looking up its graph."""
 
     def capture_with_settings(*args: Any, **kwargs: Any) -> Any:
-        with settings():
+        with settings(chosen):
             return capture(*args, **kwargs)
 
     capture_with_settings._torchdynamo_orig_backend = capture  # type: ignore[attr-defined]
@@ -161,13 +187,14 @@ def _with_settings(capture: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def settings() -> Iterator[None]:
+def settings(chosen: Mapping[str, Any] = SETTINGS) -> Iterator[None]:
     """Dynamo's settings while it captures; the user's own are put back after."""
-    before = {name: getattr(dynamo_config, name) for name in SETTINGS}
+    before = {name: getattr(dynamo_config, name) for name in chosen}
     try:
-        for name, value in SETTINGS.items():
+        for name, value in chosen.items():
             setattr(dynamo_config, name, value)
-        with recurrent_layers_whole():
+        with recurrent_layers_whole(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"torch\.")  # PyTorch's words on capturing
             yield
     finally:
         for name, value in before.items():

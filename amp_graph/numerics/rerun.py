@@ -102,7 +102,7 @@ class Rerun(Compiler):
                 try:
                     return _Watched(self.replaced.get(index, emitted), self, place).run(*args)
                 except Exception as error:  # as in a converted model, the graph runs as captured
-                    self._fall_back(index, f"{type(error).__name__}: {error}")
+                    self.record.fall_back(index, f"{type(error).__name__}: {error}")
             return _Watched(captured, self, place).run(*args)
 
         return run

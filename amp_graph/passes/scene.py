@@ -39,11 +39,23 @@ class Scene:
     def colors(self) -> Mapping[str, Color | None]:
         """List colours with the user's overrides. An operator that computes in float32 on
         low-precision tensors is as free as an infer one, unless its result, say of a last softmax,
-        is returned."""
+        is returned, or orders elements, as that of a router does."""
         colors = {name: f.color for name, f in self.facts.items()}
-        kept = () if self.level is Level.MAX else returned(self.facts)
+        kept = () if self.level is Level.MAX else {*returned(self.facts), *self._ordered()}
         colors |= dict.fromkeys(self.narrowed.difference(kept), Color.INFER)
         return colors | {name: color for name, (color, _) in self.overrides.items()}
+
+    def _ordered(self) -> set[str]:
+        """What elements are ordered by, seen through operators that only move numbers."""
+        found: set[str] = set()
+        open_names = [name for f in self.facts.values() if f.orders for name in f.reads]
+        while open_names:
+            name = open_names.pop()
+            if name not in found:
+                found.add(name)
+                if self.facts[name].color is Color.CLEAR:
+                    open_names += self.facts[name].reads
+        return found
 
     @cached_property
     def narrowed(self) -> frozenset[str]:

@@ -1,0 +1,177 @@
+"""Models as they are found: what cannot be captured, cast or traced runs as it did before."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from nets import Net, low_share
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+import amp_graph
+from amp_graph import ConversionWarning, Policy
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+X = torch.randn(20, 16)
+
+
+class Experts(nn.Module):
+    """Adds float32 and what autocast makes low into one tensor, which PyTorch refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, _ = torch.where(chosen == number)
+            if rows.numel():
+                out.index_add_(0, rows, expert(x[rows]))
+        return out
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(torch.eye(len(x)).to_sparse(), self.layer(x))
+
+
+@pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning", "ignore:Sparse")
+@pytest.mark.parametrize("make", [Experts, Sparse])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_autocast_cannot_run_runs_in_float32(make: Callable[[], nn.Module], dtype) -> None:
+    plain = make()
+    model = amp_graph.convert(copy.deepcopy(plain), policy=dtype)
+    for _ in range(3):
+        for m in (plain, model):
+            m.zero_grad()
+            m(X).sum().backward()
+        torch.testing.assert_close(model(X), plain(X), rtol=0, atol=0.05)
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None)
+            if a.grad is not None:
+                torch.testing.assert_close(a.grad, b.grad, rtol=0.05, atol=0.5)
+    assert any("float32" in (plan.fallback or "") for plan in amp_graph.plans(model))
+
+
+class Cropped(nn.Module):
+    """A number drawn in the model chooses from a Python tuple, as detectors choose a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.sizes = nn.Linear(16, 8), (3, 4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = self.sizes[int(torch.empty(1).uniform_(0.0, 3.0).item())]
+        return self.layer(x)[:, :size]
+
+
+def test_a_drawn_number_may_index_a_tuple() -> None:
+    plain = Cropped()
+    model = amp_graph.convert(copy.deepcopy(plain))
+    for seed in range(4):
+        torch.manual_seed(seed)
+        expected = plain(X).shape
+        torch.manual_seed(seed)
+        assert model(X).shape == expected
+    assert all(plan.fallback is None for plan in amp_graph.plans(model))
+    assert low_share(model, X) == 1
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.steps = nn.Linear(16, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.layer(x) * np.random.rand(1)[0]
+
+
+def test_a_step_counter_is_not_captured_at_each_step_and_numpy_draws_its_own_numbers() -> None:
+    plain = Counting()
+    model = amp_graph.convert(copy.deepcopy(plain))
+    for _ in range(10):
+        results = []
+        for m in (plain, model):
+            np.random.seed(m.steps)
+            results.append(m(X))
+        torch.testing.assert_close(results[1], results[0], rtol=0, atol=0.05)
+    assert model.steps == 10
+    assert len(amp_graph.plans(model)) <= 3
+
+
+@pytest.mark.parametrize("restored", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_converted_model_is_freed(dtype: str, restored: bool) -> None:
+    gone = []
+    for _ in range(3):
+        model = amp_graph.convert(Net(), policy=dtype)
+        model(torch.randn(4, 8)).sum().backward()
+        if restored:
+            amp_graph.restore(model)
+        gone.append(weakref.ref(model))
+        del model
+        gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+
+
+def test_gradients_per_sample() -> None:
+    plain = nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
+    model = amp_graph.convert(copy.deepcopy(plain))
+    model(X)
+
+    def per_sample(m: nn.Module) -> dict[str, Tensor]:
+        def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+            return functional_call(m, parameters, (x[None],)).square().sum()
+
+        parameters = {name: p.detach() for name, p in m.named_parameters()}
+        return vmap(grad(loss), in_dims=(None, 0))(parameters, X)
+
+    torch.testing.assert_close(per_sample(model), per_sample(plain))
+    assert low_share(model, X) == 1
+
+
+def test_a_traced_program_is_the_model_s_own() -> None:
+    plain = Net().eval()
+    model = amp_graph.convert(copy.deepcopy(plain))
+    x = torch.randn(4, 8)
+    model(x)
+    traced = torch.jit.trace(model, x, check_trace=False)
+    assert torch.equal(traced(x), plain(x))
+    assert low_share(model, x) == 1
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1)[None].topk(2, -1)
+        return (weights * chosen).sum()
+
+
+@pytest.mark.parametrize(("level", "is_low"), [("safe", False), ("balanced", False), ("max", True)])
+def test_what_orders_elements_is_not_rounded_for_storage(level: str, is_low: bool) -> None:
+    model = amp_graph.convert(Router(), policy=Policy("bfloat16", level=level))
+    model(X)
+    (plan,) = amp_graph.plans(model)
+    assert {name in plan.low for name in ("softmax", "topk")} == {is_low}
+
+
+def test_warnings_of_ours_are_named_so() -> None:
+    with pytest.warns(ConversionWarning, match="nothing of LayerNorm was converted"):
+        amp_graph.convert(nn.LayerNorm(16))(X)
