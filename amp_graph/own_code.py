@@ -58,8 +58,26 @@ def _scaled(holder: _Holder, scale: Scale, args: Any, kwargs: Any) -> Any:
     if not all(leaf is None or isinstance(leaf, PLAIN) for leaf in results):
         scale.is_opaque = True
         return result
+    scale.is_opaque = _runs_code_in_backward(results)
     inputs = [x for x in flat if carries_gradient(x)]
     return tree_unflatten(leave(scale, results, inputs), spec)
+
+
+def _runs_code_in_backward(results: Iterable[Any]) -> bool:
+    """Whether backward runs part of the model again (reentrant checkpointing): with the parameters
+    themselves, whose gradients nobody would divide by the scale."""
+    nodes = [leaf.grad_fn for leaf in results if carries_gradient(leaf)]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        following = {n for n, _ in node.next_functions} - seen
+        seen |= following
+        nodes += following
+    return False
 
 
 class _Holder(nn.Module):
@@ -75,8 +93,8 @@ class _Holder(nn.Module):
 
 
 class _OneCall:
-    """The scale for one call; it is 1 if the outputs are opaque, so that not all gradients that
-    come in can be multiplied by it."""
+    """The scale for one call; it is 1 if not all gradients that come in can be multiplied by it,
+    or not all that go out be divided: if the call is opaque."""
 
     def __init__(self, scale: Scale):
         self._scale = scale

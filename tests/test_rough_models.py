@@ -13,6 +13,7 @@ import torch
 from nets import Net, low_share
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.utils.checkpoint import checkpoint
 
 import amp_graph
 from amp_graph import ConversionWarning, Policy
@@ -142,6 +143,33 @@ def test_gradients_per_sample() -> None:
 
     torch.testing.assert_close(per_sample(model), per_sample(plain))
     assert low_share(model, X) == 1
+
+
+class Recomputed(nn.Module):
+    """Not captured, and run again in backward, with the parameters themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def inner(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return torch.relu(self.second(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, self.first(x), use_reentrant=True)
+
+
+@pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning")
+def test_scaled_gradients_of_code_that_runs_again_in_backward_are_true() -> None:
+    plain = Recomputed()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="float16")
+    for _ in range(3):
+        for m in (plain, model):
+            m.zero_grad()
+            m(X).square().mean().backward()
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=0.05, atol=1e-3)
 
 
 def test_a_traced_program_is_the_model_s_own() -> None:
