@@ -136,7 +136,7 @@ def test_graphviz_reads_odd_names(tmp_path: Path) -> None:
 def test_a_graph_left_as_captured_is_dumped_with_the_reason(tmp_path: Path) -> None:
     model = converted("classifier")
     with pytest.warns(amp_graph.ConversionWarning):
-        model.__dict__["_call_impl"]._fall_back(0, "planted <b>")
+        model.__dict__["_call_impl"].record.fall_back(0, "planted <b>")
     amp_graph.dump(model, tmp_path)
     assert "runs as captured: planted <b>" in (tmp_path / "graph0.after.txt").read_text()
     assert "cast" not in (tmp_path / "graph0.after.txt").read_text().partition("why")[2]

@@ -205,7 +205,7 @@ def test_breaks_and_fallbacks_are_named() -> None:
     wrapped = amp_graph.convert(Net(), policy="bfloat16")
     wrapped(torch.randn(4, 8))
     with pytest.warns(ConversionWarning):
-        wrapped.__dict__["_call_impl"]._fall_back(0, "planted")
+        wrapped.__dict__["_call_impl"].record.fall_back(0, "planted")
     text = str(amp_graph.explain(wrapped))
     assert "graph0 runs otherwise than asked: planted" in text
     assert "0% of operators" in text

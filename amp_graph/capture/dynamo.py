@@ -18,6 +18,7 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
 from __future__ import annotations
 
 import contextlib
+import threading
 import types
 import warnings
 import weakref
@@ -49,6 +50,8 @@ if torch.__version__ < "2.13":
 SHARDED: type | None = None  # not every build of PyTorch has torch.distributed
 if torch.distributed.is_available():
     from torch.distributed.fsdp import FSDPModule as SHARDED
+
+_capturing = threading.RLock()
 
 GraphCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
@@ -188,17 +191,19 @@ def _with_settings(capture: Callable[..., Any], chosen: Mapping[str, Any]) -> Ca
 
 @contextlib.contextmanager
 def settings(chosen: Mapping[str, Any] = SETTINGS) -> Iterator[None]:
-    """Dynamo's settings while it captures; the user's own are put back after."""
-    before = {name: getattr(dynamo_config, name) for name in chosen}
-    try:
-        for name, value in chosen.items():
-            setattr(dynamo_config, name, value)
-        with recurrent_layers_whole(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module=r"torch\.")  # PyTorch's words on capturing
-            yield
-    finally:
-        for name, value in before.items():
-            setattr(dynamo_config, name, value)
+    """Dynamo's settings while it captures; the user's own are put back after. One thread at a time,
+    as they are the process's."""
+    with _capturing:
+        before = {name: getattr(dynamo_config, name) for name in chosen}
+        try:
+            for name, value in chosen.items():
+                setattr(dynamo_config, name, value)
+            with recurrent_layers_whole(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", module=r"torch\.")  # PyTorch's, on capturing
+                yield
+        finally:
+            for name, value in before.items():
+                setattr(dynamo_config, name, value)
 
 
 @contextlib.contextmanager
