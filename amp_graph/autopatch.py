@@ -136,9 +136,11 @@ class Installation:
         self._original = getattr(nn.Module, SLOT)
         for log in map(logging.getLogger, CAPTURE_LOGS):
             log.addFilter(self._lets_log)
-        # A script that makes errors of warnings (python -W error) did not mean ours.
-        warnings.filterwarnings("default", category=ConversionWarning)
-        self._warning_filter = warnings.filters[0]
+        self._warning_filter: Any = None
+        if any(f[0] == "error" and issubclass(ConversionWarning, f[2]) for f in warnings.filters):
+            # Who makes errors of warnings (python -W error) did not mean ours.
+            warnings.filterwarnings("default", category=ConversionWarning)
+            self._warning_filter = warnings.filters[0]
         self._patch = _EveryCall(self.models)
         setattr(nn.Module, SLOT, self._patch)
 
