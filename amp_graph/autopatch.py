@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import fnmatch
-import logging
 import multiprocessing
 import os
 import sys
@@ -44,9 +43,6 @@ LAUNCHERS = (
     "accelerate",
     "torch._inductor.*",  # its compile workers
 )
-
-# Loggers of Dynamo that print a traceback where it cannot capture, before it raises the same.
-CAPTURE_LOGS = ("torch._subclasses.fake_tensor", "torch._guards")
 
 VARIABLES = {
     "AMP_GRAPH_ENABLE": "1 converts, 0 or nothing leaves everything alone",
@@ -134,8 +130,6 @@ class Installation:
         self._dump, self._process = settings.dump, os.getpid()
         self._inherited, self._has_reported = 0, False
         self._original = getattr(nn.Module, SLOT)
-        for log in map(logging.getLogger, CAPTURE_LOGS):
-            log.addFilter(self._lets_log)
         self._warning_filter: Any = None
         if any(f[0] == "error" and issubclass(ConversionWarning, f[2]) for f in warnings.filters):
             # Who makes errors of warnings (python -W error) did not mean ours.
@@ -149,15 +143,10 @@ class Installation:
         if nn.Module.__dict__.get(SLOT) is self._patch:
             setattr(nn.Module, SLOT, self._original)
         self.models.restore_all()
-        for log in map(logging.getLogger, CAPTURE_LOGS):
-            log.removeFilter(self._lets_log)
         if self._warning_filter in warnings.filters:
             warnings.filters.remove(self._warning_filter)  # type: ignore[attr-defined]
         if _installed and _installed[0] is self:
             _installed.clear()
-
-    def _lets_log(self, record: logging.LogRecord) -> bool:
-        return not self.models.is_inside()
 
     def begin_child(self) -> None:
         """A process of multiprocessing begins, forked or spawned. It has no exit handlers then: it

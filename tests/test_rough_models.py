@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import weakref
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_graph
 from amp_graph import ConversionWarning, Policy
+from amp_graph.capture.dynamo import CAPTURE_LOGS
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 X = torch.randn(20, 16)
@@ -89,6 +91,14 @@ def test_a_drawn_number_may_index_a_tuple() -> None:
         assert model(X).shape == expected
     assert all(plan.fallback is None for plan in amp_graph.plans(model))
     assert low_share(model, X) == 1
+
+
+def test_capturing_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+    amp_graph.convert(Cropped())(X)  # Dynamo has advice
+    with pytest.raises(RuntimeError, match=r"cannot be multiplied|reduction dim"):
+        amp_graph.convert(Net())(torch.randn(4, 9))  # and would print a traceback of its own
+    assert capfd.readouterr().err == ""
+    assert not any(logging.getLogger(name).filters for name in CAPTURE_LOGS)
 
 
 class Counting(nn.Module):

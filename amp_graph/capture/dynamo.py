@@ -18,6 +18,7 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import types
 import warnings
@@ -50,6 +51,10 @@ if torch.__version__ < "2.13":
 SHARDED: type | None = None  # not every build of PyTorch has torch.distributed
 if torch.distributed.is_available():
     from torch.distributed.fsdp import FSDPModule as SHARDED
+
+# Loggers that print a traceback where Dynamo cannot capture, before it raises the same; and advice
+# on settings where a graph ends.
+CAPTURE_LOGS = ("torch._subclasses.fake_tensor", "torch._guards", "torch._dynamo.variables.tensor")
 
 _capturing = threading.RLock()
 
@@ -198,12 +203,28 @@ def settings(chosen: Mapping[str, Any] = SETTINGS) -> Iterator[None]:
         try:
             for name, value in chosen.items():
                 setattr(dynamo_config, name, value)
-            with recurrent_layers_whole(), warnings.catch_warnings():
+            with recurrent_layers_whole(), _quiet_logs(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", module=r"torch\.")  # PyTorch's, on capturing
                 yield
         finally:
             for name, value in before.items():
                 setattr(dynamo_config, name, value)
+
+
+@contextlib.contextmanager
+def _quiet_logs() -> Iterator[None]:
+    logs = [logging.getLogger(name) for name in CAPTURE_LOGS]
+    try:
+        for log in logs:
+            log.addFilter(_nothing)
+        yield
+    finally:
+        for log in logs:
+            log.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 @contextlib.contextmanager
