@@ -44,6 +44,7 @@ from amp_graph.training.optimizers import drop_scale, use_scale
 SLOT = "_call_impl"  # the method of nn.Module that a conversion stands in front of
 AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
 UNDER_AUTOCAST = "under autocast"
+MAX_CAPTURES_IN_A_ROW = 16
 # Of Dynamo, for models that choose by a number or a size that depends on data.
 BREAK_AT_DATA = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
 
@@ -68,6 +69,7 @@ class Conversion(Compiler):
         super().__init__(policy, scale, saved)
         self._watch: Outside | None = Outside(self.lists) if can_watch() else None
         self._is_new = True
+        self._captures_in_a_row = 0
         self._settings: dict[str, Any] = {}  # of Dynamo, other than usual
         self._capture(without_autocast, AUTOCAST_DEVICES)
 
@@ -114,6 +116,9 @@ class Conversion(Compiler):
             result = self._uncaptured(uncaptured, args, kwargs)
         if self._is_new:
             self._look_back_at_the_first_call()
+        self._captures_in_a_row = self._captures_in_a_row + 1 if frames_seen() != frames else 0
+        if self._captures_in_a_row == MAX_CAPTURES_IN_A_ROW:
+            self._stop_capturing()
         if self.policy.output_dtype is None:
             return result
         return tree_map(self._as_output, result)
@@ -158,6 +163,17 @@ class Conversion(Compiler):
                 "no operator of it is on the allow list and has float32 operands"
             ]
             warn(f"nothing of {name} was converted: {reasons[0]}")
+
+    def _stop_capturing(self) -> None:
+        """Something of Python is another at each call, a list that grows, say, and the model's own
+        code is faster than capturing it each time."""
+        reason = f"each of the last {MAX_CAPTURES_IN_A_ROW} calls was captured anew"
+        _, dtype = self._devices()
+        self.record.plans.append(Plan(dtype, fallback=f"{reason}; runs {UNDER_AUTOCAST}"))
+        name = type(self.module).__name__
+        advice = "TORCH_LOGS=recompiles tells what changes in it at each call"
+        warn(f"{name} is no longer captured and runs under autocast: {reason}. {advice}")
+        self._call = self._own_code(self.scale)
 
     def _says_what_stays_float32(self) -> bool:
         return bool(self.policy.keep_float32 or self.policy.overrides)

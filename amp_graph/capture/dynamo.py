@@ -66,7 +66,7 @@ SETTINGS: dict[str, Any] = {
     "allow_rnn": True,  # else nn.LSTM, nn.GRU and nn.RNN break the graph and stay in float32
     "capture_scalar_outputs": True,  # else .item() breaks the graph
     "capture_dynamic_output_shape_ops": True,  # else nonzero and masked_select break it
-    "recompile_limit": 32,  # else the ninth set of guards sends the model back to eager
+    "recompile_limit": 256,  # else the ninth set of guards sends the model back to eager
     "accumulated_recompile_limit": 4096,
     "allow_unspec_int_on_nn_module": True,  # else a step counter is captured anew at each step
     "use_numpy_random_stream": True,  # else NumPy's random functions draw other numbers
