@@ -21,6 +21,7 @@ from amp_graph.capture.dynamo import (
     captured_call,
     frames_seen,
     wants_plain_code,
+    without_words_of_dynamo,
 )
 from amp_graph.compiler import Compiler
 from amp_graph.errors import AmpGraphError, PlanError
@@ -108,8 +109,9 @@ class Conversion(Compiler):
                 result = self._call(*args, **kwargs)
         except DYNAMO_ERRORS as error:
             uncaptured = error
-        except Exception:
+        except Exception as error:
             if frames_seen() != frames:  # Dynamo never again captures code that raised meanwhile
+                without_words_of_dynamo(error)
                 self._capture_anew()
             raise
         if uncaptured is not None:  # outside of the handler: its error is no part of the user's own

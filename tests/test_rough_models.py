@@ -102,6 +102,24 @@ def test_capturing_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
     assert not any(logging.getLogger(name).filters for name in CAPTURE_LOGS)
 
 
+class Checking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._assert(x.shape[1] == 16, f"width {x.shape[1]} is not 16")
+        return self.layer(x)
+
+
+def test_the_message_of_an_error_of_the_model_is_its_own() -> None:
+    model = amp_graph.convert(Checking())
+    with pytest.raises(AssertionError) as raised:
+        model(torch.randn(4, 9))
+    assert str(raised.value) == "width 9 is not 16"
+    assert low_share(model, X) == 1
+
+
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -160,6 +160,13 @@ def frames_seen() -> int:
     return int(counters["frames"]["total"])
 
 
+def without_words_of_dynamo(error: Exception) -> None:
+    """Take out of the message of a model's own error what Dynamo adds to it while it captures."""
+    text = error.args[0] if error.args else None
+    if isinstance(text, str) and "\n\nfrom user code:\n" in text:
+        error.args = (text.partition("\n\nfrom user code:\n")[0], *error.args[1:])
+
+
 def can_capture() -> bool:
     """Whether Dynamo may be entered. Inside a functorch transform (and, without `set_flag`, under
     a dispatch mode) it refuses, and would then never capture that code again."""
