@@ -24,7 +24,7 @@ from amp_graph.passes.lift_weights import lift_weights
 from amp_graph.pins import Pins, Saved, pins_for
 from amp_graph.policy import Policy
 from amp_graph.rewrite import device_types, outline, rewrite, split_where_wide
-from amp_graph.runtime import Guarded, under_autocast, warn, without_autocast
+from amp_graph.runtime import Guarded, Run, under_autocast, warn, without_autocast
 from amp_graph.training.boundary import Boundary
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.weights import LowPrecisionWeights
@@ -90,12 +90,13 @@ class Compiler:
         a graph that cannot be retraced runs under autocast, one that cannot be rewritten as it
         was captured."""
         devices = _devices_of(example_inputs)
+        original = with_checkpoints(graph).forward
         self._breaks += break_in(graph)
         try:
             aten = retrace(graph, self.module_names())
             aten = split_where_wide(aten, self.policy, self.lists)
         except Exception as error:
-            return self._not_retraced(graph, devices, error)
+            return self._not_retraced(original, devices, error)
         devices |= device_types(aten)
         pins = self._pins_for(aten)
         try:
@@ -106,12 +107,12 @@ class Compiler:
         except Exception as error:
             self._keep(outline(aten, self.policy, self.lists), aten, aten)
             self.record.fall_back(len(self.record.plans) - 1, f"{type(error).__name__}: {error}")
-            return with_checkpoints(graph).forward
+            return original
         index = self._keep(plan, aten, emitted)
         eager = with_checkpoints(lifted)
         run = eager.forward
         if self.policy.compiler == "inductor":
-            run = self._compiled(index, lifted, weights, graph, example_inputs, devices)
+            run = self._compiled(index, lifted, weights, run, graph, example_inputs, devices)
         watched = partial(run_watched, eager, plan.facts)
         boundary = Boundary(
             without_autocast(run, devices),
@@ -123,7 +124,7 @@ class Compiler:
         )
         return Guarded(
             boundary,
-            with_checkpoints(graph).forward,
+            original,
             _inputs_at_risk(plan),
             partial(self.record.fall_back, index),
         )
@@ -133,23 +134,24 @@ class Compiler:
         index: int,
         lifted: fx.GraphModule,
         weights: Weights,
+        eager: Run,
         graph: fx.GraphModule,
         example_inputs: Sequence[Any],
         devices: frozenset[str],
     ) -> Callable[..., Any]:
-        """The emitted graph compiled; as it is, if that fails now or in its first run."""
+        """The emitted graph compiled; `eager`, if that fails now or in its first run."""
         options = options_of(self.policy.compiler_options)
         fail = partial(self.record.not_compiled, index)
         try:
-            compiled = inductor(lifted, weights, graph, example_inputs, options, devices)
+            compiled = inductor(lifted, weights, eager, graph, example_inputs, options, devices)
         except RestartAnalysis:  # Dynamo captures the graph again, and calls again
             del self.record.plans[index], self._graphs[index]
             raise
         except Exception as error:
             fail(f"{type(error).__name__}: {error}")
-            return with_checkpoints(lifted).forward
+            return eager
         at_risk = _inputs_at_risk(self.record.plans[index])
-        return Guarded(compiled, with_checkpoints(lifted).forward, at_risk, fail)
+        return Guarded(compiled, eager, at_risk, fail)
 
     def _pins_for(self, aten: fx.GraphModule) -> Pins | None:
         if self.saved is None:
@@ -162,13 +164,11 @@ class Compiler:
         self._graphs[index] = (captured, emitted)
         return index
 
-    def _not_retraced(
-        self, graph: fx.GraphModule, devices: frozenset[str], error: Exception
-    ) -> Callable[..., Any]:
+    def _not_retraced(self, original: Run, devices: frozenset[str], error: Exception) -> Run:
         dtype = self.policy.dtype_for(devices)
         reason = f"not retraced to ATen ({type(error).__name__}: {error}); runs under autocast"
         self.record.plans.append(Plan(dtype, fallback=reason.replace("\n", " ")))
-        run = under_autocast(with_checkpoints(graph).forward, devices, dtype)
+        run = under_autocast(original, devices, dtype)
         return Boundary(run, self._weights, self.record.scale) if self.record.scale else run
 
 

@@ -28,8 +28,7 @@ from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 
 from amp_graph.capture.recurrent import recurrent_layers_in_steps
-from amp_graph.checkpointing import with_checkpoints
-from amp_graph.runtime import without_autocast
+from amp_graph.runtime import Run, without_autocast
 
 # All casts are in the graph, those of its backward as well. And a backward that cannot be compiled
 # is to fail at once, where there is a way back.
@@ -41,6 +40,7 @@ STATIC = {"_dynamo_static_input_type": "unguarded"}  # marks an input that stays
 def compile_graph(
     lifted: fx.GraphModule,
     weights: Sequence[tuple[int, torch.dtype]],
+    eager: Run,
     captured: fx.GraphModule,
     example_inputs: Sequence[Any],
     options: Mapping[str, Any],
@@ -49,6 +49,7 @@ def compile_graph(
     """Return `lifted`, compiled, as a function of the same inputs; `lifted` stays as it was.
 
     weights: of each low-precision weight, the position of its parameter and its dtype.
+    eager: what runs `lifted` operator by operator.
     captured, example_inputs: what Dynamo called its backend with.
     options: settings of Inductor.
     """
@@ -67,7 +68,6 @@ def compile_graph(
             module, [inputs[i] for i in read], config_patches=dict(options)
         )
 
-    uncompiled = with_checkpoints(lifted).forward
     frozen = [
         i
         for i, (node, value) in enumerate(zip(placeholders, inputs, strict=True))
@@ -76,7 +76,7 @@ def compile_graph(
 
     def run_on_what_is_read(*args: Any) -> Any:
         if any(args[i].requires_grad for i in frozen):  # seen in 2.11: Dynamo does not notice
-            return uncompiled(*args)
+            return eager(*args)
         return run(*[args[i] for i in read])
 
     return run_on_what_is_read

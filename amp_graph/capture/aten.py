@@ -44,10 +44,10 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
-def operands_named(node: fx.Node, chosen: Callable[[str], bool]) -> set[fx.Node]:
+def operands_named(node: fx.Node, chosen: Callable[[str], bool]) -> list[fx.Node]:
     """The operands in arguments of chosen names."""
     named = [value for name, value in arguments(node).items() if chosen(name)]
-    return {leaf for leaf in tree_leaves(named) if isinstance(leaf, fx.Node)}
+    return [leaf for leaf in tree_leaves(named) if isinstance(leaf, fx.Node)]
 
 
 def dtype_position(node: fx.Node) -> int | None:

@@ -20,13 +20,13 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.aten import (
     arguments,
     device_of,
     dtype_position,
     op_name,
+    operands_named,
     storages,
     tensors_of,
     written_operands,
@@ -95,13 +95,11 @@ def tensor_facts(tensor: torch.Tensor) -> TensorFacts:
 
 
 def _reads(node: fx.Node, listing: Listing | None) -> Iterator[fx.Node]:
-    operands: list[Any] = list(node.all_input_nodes)
+    operands = node.all_input_nodes
     if listing is not None and (listing.low_args or listing.metadata_args):
         device = device_of(node)
-        operands = [v for k, v in arguments(node).items() if listing.computes_on(k, device)]
-    for operand in tree_leaves(operands):
-        if isinstance(operand, fx.Node) and _has_float32(operand):
-            yield operand
+        operands = operands_named(node, lambda name: listing.computes_on(name, device))
+    return filter(_has_float32, operands)
 
 
 def _has_float32(node: fx.Node) -> bool:

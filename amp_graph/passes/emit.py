@@ -29,7 +29,6 @@ from amp_graph.capture.aten import (
     CAST,
     CLAMP,
     arguments,
-    device_of,
     dtype_position,
     get_attribute,
     operands_named,
@@ -156,13 +155,13 @@ class _Emitter:
     ) -> tuple[Any, Any]:
         """The node's arguments: what it computes on in `precision`, the rest as captured, each
         as `give(captured node, dtype)` returns it; dtype None means whatever it is emitted in."""
-        computed_on = self.operands_computed_on(node)
+        computed_on = self.facts[node.name].reads
 
         def operand(arg: fx.Node) -> Any:
             value = arg.meta.get("val")
             if arg in as_they_are or not isinstance(value, torch.Tensor):
                 return give(arg, None)
-            lowered = value.dtype is torch.float32 and arg in computed_on
+            lowered = value.dtype is torch.float32 and arg.name in computed_on
             return give(arg, precision if lowered else value.dtype)
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), operand)
@@ -276,18 +275,11 @@ class _Emitter:
         moved = f.is_view and f.memory in self.moved
         return moved or any(_differs(self.new[a], a) for a in as_they_are)
 
-    def operands_computed_on(self, node: fx.Node) -> set[fx.Node]:
-        listing = self.lists.lookup(node.target) if isinstance(node.target, OpOverload) else None
-        if listing is None:
-            return set(node.all_input_nodes)
-        device = device_of(node)
-        return operands_named(node, lambda name: listing.computes_on(name, device))
-
     def metadata_operands(self, node: fx.Node) -> set[fx.Node]:
         """Operands of which the operator reads shape and dtype alone."""
         listing = self.lists.lookup(node.target)
         metadata_args = listing.metadata_args if listing else ()
-        return operands_named(node, metadata_args.__contains__) if metadata_args else set()
+        return set(operands_named(node, metadata_args.__contains__)) if metadata_args else set()
 
 
 def _tuples(node: fx.Node) -> set[fx.Node]:

@@ -132,9 +132,10 @@ def follow_parent(scene: Scene, painted: Mapping[str, Paint]) -> Paints:
     paints: Paints = {}
     for name, f in scene.facts.items():
         if f.op == "getitem" and name not in painted:
-            given = next((g for p in f.reads if (g := painted.get(p) or paints.get(p))), None)
-            if given is not None:
-                paints[name] = Paint(given.color, "result of", f.reads[0])
+            for parent in f.reads:
+                given = painted.get(parent) or paints.get(parent)
+                if given is not None:
+                    paints[name] = Paint(given.color, "result of", parent)
     return paints
 
 
