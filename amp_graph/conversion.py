@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,9 +154,9 @@ class Conversion(Compiler):
             reason = f"code between graphs ({found}) is not captured; "
             under = not watch.met_sparse and (self.scale is None or can_scale(self.module))
             if under and self.scale is None:
-                self._capture(self._between_graphs, devices, dtype)
+                self._capture(self._between_graphs, len(self.record.plans), devices, dtype)
             elif under:  # graphs scale gradients, code between them does not
-                self._call = self._own_code(self.scale)
+                self._call = self._own_code(self.scale, len(self.record.plans))
             reason += f"runs {UNDER_AUTOCAST}" if under else "stays float32"
             self.record.plans.append(Plan(dtype, fallback=reason))
         elif not self.record.plans:
@@ -175,7 +176,7 @@ class Conversion(Compiler):
         name = type(self.module).__name__
         advice = "TORCH_LOGS=recompiles tells what changes in it at each call"
         warn(f"{name} is no longer captured and runs under autocast: {reason}. {advice}")
-        self._call = self._own_code(self.scale)
+        self._call = self._own_code(self.scale, len(self.record.plans) - 1)
 
     def _says_what_stays_float32(self) -> bool:
         return bool(self.policy.keep_float32 or self.policy.overrides)
@@ -191,26 +192,31 @@ class Conversion(Compiler):
     def module_names(self) -> dict[str, str]:
         return {str(id(module)): name for name, module in self.module.named_modules()}
 
-    def _between_graphs(self, run: Run, devices: Iterable[str], dtype: torch.dtype) -> Run:
-        """A captured call, with the code between its graphs under autocast if it can be."""
-        run = under_autocast(run, devices, dtype)
-        return or_else(run, self._capture_in_float32, self._not_under_autocast, DYNAMO_ERRORS)
+    def _between_graphs(
+        self, run: Run, index: int, devices: Iterable[str], dtype: torch.dtype
+    ) -> Run:
+        """A captured call, with the code between its graphs, for which plan `index` stands, under
+        autocast if it can be."""
+        run, report = under_autocast(run, devices, dtype), partial(self._not_under_autocast, index)
+        return or_else(run, self._capture_in_float32, report, DYNAMO_ERRORS)
 
     def _capture_in_float32(self) -> Run:
         self._capture(without_autocast, AUTOCAST_DEVICES)
         return self._call
 
-    def _own_code(self, scale: GraphScale | None) -> Run:
-        """The model's own code under autocast if it can be, for what Dynamo cannot capture."""
+    def _own_code(self, scale: GraphScale | None, index: int | None = None) -> Run:
+        """The model's own code under autocast if it can be, for what Dynamo cannot capture and
+        plan `index` stands for."""
         run = own_code(self.module, *self._devices(), scale)
-        return or_else(run, lambda: plain_code(self.module), self._not_under_autocast)
+        report = partial(self._not_under_autocast, index)
+        return or_else(run, lambda: plain_code(self.module), report)
 
-    def _not_under_autocast(self, reason: str) -> None:
-        plans = self.record.plans
-        for i, plan in enumerate(plans):
-            if plan.fallback is not None and plan.fallback.endswith(UNDER_AUTOCAST):
-                before = plan.fallback.removesuffix(UNDER_AUTOCAST)
-                plans[i] = replace(plan, fallback=f"{before}in float32: autocast fails ({reason})")
+    def _not_under_autocast(self, index: int | None, reason: str) -> None:
+        if index is not None:
+            plan = self.record.plans[index]
+            before = str(plan.fallback).removesuffix(UNDER_AUTOCAST)
+            fallback = f"{before}in float32: autocast fails ({reason})"
+            self.record.plans[index] = replace(plan, fallback=fallback)
         name = type(self.module).__name__
         warn(f"code of {name} that is not captured runs in float32: autocast fails ({reason})")
 
@@ -225,7 +231,7 @@ class Conversion(Compiler):
         if isinstance(cause, PlanError):
             self._capture_anew()
             raise cause from None
-        call = self._own_code(self.scale)
+        call = self._own_code(self.scale, len(self.record.plans))
         name = type(self.module).__name__
         reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         _, dtype = self._devices()
