@@ -14,17 +14,25 @@ from torch._dynamo.exc import RestartAnalysis
 
 from amp_graph.capture.dynamo import break_in
 from amp_graph.capture.retrace import retrace
-from amp_graph.checkpointing import with_checkpoints
+from amp_graph.eager import eager
 from amp_graph.errors import PlanError
 from amp_graph.inductor import compile_graph as inductor
 from amp_graph.inductor import options_of
 from amp_graph.ir import Plan
 from amp_graph.nonfinite import run_watched
 from amp_graph.passes.lift_weights import lift_weights
+from amp_graph.passes.written_casts import recorded_values
 from amp_graph.pins import Pins, Saved, pins_for
 from amp_graph.policy import Policy
 from amp_graph.rewrite import device_types, outline, rewrite, split_where_wide
-from amp_graph.runtime import Guarded, Run, under_autocast, warn, without_autocast
+from amp_graph.runtime import (
+    Guarded,
+    Run,
+    restoring_grad_mode,
+    under_autocast,
+    warn,
+    without_autocast,
+)
 from amp_graph.training.boundary import Boundary
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.weights import LowPrecisionWeights
@@ -50,6 +58,17 @@ class Record:
         self.plans[index] = replace(self.plans[index], uncompiled=reason)
         warn(f"graph {index} is not compiled, but runs operator by operator: {reason}")
 
+
+# Operators that, in backward, write the gradient of a parameter into memory of its own.
+MAKE_GRADIENTS = {
+    torch.ops.aten.embedding.default,
+    torch.ops.aten.layer_norm.default,
+    torch.ops.aten.native_layer_norm.default,
+    torch.ops.aten.batch_norm.default,
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.group_norm.default,
+    torch.ops.aten.native_group_norm.default,
+}
 
 Weights: TypeAlias = tuple[tuple[int, torch.dtype], ...]
 Graphs: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
@@ -90,7 +109,7 @@ class Compiler:
         a graph that cannot be retraced runs under autocast, one that cannot be rewritten as it
         was captured."""
         devices = _devices_of(example_inputs)
-        original = with_checkpoints(graph).forward
+        original = restoring_grad_mode(eager(graph).forward)
         self._breaks += break_in(graph)
         try:
             aten = retrace(graph, self.module_names())
@@ -109,18 +128,20 @@ class Compiler:
             self.record.fall_back(len(self.record.plans) - 1, f"{type(error).__name__}: {error}")
             return original
         index = self._keep(plan, aten, emitted)
-        eager = with_checkpoints(lifted)
-        run = eager.forward
+        runnable = eager(lifted)
+        run, parameters = runnable.forward, _parameters_read(lifted)
         if self.policy.compiler == "inductor":
+            parameters = dict.fromkeys(parameters, False)
             run = self._compiled(index, lifted, weights, run, graph, example_inputs, devices)
-        watched = partial(run_watched, eager, plan.facts)
+        watched = partial(run_watched, runnable, plan.facts)
         boundary = Boundary(
-            without_autocast(run, devices),
+            restoring_grad_mode(without_autocast(run, devices)),
             self._weights,
             self.record.scale,
             weights,
-            _parameters_read(lifted),
-            without_autocast(watched, devices),
+            parameters,
+            restoring_grad_mode(without_autocast(watched, devices)),
+            records=bool(recorded_values(lifted.graph)),
         )
         return Guarded(
             boundary,
@@ -134,24 +155,26 @@ class Compiler:
         index: int,
         lifted: fx.GraphModule,
         weights: Weights,
-        eager: Run,
+        by_operator: Run,
         graph: fx.GraphModule,
         example_inputs: Sequence[Any],
         devices: frozenset[str],
     ) -> Callable[..., Any]:
-        """The emitted graph compiled; `eager`, if that fails now or in its first run."""
+        """The emitted graph compiled; `by_operator`, if that fails now or in its first run."""
         options = options_of(self.policy.compiler_options)
         fail = partial(self.record.not_compiled, index)
         try:
-            compiled = inductor(lifted, weights, eager, graph, example_inputs, options, devices)
+            compiled = inductor(
+                lifted, weights, by_operator, graph, example_inputs, options, devices
+            )
         except RestartAnalysis:  # Dynamo captures the graph again, and calls again
             del self.record.plans[index], self._graphs[index]
             raise
         except Exception as error:
             fail(f"{type(error).__name__}: {error}")
-            return eager
+            return by_operator
         at_risk = _inputs_at_risk(self.record.plans[index])
-        return Guarded(compiled, eager, at_risk, fail)
+        return Guarded(compiled, by_operator, at_risk, fail)
 
     def _pins_for(self, aten: fx.GraphModule) -> Pins | None:
         if self.saved is None:
@@ -176,10 +199,12 @@ def _devices_of(inputs: Sequence[Any]) -> frozenset[str]:
     return frozenset(x.device.type for x in inputs if isinstance(x, torch.Tensor))
 
 
-def _parameters_read(module: fx.GraphModule) -> list[int]:
-    """Positions of the inputs that are parameters and that the graph itself reads."""
-    inputs = module.graph.find_nodes(op="placeholder")
-    return [i for i, n in enumerate(inputs) if n.meta.get("is_parameter") and n.users]
+def _parameters_read(module: fx.GraphModule) -> dict[int, bool]:
+    """Positions of the inputs that are parameters and that the graph itself reads; and of each,
+    whether one operator reads it that makes a gradient for it alone."""
+    inputs = enumerate(module.graph.find_nodes(op="placeholder"))
+    read = {i: [*n.users] for i, n in inputs if n.meta.get("is_parameter") and n.users}
+    return {i: len(by) == 1 and by[0].target in MAKE_GRADIENTS for i, by in read.items()}
 
 
 def _inputs_at_risk(plan: Plan) -> list[int]:

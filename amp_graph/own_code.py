@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amp_graph.capture.dynamo import is_sharded
 from amp_graph.runtime import under_autocast
-from amp_graph.training.crossing import Scale, carries_gradient, enter, leave
+from amp_graph.training.crossing import Scale, carries_gradient, enter, follow, leave
 
 PLAIN = (Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -54,6 +54,8 @@ def _scaled(holder: _Holder, scale: Scale, args: Any, kwargs: Any) -> Any:
     result = torch.func.functional_call(
         holder, dict(zip(trained, entered, strict=True)), args, kwargs
     )
+    for parameter, value in zip(trained.values(), entered, strict=True):
+        follow(parameter, value)
     results, spec = tree_flatten(result)
     if not all(leaf is None or isinstance(leaf, PLAIN) for leaf in results):
         scale.is_opaque = True

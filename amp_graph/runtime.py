@@ -75,6 +75,20 @@ def without_autocast(run: Run, device_types: Iterable[str]) -> Run:
     return shielded
 
 
+def restoring_grad_mode(run: Run) -> Run:
+    """`run`, which turns recording off and on again, raises in the mode that it was called in."""
+
+    def restoring(*args: Any, **kwargs: Any) -> Any:
+        before = torch.is_grad_enabled()
+        try:
+            return run(*args, **kwargs)
+        except BaseException:
+            torch.set_grad_enabled(before)
+            raise
+
+    return restoring
+
+
 def under_autocast(run: Run, device_types: Iterable[str], dtype: torch.dtype) -> Run:
     """What runs where no graph could be rewritten: the original, with float32 results."""
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -41,6 +42,9 @@ from rich.progress import track
 from amp_graph.ir import Level
 
 WARM_UP = 3
+# For glibc's allocator: keep what was freed. Else it gives memory back between steps or does not,
+# by chance of the heap, and to get it again costs more than what is compared.
+KEEP_HEAP = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 
 
 def measure(name: str, settings: Settings) -> dict[str, Any]:
@@ -128,7 +132,8 @@ def main() -> None:
     results = []
     for name in track(args.models, "measuring", console=Console(stderr=True)):
         command = [sys.executable, *sys.argv, "--one", name]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        environment = KEEP_HEAP | os.environ
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
         if done.returncode:
             print(f"{name}: ended with {done.returncode}", file=sys.stderr)
         else:

@@ -10,7 +10,7 @@ import torch
 from graphs import Rewritten, W, X, capture, rewritten, run
 from torch import fx
 
-from amp_graph.capture.aten import CAST
+from amp_graph.capture.aten import CAST, SET_GRAD_ENABLED
 from amp_graph.errors import VerifyError
 from amp_graph.ir import Plan
 from amp_graph.passes.verify import CHECKS, verify
@@ -67,6 +67,12 @@ def read_a_stale_cast(result: Rewritten) -> None:
     after.replace_input_with(after.args[0], before.args[0])
 
 
+def cast_unrecorded(result: Rewritten) -> None:
+    cast = node(result, "deny1").args[0]
+    for place, mode in ((cast.prepend, False), (cast.append, True)):
+        place(result.module.graph.call_function(SET_GRAD_ENABLED, (mode,)))
+
+
 def run_it_in_float32(result: Rewritten) -> None:
     matmul = node(result, "allow1")
     matmul.args = tuple(node(result, n) for n in ("x", "w"))
@@ -115,6 +121,7 @@ BREAKAGES: dict[str, Callable[[Rewritten], Plan | None]] = {
     "every_node_is_emitted": drop_a_node,
     "operands_are_the_captured_ones": read_another_value,
     "casts_are_fresh": read_a_stale_cast,
+    "autograd_records_as_before": cast_unrecorded,
     "low_nodes_are_low": run_it_in_float32,
     "outputs_keep_their_dtype": return_it_low,
     "outputs_share_memory_as_before": return_a_copy,
@@ -168,13 +175,18 @@ def change_a_number(result: Rewritten) -> None:
     write.args = (write.args[0], 2.0)
 
 
+def record_no_more(result: Rewritten) -> None:
+    graph = result.module.graph
+    node(result, "deny1").prepend(graph.call_function(SET_GRAD_ENABLED, (False,)))
+
+
 def drop_a_write(result: Rewritten) -> None:
     write = node(result, "infer1")
     write.replace_all_uses_with(write.args[0])
     result.module.graph.erase_node(write)
 
 
-OTHERS = [swap_operands, swap_outputs, change_a_number, drop_a_write]
+OTHERS = [swap_operands, swap_outputs, change_a_number, drop_a_write, record_no_more]
 
 
 @pytest.mark.parametrize("breakage", OTHERS, ids=lambda breakage: breakage.__name__)

@@ -13,6 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 CAST = torch.ops.aten._to_copy.default
 CLAMP = torch.ops.aten.clamp.default
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+# `x.data`, as Dynamo 2.11 - 2.15 spells it.
+DATA: Callable[..., Any] = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 SELECTIVE = "_checkpoint_context_fn"  # in the meta of a body: what selective checkpointing saves
 
 

@@ -5,9 +5,9 @@
     y = h.matmul(w)                      matmul = aten.matmul.default(relu, w)
     z = wrap_body_0(checkpoint, y)       wrap_body_0(checkpoint, matmul)
 
-A node that changes a mode (grad, autocast, the kernels allowed for attention) or holds a graph of
-its own (checkpoint, cond, a custom autograd function) passes through as it is, and its body is
-retraced in its own right.
+A node that changes a mode (grad, autocast, the kernels allowed for attention), takes `.data` of
+a tensor, or holds a graph of its own (checkpoint, cond, a custom autograd function) passes through
+as it is, and its body is retraced in its own right. Inference mode is spelled as `no_grad`.
 The stretches between such nodes are traced by `make_fx(pre_dispatch=True)` on the fake tensors
 that Dynamo left in `meta["example_value"]`, under the modes in force at that place.
 """
@@ -26,6 +26,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import (
     _backend_from_string,
@@ -34,13 +35,20 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-from amp_graph.capture.aten import SELECTIVE, get_attribute, set_attribute
+from amp_graph.capture.aten import (
+    DATA,
+    SELECTIVE,
+    SET_GRAD_ENABLED,
+    get_attribute,
+    set_attribute,
+)
 from amp_graph.capture.attention import ATTENTION, note_kernel
 from amp_graph.capture.fake import fake_mode_of
 from amp_graph.errors import CaptureError
 
 KERNEL_CHOICE = (_sdpa_kernel, _backend_from_string)
-MODE_SETTERS = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast, *KERNEL_CHOICE)
+INFERENCE_MODE = (_enter_inference_mode, _exit_inference_mode)
+MODE_SETTERS = (SET_GRAD_ENABLED, _enter_autocast, _exit_autocast, *INFERENCE_MODE, *KERNEL_CHOICE)
 
 
 def convert_like(
@@ -120,13 +128,32 @@ def passes_through(node: fx.Node) -> bool:
     """Whether the node is copied as it is rather than traced."""
     if node.op in ("placeholder", "get_attr", "output"):
         return True
-    if _is_higher_order(node) or node.target in MODE_SETTERS:
+    if _is_higher_order(node) or node.target is DATA or node.target in MODE_SETTERS:
         return True
     return node.target is operator.getitem and _is_higher_order(node.args[0])
 
 
 def _is_higher_order(value: Any) -> bool:
     return isinstance(value, fx.Node) and isinstance(value.target, HigherOrderOperator)
+
+
+def grad_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
+    """The nodes that change whether autograd records, and to what. Inference mode counts as
+    `no_grad`: a graph is for tensors that autograd may take as well."""
+    found: dict[fx.Node, bool] = {}
+    records, before = torch.is_grad_enabled(), []
+    for node in graph.nodes:
+        if node.target is SET_GRAD_ENABLED:
+            records = bool(node.args[0])
+        elif node.target is _enter_inference_mode:
+            before.append(records)
+            records = not node.args[0]
+        elif node.target is _exit_inference_mode:
+            records = before.pop()
+        else:
+            continue
+        found[node] = records
+    return found
 
 
 class _Retracer:
@@ -137,6 +164,7 @@ class _Retracer:
         self.module = module
         self.names = names
         self.autocasts: list[Any] = []  # the autocast regions that the trace is inside of
+        self.grad_modes = grad_modes(module.graph)
         self.root = torch.nn.Module()
         self.graph = fx.Graph()
         self.new: dict[fx.Node, Any] = {}
@@ -158,13 +186,19 @@ class _Retracer:
                 self.trace_stretch(stretch)
                 stretch = []
                 self.copy(node)
+        for node in self.graph.find_nodes(op="call_function", target=aten.set_.source_Tensor):
+            raise CaptureError(f"'{node.name}' puts a tensor into other memory (`x.data = y`)")
         traced = fx.GraphModule(self.root, self.graph, class_name="AtenGraph")
         if SELECTIVE in self.module.meta:
             traced.meta[SELECTIVE] = self.module.meta[SELECTIVE]
         return traced
 
     def copy(self, node: fx.Node) -> None:
-        new = self.graph.node_copy(node, lambda arg: self.new[arg])
+        if node in self.grad_modes:
+            new = self.graph.call_function(SET_GRAD_ENABLED, (self.grad_modes[node],))
+            new.meta = dict(node.meta)
+        else:
+            new = self.graph.node_copy(node, lambda arg: self.new[arg])
         self.new[node] = new
         if node.op == "output":
             return
@@ -180,8 +214,8 @@ class _Retracer:
             return self.autocasts[-1]
         if node.target is _exit_autocast:
             return _exit_autocast(self.autocasts.pop())
-        if node.target is torch._C._set_grad_enabled:
-            return torch._C._set_grad_enabled(*node.args)
+        if node in self.grad_modes:
+            return SET_GRAD_ENABLED(self.grad_modes[node])
         if node.target in KERNEL_CHOICE:
             return node.target(*fx.node.map_arg(node.args, lambda n: self.fake[n]))
         if node.target is operator.getitem:

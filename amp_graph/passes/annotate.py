@@ -22,6 +22,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from amp_graph.capture.aten import (
+    DATA,
     arguments,
     device_of,
     dtype_position,
@@ -53,7 +54,7 @@ def annotate(module: fx.GraphModule, lists: OpLists) -> dict[str, NodeFacts]:
 
 def _facts(node: fx.Node, lists: OpLists, memory: _Memory, region: str) -> NodeFacts:
     listing = lists.lookup(node.target) if isinstance(node.target, OpOverload) else None
-    if listing is None and node.target is operator.getitem:
+    if node.target in (operator.getitem, DATA):
         color: Color | None = Color.CLEAR
     else:
         color = listing.color if listing else None

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.aten import (
     CAST,
-    CLAMP,
+    DATA,
     arguments,
     dtype_position,
     get_attribute,
@@ -39,6 +38,7 @@ from amp_graph.capture.aten import (
 from amp_graph.capture.fake import CannotReplay, replay, replaying
 from amp_graph.ir import Cast, Color, NodeFacts, Paint, takes_either
 from amp_graph.oplists import OpLists
+from amp_graph.passes.written_casts import WrittenCasts
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,11 @@ def emit(
             set_attribute(root, target, bodies.get(target, get_attribute(module, target)))
     emitted = fx.GraphModule(root, emitter.graph, class_name="AmpGraph")
     emitted.meta.update(module.meta)
-    return Emitted(emitted, tuple(emitter.casts.values()), frozenset(emitter.refused))
+    return Emitted(emitted, emitter.casts.all, frozenset(emitter.refused))
 
 
 class _Emitter:
-    """`new[node]` is the emitted form of a captured node; `cached[memory][node, dtype]` its cast,
-    valid until that memory is written."""
+    """`new[node]` is the emitted form of a captured node."""
 
     def __init__(
         self,
@@ -92,10 +91,8 @@ class _Emitter:
         self.low, self.dtype, self.lists = low, dtype, lists
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
-        self.cached: dict[str, dict[tuple[fx.Node, torch.dtype], fx.Node]] = defaultdict(dict)
-        self.casts: dict[fx.Node, Cast] = {}
+        self.casts = WrittenCasts(module.graph, self.graph, self.new, facts, paints, dtype)
         self.refused: set[str] = set()
-        self.names = set(facts)
         self.moved: set[str] = set()  # memories that are other fake ones than when captured
         self.float32_memory = {
             memory for f in facts.values() if f.name not in low for memory in f.writes
@@ -109,18 +106,19 @@ class _Emitter:
                 raise
             self.refused.add(node.name)
             self.write(node, torch.float32)
+        self.casts.follow(node)
         for operand in written_operands(self.module, node):
-            self.cached.pop(self.facts[operand.name].memory, None)
+            self.casts.forget(self.facts[operand.name].memory)
         if self.needs_float32_memory(node):
             low = self.new[node]
-            self.new[node] = self.cast(node, torch.float32, node.name)
-            self.cached[node.name][node, self.dtype] = low
+            self.new[node] = self.casts.of(node, torch.float32, node.name)
+            self.casts.remember(node, self.dtype, low)
 
     def write(self, node: fx.Node, precision: torch.dtype) -> None:
         """Write one node that gets its float32 operands in `precision`."""
         if not isinstance(node.target, OpOverload):
-            args, kwargs = self.emitted_operands(node, torch.float32, _tuples(node))
-            self.append(node, args, kwargs, self.value_of(node))
+            args, kwargs = self.emitted_operands(node, precision, _tuples(node))
+            self.append(node, args, kwargs, _value_of(node, args))
             return
         metadata = self.metadata_operands(node)
         is_low = precision is not torch.float32
@@ -138,13 +136,6 @@ class _Emitter:
                 self.replay_and_append(node, precision, as_they_are)
                 return
         raise CannotReplay
-
-    def value_of(self, node: fx.Node) -> Any:
-        if node.target is not operator.getitem:
-            return node.meta.get("val")
-        source, index = node.args
-        assert isinstance(source, fx.Node)
-        return self.new[source].meta["val"][index]
 
     def operands(
         self,
@@ -189,7 +180,7 @@ class _Emitter:
         """The arguments as emitted nodes; casts that are not there yet are written."""
 
         def give(arg: fx.Node, dtype: torch.dtype | None) -> fx.Node:
-            return self.new[arg] if dtype is None else self.cast(arg, dtype, node.name)
+            return self.new[arg] if dtype is None else self.casts.of(arg, dtype, node.name)
 
         return self.operands(node, precision, as_they_are, give)
 
@@ -224,43 +215,6 @@ class _Emitter:
         if value is not node.meta.get("val"):
             self.moved.add(self.facts[node.name].memory)
 
-    def cast(self, arg: fx.Node, dtype: torch.dtype, reader: str) -> fx.Node:
-        """The value in `dtype`: itself, a cast made before, or a new one."""
-        if self.new[arg].meta["val"].dtype is dtype:
-            return self.new[arg]
-        cached = self.cached[self.facts[arg.name].memory]
-        found = cached.get((arg, dtype))
-        if found is None:
-            found = cached[arg, dtype] = self.write_cast(arg, dtype)
-        cast = self.casts.get(found)
-        if cast is not None and reader not in cast.readers:
-            self.casts[found] = replace(cast, readers=(*cast.readers, reader))
-        return found
-
-    def write_cast(self, arg: fx.Node, dtype: torch.dtype) -> fx.Node:
-        new = self.new[arg]
-        value = new.meta["val"]
-        saturate = self.paints[arg.name].huge and dtype is self.dtype
-        if saturate:
-            info = torch.finfo(dtype)
-            new = self.call(CLAMP, (new, info.min, info.max), {}, f"{arg.name}_clamped", arg)
-        suffix = str(dtype).removeprefix("torch.")
-        cast = self.call(CAST, (new,), {"dtype": dtype}, f"{arg.name}_{suffix}", arg)
-        numel = sum(t.numel for t in self.facts[arg.name].tensors)
-        size = numel * (value.dtype.itemsize + dtype.itemsize)
-        is_weight = self.facts[arg.name].is_weight
-        self.casts[cast] = Cast(arg.name, dtype, (), size, saturate, is_weight)
-        return cast
-
-    def call(self, target: OpOverload, args: Any, kwargs: Any, name: str, of: fx.Node) -> fx.Node:
-        while name in self.names:  # a captured node of this name, met later, would be renamed
-            name += "_"
-        self.names.add(name)
-        node = self.graph.create_node("call_function", target, args, kwargs, name)
-        value = target(*fx.node.map_arg(args, lambda n: n.meta["val"]), **kwargs)
-        node.meta = {**of.meta, "val": value}
-        return node
-
     def needs_float32_memory(self, node: fx.Node) -> bool:
         """Whether the low-precision result of this node is written to in float32, or shares its
         memory with an output."""
@@ -280,6 +234,13 @@ class _Emitter:
         listing = self.lists.lookup(node.target)
         metadata_args = listing.metadata_args if listing else ()
         return set(operands_named(node, metadata_args.__contains__)) if metadata_args else set()
+
+
+def _value_of(node: fx.Node, args: Any) -> Any:
+    """What a node that is no operator returns, given its operands as they were emitted."""
+    if node.target is operator.getitem:
+        return args[0].meta["val"][args[1]]
+    return DATA(args[0].meta["val"]) if node.target is DATA else node.meta.get("val")
 
 
 def _tuples(node: fx.Node) -> set[fx.Node]:

@@ -13,10 +13,19 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.capture.aten import CAST, CLAMP, storages, tensors_of, written_operands
+from amp_graph.capture.aten import (
+    CAST,
+    CLAMP,
+    SET_GRAD_ENABLED,
+    storages,
+    tensors_of,
+    written_operands,
+)
 from amp_graph.errors import VerifyError
 from amp_graph.ir import Color, Plan, takes_either
+from amp_graph.passes.written_casts import recorded_values
 
+ADDED = (CAST, CLAMP, SET_GRAD_ENABLED)  # what emit writes besides the captured nodes
 Check = Callable[[fx.GraphModule, fx.GraphModule, Plan], Iterator[str]]
 
 
@@ -34,7 +43,7 @@ def _nodes(module: fx.GraphModule) -> dict[str, fx.Node]:
 def every_node_is_emitted(
     captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
 ) -> Iterator[str]:
-    ours = [n for n in emitted.graph.nodes if n.target not in (CAST, CLAMP) or n.name in plan.facts]
+    ours = [n for n in emitted.graph.nodes if n.target not in ADDED or n.name in plan.facts]
     theirs = list(captured.graph.nodes)
     if len(ours) != len(theirs):
         yield f"{len(theirs)} nodes were captured and {len(ours)} emitted"
@@ -87,6 +96,21 @@ def casts_are_fresh(captured: fx.GraphModule, emitted: fx.GraphModule, plan: Pla
                 yield f"'{node.name}' reads '{cast.name}' from before '{source}' was written"
         for target in written_operands(emitted, node):
             written.update(dict.fromkeys(storages(target), position))
+
+
+def autograd_records_as_before(
+    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
+) -> Iterator[str]:
+    """What autograd recorded when captured it records now, casts of that as well, and no more."""
+    was, now = ({n.name for n in recorded_values(m.graph)} for m in (captured, emitted))
+    for node in emitted.graph.nodes:
+        if node.target is SET_GRAD_ENABLED:
+            continue
+        is_cast, origin = node.name not in plan.facts, _origin(node, plan)
+        if (origin in was) > (node.name in now):
+            yield f"'{node.name}' is not recorded by autograd, as '{origin}' was"
+        if (node.name in now) > (origin in was) and not is_cast:
+            yield f"'{node.name}' is recorded by autograd and was not"
 
 
 def low_nodes_are_low(
@@ -215,6 +239,7 @@ CHECKS: tuple[Check, ...] = (
     every_node_is_emitted,
     operands_are_the_captured_ones,
     casts_are_fresh,
+    autograd_records_as_before,
     low_nodes_are_low,
     outputs_keep_their_dtype,
     outputs_share_memory_as_before,

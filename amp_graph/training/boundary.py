@@ -12,20 +12,34 @@ widens them in one fused call, and unscales and checks them in another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter, itemgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp_graph.training.crossing import Scale, carries_gradient, enter, leave, write_back
-from amp_graph.training.weights import LowPrecisionWeights
+from amp_graph.training.crossing import (
+    Scale,
+    carries_gradient,
+    enter,
+    follow,
+    leave,
+    write_back,
+)
+from amp_graph.training.weights import GraphWeights, LowPrecisionWeights
 
 # Bytes of float32 parameters per group, the last parameters first: as in DistributedDataParallel,
 # whose communication can start when the first, small group is done. On CPU all groups are small,
 # so that gradients are still in the cache when they are widened.
 FIRST_GROUP_BYTES, GROUP_BYTES = 2**20, {"cpu": 2**20, "other": 25 * 2**20}
+
+Pick = Callable[[Sequence[Any]], tuple[Any, ...]]
+_requires_grad = attrgetter("requires_grad")
 
 
 class Boundary:
@@ -33,8 +47,10 @@ class Boundary:
 
     run: the graph; it takes the captured inputs and then the low-precision weights.
     watched: runs the graph under a FirstNonfinite, which it takes first.
+    records: whether autograd records some of it though it was called under `no_grad`.
     weights: position among the captured inputs and dtype of each low-precision weight.
-    parameters: positions of the inputs that are parameters and read in float32 as well.
+    parameters: positions of the inputs that are parameters and read in float32 as well; and of
+        each, whether its gradient from there is made for it alone.
     """
 
     def __init__(
@@ -43,41 +59,58 @@ class Boundary:
         store: LowPrecisionWeights,
         scale: Scale | None,
         weights: Sequence[tuple[int, torch.dtype]] = (),
-        parameters: Sequence[int] = (),
+        parameters: Mapping[int, bool] = MappingProxyType({}),
         watched: Callable[..., Any] | None = None,
+        records: bool = False,
     ):
         self._run = run
         self._watched = watched
-        self._store = store
         self._scale = scale
+        self._records = records
         self._positions = [position for position, _ in weights]
-        self._dtypes = [dtype for _, dtype in weights]
-        self._read_wide = list(parameters)
+        self._weights = GraphWeights(store, [dtype for _, dtype in weights])
+        self._read_wide = parameters
+        self._low_parameters = _picker(self._positions)
+        self._wide_parameters = _picker(list(parameters))
         self._groups: tuple[_Group, ...] = ()
-        self._groups_for: Any = None  # ids and requires_grad of the parameters they were made for
+        self._groups_for: Any = None  # what they follow from
 
     def __call__(self, *args: Any) -> Any:
-        values = list(args)
-        if self._positions:
-            parameters = [args[i] for i in self._positions]
-            values += self._store.refreshed(parameters, self._dtypes)
-        if not torch.is_grad_enabled():
+        parameters = self._low_parameters(args)
+        values = [*args, *self._weights.refreshed(parameters)] if parameters else list(args)
+        if torch.is_grad_enabled():
+            return self._run_recorded(args, parameters, values, nullcontext())
+        if not self._records:
             return self._run(*values)
+        with torch.enable_grad():
+            return self._run_recorded(args, parameters, values, torch.no_grad())
+
+    def _run_recorded(
+        self,
+        args: Sequence[Any],
+        parameters: Sequence[Tensor],
+        values: list[Any],
+        begin: AbstractContextManager[Any],
+    ) -> Any:
+        """Let gradients of parameters out. The graph itself begins inside of `begin`."""
         scale = self._scale if self._scale is not None and self._scale.is_on() else None
-        for group in self._groups_of(args, scale):
-            entered = enter(
-                scale,
-                [values[slot] for slot in group.slots],
-                group.owners,
-                [args[i] for i in group.positions],
-            )
+        for group in self._groups_of(args, parameters, scale):
+            lows, tensors = group.pick_values(values), group.pick_tensors(args)
+            entered = enter(scale, lows, group.owners, tensors, group.fresh)
             for slot, value in zip(group.slots, entered, strict=True):
                 values[slot] = value
-        if scale is None:
+        if scale is not None:
+            return self._run_scaled(scale, args, values, begin)
+        with begin:
             return self._run(*values)
-        return self._run_scaled(scale, args, values)
 
-    def _run_scaled(self, scale: Scale, args: Sequence[Any], values: list[Any]) -> Any:
+    def _run_scaled(
+        self,
+        scale: Scale,
+        args: Sequence[Any],
+        values: list[Any],
+        begin: AbstractContextManager[Any],
+    ) -> Any:
         """Run with gradients of inputs and outputs scaled too."""
         inputs = [
             i
@@ -87,63 +120,89 @@ class Boundary:
         for i in inputs:
             (values[i],) = enter(scale, [args[i]], (0,), [args[i]])
         versions = [args[i]._version for i in inputs]
-        if scale.watch is not None and self._watched is not None:
-            results = self._watched(scale.watch, *values)
-        else:
-            results = self._run(*values)
+        with begin:
+            if scale.watch is not None and self._watched is not None:
+                results = self._watched(scale.watch, *values)
+            else:
+                results = self._run(*values)
         for i, version in zip(inputs, versions, strict=True):
             if args[i]._version != version:
                 write_back(scale, args[i], values[i])
+            follow(args[i], values[i])
         return leave(scale, results, [args[i] for i in inputs])
 
-    def _groups_of(self, args: Sequence[Any], scale: Scale | None) -> tuple[_Group, ...]:
+    def _groups_of(
+        self, args: Sequence[Any], parameters: Sequence[Tensor], scale: Scale | None
+    ) -> tuple[_Group, ...]:
         """The parameters that need gradients, in groups; the answer is kept while it holds."""
-        lows = [(id(args[i]), args[i].requires_grad) for i in self._positions]
-        wides = [(id(args[i]), args[i].requires_grad) for i in self._read_wide] if scale else []
-        if self._groups_for != (lows, wides):
+        if scale is None:
+            given: Any = [*map(_requires_grad, parameters)]
+        else:
+            read = [*parameters, *self._wide_parameters(args)]
+            given = [(id(p), p.requires_grad) for p in read]
+        if self._groups_for != given:
             slots = [(i, len(args) + k) for k, i in enumerate(self._positions)]
             if scale is not None:
                 slots += [(i, i) for i in self._read_wide]
-            slots = sorted((i, slot) for i, slot in slots if args[i].requires_grad)
-            self._groups = tuple(_grouped(slots, args))
-            self._groups_for = (lows, wides)
-            if scale is not None:
                 scale.parameters_changed()
+            slots = sorted((i, slot) for i, slot in slots if args[i].requires_grad)
+            fresh = {i for i, alone in self._read_wide.items() if alone and (i, i) in slots}
+            self._groups = tuple(_grouped(slots, args, fresh))
+            self._groups_for = given
         return self._groups
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters whose gradients leave together.
+    """Parameters of one device and dtype, whose gradients leave together.
 
-    positions: where they are among the captured inputs.
     slots: where their values, in float32 or low precision, go among the graph's inputs.
-    owners: for each slot, the index into `positions` of its parameter.
+    owners: for each slot, which of the parameters it is for, counted within the group.
+    fresh: the owners whose first gradient is made for them alone.
     """
 
-    positions: tuple[int, ...]
     slots: tuple[int, ...]
     owners: tuple[int, ...]
+    fresh: frozenset[int]
+    pick_values: Pick
+    pick_tensors: Pick
 
 
-def _grouped(slots: Sequence[tuple[int, int]], args: Sequence[Tensor]) -> Iterator[_Group]:
-    positions: list[int] = []
+def _grouped(
+    slots: Sequence[tuple[int, int]], args: Sequence[Tensor], fresh: Container[int]
+) -> Iterator[_Group]:
     members: list[tuple[int, int]] = []
     size, limit = 0, FIRST_GROUP_BYTES
-    for position, slot in reversed(slots):
-        if position not in positions:
-            if size >= limit:
-                yield _group(positions, members)
-                kind = args[position].device.type
-                limit = GROUP_BYTES.get(kind, GROUP_BYTES["other"])
-                positions, members, size = [], [], 0
-            positions.append(position)
-            size += args[position].nbytes
-        members.append((position, slot))
-    if positions:
-        yield _group(positions, members)
+    for position, its_slots in groupby(reversed(slots), key=itemgetter(0)):
+        parameter = args[position]
+        if members and (size >= limit or not _are_alike(parameter, args[members[0][0]])):
+            yield _group(members, fresh)
+            members, size = [], 0
+            limit = GROUP_BYTES.get(parameter.device.type, GROUP_BYTES["other"])
+        members += its_slots
+        size += parameter.nbytes
+    if members:
+        yield _group(members, fresh)
 
 
-def _group(positions: list[int], members: list[tuple[int, int]]) -> _Group:
-    owners = tuple(positions.index(position) for position, _ in members)
-    return _Group(tuple(positions), tuple(slot for _, slot in members), owners)
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.device == other.device and one.dtype == other.dtype
+
+
+def _group(members: Sequence[tuple[int, int]], fresh: Container[int]) -> _Group:
+    positions = sorted({position for position, _ in members})
+    slots = tuple(slot for _, slot in sorted(members))  # of one parameter, float32 comes first
+    return _Group(
+        slots,
+        owners=tuple(positions.index(position) for position, _ in sorted(members)),
+        fresh=frozenset(k for k, position in enumerate(positions) if position in fresh),
+        pick_values=_picker(slots),
+        pick_tensors=_picker(positions),
+    )
+
+
+def _picker(positions: Sequence[int]) -> Pick:
+    """What takes these out of a sequence, in C: it does so at every call of a model."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    return lambda values: tuple(values[i] for i in positions)

@@ -12,7 +12,7 @@ factors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,9 @@ from torch.autograd import Function
 
 from amp_graph.nonfinite import FirstNonfinite
 from amp_graph.training.checked_gradients import CheckedGradients
+
+# Of a model that takes gradients inside, Dynamo would capture what runs in them.
+not_captured = torch.compiler.disable(reason="the boundary of a graph of amp_graph")
 
 
 class Scale(Protocol):
@@ -49,12 +52,17 @@ class Scale(Protocol):
 
 
 def enter(
-    scale: Scale | None, values: Sequence[Tensor], owners: Sequence[int], tensors: Sequence[Tensor]
+    scale: Scale | None,
+    values: Sequence[Tensor],
+    owners: Sequence[int],
+    tensors: Sequence[Tensor],
+    fresh: Container[int] = (),
 ) -> tuple[Tensor, ...]:
-    """Hand values in for tensors: `owners` tells which tensor each value stands for, as it is or
-    in low precision. Gradients of the values go out to the tensors, in their dtype, divided by S.
+    """Hand values in for tensors of one device and dtype: `owners` tells which tensor each value
+    stands for, as it is or in low precision. Gradients of the values go out to the tensors, in
+    their dtype, divided by S. Those of `fresh` owners are nobody else's and may be written to.
     """
-    entered: tuple[Tensor, ...] = _apply(_Enter, scale, values, owners, *tensors)
+    entered: tuple[Tensor, ...] = _apply(_Enter, scale, values, owners, fresh, *tensors)
     return entered
 
 
@@ -77,6 +85,12 @@ def write_back(scale: Scale, written: Tensor, value: Tensor) -> None:
     _apply(_WriteBack, scale, written, value)
 
 
+def follow(tensor: Tensor, value: Tensor) -> None:
+    """Put a tensor into the memory that what had entered for it was put into (`x.data = y`)."""
+    if value.data_ptr() != tensor.data_ptr():
+        tensor.data = value.data
+
+
 def carries_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
@@ -88,46 +102,54 @@ class _Enter(Function):
         scale: Scale | None,
         values: Sequence[Tensor],
         owners: Sequence[int],
+        fresh: Container[int],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.scale, ctx.owners, ctx.tensors = scale, owners, tensors
-        return tuple(value.detach() for value in values)
+        ctx.scale, ctx.owners, ctx.fresh, ctx.tensors = scale, owners, fresh, tensors
+        return tuple([value.detach() for value in values])
 
     @staticmethod
+    @not_captured
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        out: list[Tensor | None] = [None] * len(ctx.tensors)
-        fused: dict[torch.device, dict[int, list[Tensor]]] = {}
-        alone = []
-        is_recorded = torch.is_grad_enabled()
-        for i, gradient in zip(ctx.owners, grads, strict=True):
-            if gradient is None:
-                continue
-            if not is_recorded and _is_plain(gradient) and ctx.tensors[i].dtype is torch.float32:
-                fused.setdefault(gradient.device, {}).setdefault(i, []).append(gradient)
-            else:
-                alone.append((i, gradient))
-        for parts in fused.values():
-            for i, gradient in zip(parts, _unscaled(ctx, parts), strict=True):
-                out[i] = gradient
-        for i, gradient in alone:
-            crossed = _go_out(ctx.scale, gradient, ctx.tensors[i].dtype)
-            before = out[i]
-            out[i] = crossed if before is None else before + crossed
-        return (None, None, None, *out)
+        given = [(i, g) for i, g in zip(ctx.owners, grads, strict=True) if g is not None]
+        is_float32 = ctx.tensors[0].dtype is torch.float32
+        fused = is_float32 and not torch.is_grad_enabled() and _are_plain([g for _, g in given])
+        found = _go_out_together(ctx, given) if fused else _go_out_one_by_one(ctx, given)
+        return (None, None, None, None, *map(found.get, range(len(ctx.tensors))))
 
 
-def _unscaled(ctx: Any, parts: dict[int, list[Tensor]]) -> list[Tensor]:
-    """Float32 gradients, each the sum of its parts, laid out as their tensors are, or
-    AccumulateGrad would copy them again."""
-    gradients = [torch.empty_like(ctx.tensors[i], requires_grad=False) for i in parts]
-    torch._foreach_copy_(gradients, [first for first, *_ in parts.values()])
-    for gradient, (_, *others) in zip(gradients, parts.values(), strict=True):
-        for other in others:
-            gradient.add_(other)
-    if ctx.scale is not None:
+def _go_out_together(ctx: Any, given: Iterable[tuple[int, Tensor]]) -> dict[int, Tensor]:
+    """Float32 gradients, each the sum of its parts, in a few fused calls. They are laid out as
+    their tensors are, or AccumulateGrad would copy them again."""
+    found: dict[int, Tensor] = {}
+    others, wide, narrow = [], [], []
+    for i, gradient in given:
+        if i in found:
+            others.append((i, gradient))
+        elif i in ctx.fresh and gradient.dtype is torch.float32:
+            found[i] = gradient
+        else:
+            found[i] = torch.empty_like(ctx.tensors[i], requires_grad=False)
+            wide.append(found[i])
+            narrow.append(gradient)
+    if wide:
+        torch._foreach_copy_(wide, narrow)
+    for i, gradient in others:
+        found[i].add_(gradient)
+    if ctx.scale is not None and found:
+        gradients = [*found.values()]
         ctx.scale.checked.unscale_(gradients, ctx.scale.inverse(gradients[0].device))
-    return gradients
+    return found
+
+
+def _go_out_one_by_one(ctx: Any, given: Iterable[tuple[int, Tensor]]) -> dict[int, Tensor]:
+    """Gradients that are recorded for a derivative of their own, sparse, or of a vmap."""
+    found: dict[int, Tensor] = {}
+    for i, gradient in given:
+        crossed = _go_out(ctx.scale, gradient, ctx.tensors[i].dtype)
+        found[i] = found[i] + crossed if i in found else crossed
+    return found
 
 
 class _Leave(Function):
@@ -140,6 +162,7 @@ class _Leave(Function):
         return value if shares else value.detach()
 
     @staticmethod
+    @not_captured
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return None, _come_in(ctx.scale, gradient, ctx.dtype), None
 
@@ -152,6 +175,7 @@ class _WriteBack(Function):
         return written
 
     @staticmethod
+    @not_captured
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return None, None, _come_in(ctx.scale, gradient, ctx.dtype)
 
@@ -173,6 +197,7 @@ class _Cross(Function):
         ctx.dtype = value.dtype
 
     @staticmethod
+    @not_captured
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         if ctx.is_coming_in:
             factor = ctx.factor * ctx.scale.inverse(gradient.device)
@@ -212,9 +237,14 @@ def _apply(function: type[Function], *args: Any) -> Any:
     return function.apply(*args)
 
 
-def _is_plain(gradient: Tensor) -> bool:
-    """Whether the fused calls take this gradient: it is dense, and not one of a vmap's."""
-    return gradient.layout is torch.strided and not is_batched(gradient)
+def _are_plain(gradients: Sequence[Tensor]) -> bool:
+    """Whether the fused calls take these: they are dense, and none is one of a vmap's."""
+    functorch = torch._C._functorch
+    return (
+        all(gradient.layout is torch.strided for gradient in gradients)
+        and not any(map(functorch.is_batchedtensor, gradients))
+        and not any(map(functorch.is_legacy_batchedtensor, gradients))
+    )
 
 
 def _memory(tensor: Tensor) -> int:

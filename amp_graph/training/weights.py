@@ -4,18 +4,21 @@ They live as long as the conversion and are brought up to date whenever a graph 
 all of a graph's in one fused call. No cheaper rule is right: fused optimizers and writes through
 `.data` change a parameter without a trace (its `_version` stays, seen in torch 2.13), so a copy
 that was kept could be stale.
+
+All of this runs at every call of a model, so what is done for each single parameter is done in C.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-# 2.11 - 2.15; what torch.autograd._unsafe_preserve_version_counter does on leaving.
-set_versions = torch._C._autograd._unsafe_set_version_counter
+_version, _shape = attrgetter("_version"), attrgetter("shape")
 
 
 class LowPrecisionWeights:
@@ -24,31 +27,7 @@ class LowPrecisionWeights:
     def __init__(self) -> None:
         self._copies: dict[tuple[int, torch.dtype], _Copy] = {}
 
-    @torch.no_grad()
-    def refreshed(
-        self, parameters: Sequence[Tensor], dtypes: Sequence[torch.dtype]
-    ) -> list[Tensor]:
-        """Return each parameter in its dtype, as of now.
-
-        A copy is written anew even if nothing is known to have changed. Its version counts up
-        only if the parameter's did, so that autograd objects to a backward pass through weights
-        that were stepped meanwhile exactly where it would object in float32.
-        """
-        copies = list(map(self._copy_of, parameters, dtypes))
-        lows = [copy.low for copy in copies]
-        unchanged = []
-        for copy, parameter in zip(copies, parameters, strict=True):
-            # Inference tensors count no versions; autograd does not record their use either.
-            version = 0 if parameter.is_inference() else parameter._version
-            if copy.version == version:
-                unchanged.append(copy.low)
-            copy.version = version
-        versions = [low._version for low in unchanged]
-        torch._foreach_copy_(lows, list(parameters))
-        set_versions(tuple(unchanged), tuple(versions))
-        return lows
-
-    def _copy_of(self, parameter: Tensor, dtype: torch.dtype) -> _Copy:
+    def of(self, parameter: Tensor, dtype: torch.dtype) -> _Copy:
         key = (id(parameter), dtype)
         copy = self._copies.get(key)
         if copy is None or not copy.fits(parameter):
@@ -57,17 +36,78 @@ class LowPrecisionWeights:
         return copy
 
 
+class GraphWeights:
+    """Those of them that one graph computes with: a copy of each parameter in each of `dtypes`."""
+
+    def __init__(self, store: LowPrecisionWeights, dtypes: Sequence[torch.dtype]):
+        self._store = store
+        self._dtypes = tuple(dtypes)
+        self._copies: list[_Copy] = []
+        self._written: list[Tensor] = []
+        self._parameters: list[Callable[[], Tensor | None]] = []
+        self._shapes: list[torch.Size] = []
+        self._versions: list[int] = []
+
+    def refreshed(self, parameters: tuple[Tensor, ...]) -> list[Tensor]:
+        """Return each parameter in its dtype, as of now.
+
+        A copy is written anew even if nothing is known to have changed. Its version counts up
+        only if the parameter's did, so that autograd objects to a backward pass through weights
+        that were stepped meanwhile exactly where it would object in float32.
+        """
+        if not self._are_of(parameters):
+            self._choose(parameters)
+        try:
+            versions = [*map(_version, parameters)]
+        except RuntimeError:  # Inference tensors count no versions, nor does autograd record them.
+            versions = [0 if p.is_inference() else p._version for p in parameters]
+        if versions != self._versions:
+            changed = zip(self._copies, versions, strict=True)
+            increment_version([copy.low for copy, version in changed if copy.follow(version)])
+            self._versions = versions
+        with torch.no_grad():
+            torch._foreach_copy_(self._written, parameters)
+        return [copy.low for copy in self._copies]
+
+    def _are_of(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether the copies are of these: the same objects, of the same shapes. A graph is for one
+        device, and for strides that follow from the shapes."""
+        chosen = [parameter() for parameter in self._parameters]
+        return (
+            len(chosen) == len(parameters)
+            and all(map(is_, chosen, parameters))
+            and [*map(_shape, parameters)] == self._shapes
+        )
+
+    def _choose(self, parameters: Sequence[Tensor]) -> None:
+        self._copies = [*map(self._store.of, parameters, self._dtypes)]
+        self._written = [copy.written for copy in self._copies]
+        self._parameters = [copy.parameter for copy in self._copies]
+        self._shapes = [*map(_shape, parameters)]
+        self._versions = []
+
+
 class _Copy:
     """One parameter in one dtype. It belongs to a parameter object, not to what is in it: a
-    parameter may be resized or moved between two calls (`model.to`, `parameter.data = ...`)."""
+    parameter may be resized or moved between two calls (`model.to`, `parameter.data = ...`).
 
-    __slots__ = ("low", "parameter", "version")
+    `written` is the memory of `low` with a version of its own, so that to write there does not
+    count as a change.
+    """
+
+    __slots__ = ("low", "parameter", "version", "written")
 
     def __init__(self, parameter: Tensor, dtype: torch.dtype):
         with torch.inference_mode(False):
             self.low = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            self.written = self.low.data
         self.parameter = weakref.ref(parameter)
         self.version = -1
+
+    def follow(self, version: int) -> bool:
+        """Take over the parameter's version; whether it is another than before."""
+        changed, self.version = self.version != version, version
+        return changed
 
     def fits(self, parameter: Tensor) -> bool:
         low = self.low

@@ -1,0 +1,84 @@
+"""Eager: the form of a graph that runs operator by operator.
+
+    torch.ops.aten.mm.default(x, w)      ->   torch.mm(x, w)
+    tag_activation_checkpoint(body, x)   ->   torch.utils.checkpoint.checkpoint(body, x)
+
+The Python bindings of the ATen operators do the same as the overloads that a graph names, and take
+a shorter way into the dispatcher. The checkpoint operator is for compilers, which keep its random
+numbers themselves: run as it is, it recomputes with other ones, and dropout drops other elements.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.utils.checkpoint import checkpoint
+
+from amp_graph.capture.aten import CAST, SELECTIVE
+
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+BINDINGS = (torch, torch._C._nn, torch.Tensor)  # where they are looked for; 2.11 - 2.15
+OTHER_ARGUMENTS = {"to"}  # bindings that do not take the arguments of their operator
+NATIVE = (types.BuiltinFunctionType, types.MethodDescriptorType)  # not Python code of torch
+
+
+def eager(module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with other callables in place of its operators, in its bodies too; the module
+    itself if there is nothing to replace."""
+    bodies = {name: m for name, m in module.named_children() if isinstance(m, fx.GraphModule)}
+    replaced = {name: eager(body) for name, body in bodies.items()}
+    called = {n.name: call for n in module.graph.nodes if (call := _called_for(n)) is not None}
+    if not called and all(replaced[name] is body for name, body in bodies.items()):
+        return module
+    graph = copy.deepcopy(module.graph)
+    for node in graph.nodes:
+        node.target = called.get(node.name, node.target)
+    changed = fx.GraphModule(module, graph, class_name=type(module).__name__)
+    changed.meta.update(module.meta)
+    for name, body in replaced.items():
+        setattr(changed, name, body)
+    return changed
+
+
+def _called_for(node: fx.Node) -> Callable[..., Any] | None:
+    if node.target is CHECKPOINT:
+        return _checkpointed
+    if node.target is CAST and _is_cast(node):
+        return torch.Tensor.to
+    return binding(node.target) if isinstance(node.target, OpOverload) else None
+
+
+def binding(overload: OpOverload) -> Callable[..., Any] | None:
+    """What calls an ATen operator from Python with the same arguments, if there is such a thing.
+
+    A binding finds the overload by its arguments. Left out are those without a tensor, since
+    a binding that makes one looks at the default device, and those with a `reduction`, for which
+    bindings have another default (torch 2.13).
+    """
+    namespace, _, name = overload._schema.name.partition("::")
+    arguments = overload._schema.arguments
+    is_alike = any("Tensor" in str(a.type) for a in arguments) and name not in OTHER_ARGUMENTS
+    if namespace != "aten" or not is_alike or any(a.name == "reduction" for a in arguments):
+        return None
+    found = (getattr(home, name, None) for home in BINDINGS)
+    return next((b for b in found if isinstance(b, NATIVE)), None)
+
+
+def _is_cast(node: fx.Node) -> bool:
+    """Whether it does nothing but change the dtype. `to` gives back what has that dtype already."""
+    value = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
+    return [*node.kwargs] == ["dtype"] and value is not None and value.dtype != node.kwargs["dtype"]
+
+
+def _checkpointed(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    """Reentrant or not in the model's code, what a graph recomputes is the same."""
+    kwargs["use_reentrant"] = False
+    if SELECTIVE in body.meta:
+        kwargs["context_fn"] = body.meta[SELECTIVE]
+    return checkpoint(body.forward, *args, **kwargs)

@@ -1,0 +1,130 @@
+"""Written casts: the casts of a graph while it is emitted.
+
+A cast belongs to its value. All readers share it until the value's memory is written, and autograd
+records it exactly if it recorded the value, wherever it is first needed:
+
+    h = linear(x)                      h          = linear(x)
+    set_grad_enabled(False)            set_grad_enabled(False)
+    s = sum(h)                         set_grad_enabled(True)
+    set_grad_enabled(True)             h_float32  = _to_copy(h, dtype=float32)
+    y = exp(h) / s                     set_grad_enabled(False)
+                                       s          = sum(h_float32)
+                                       set_grad_enabled(True)
+                                       y          = exp(h_float32) / s
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from amp_graph.capture.aten import CAST, CLAMP, SET_GRAD_ENABLED
+from amp_graph.ir import Cast, NodeFacts, Paint
+
+
+class WrittenCasts:
+    """`new` gives the emitted form of each captured node that was emitted so far."""
+
+    def __init__(
+        self,
+        captured: fx.Graph,
+        graph: fx.Graph,
+        new: Mapping[fx.Node, fx.Node],
+        facts: Mapping[str, NodeFacts],
+        paints: Mapping[str, Paint],
+        dtype: torch.dtype,
+    ):
+        self._graph, self._new, self._facts, self._paints = graph, new, facts, paints
+        self._dtype = dtype
+        self._names = set(facts)
+        self._found: dict[str, dict[tuple[fx.Node, torch.dtype], fx.Node]] = defaultdict(dict)
+        self._casts: dict[fx.Node, Cast] = {}
+        self._recording = recorded_values(captured)
+        self._records = torch.is_grad_enabled()
+
+    @property
+    def all(self) -> tuple[Cast, ...]:
+        return tuple(self._casts.values())
+
+    def follow(self, node: fx.Node) -> None:
+        """Called for each captured node once it was emitted."""
+        if node.target is SET_GRAD_ENABLED:
+            self._records = bool(node.args[0])
+
+    def forget(self, memory: str) -> None:
+        """The values that live in this memory were written."""
+        self._found.pop(memory, None)
+
+    def remember(self, value: fx.Node, dtype: torch.dtype, as_node: fx.Node) -> None:
+        self._found[self._facts[value.name].memory][value, dtype] = as_node
+
+    def of(self, value: fx.Node, dtype: torch.dtype, reader: str) -> fx.Node:
+        """The value in `dtype`: itself, a cast made before, or a new one."""
+        if self._new[value].meta["val"].dtype is dtype:
+            return self._new[value]
+        found = self._found[self._facts[value.name].memory].get((value, dtype))
+        if found is None:
+            with self._recorded_like(value):
+                found = self._write(value, dtype)
+            self.remember(value, dtype, found)
+        cast = self._casts.get(found)
+        if cast is not None and reader not in cast.readers:
+            self._casts[found] = replace(cast, readers=(*cast.readers, reader))
+        return found
+
+    @contextlib.contextmanager
+    def _recorded_like(self, value: fx.Node) -> Iterator[None]:
+        is_hidden = value in self._recording and not self._records
+        if is_hidden:
+            self._call(SET_GRAD_ENABLED, (True,), {}, "record", {})
+        yield
+        if is_hidden:
+            self._call(SET_GRAD_ENABLED, (False,), {}, "no_record", {})
+
+    def _write(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+        new, facts = self._new[value], self._facts[value.name]
+        before: torch.dtype = new.meta["val"].dtype
+        saturate = self._paints[value.name].huge and dtype is self._dtype
+        if saturate:
+            info = torch.finfo(dtype)
+            new = self._run(CLAMP, (new, info.min, info.max), {}, f"{value.name}_clamped", value)
+        suffix = str(dtype).removeprefix("torch.")
+        cast = self._run(CAST, (new,), {"dtype": dtype}, f"{value.name}_{suffix}", value)
+        size = sum(t.numel for t in facts.tensors) * (before.itemsize + dtype.itemsize)
+        self._casts[cast] = Cast(value.name, dtype, (), size, saturate, facts.is_weight)
+        return cast
+
+    def _run(
+        self, target: Callable[..., Any], args: Any, kwargs: Any, name: str, of: fx.Node
+    ) -> fx.Node:
+        value = target(*fx.node.map_arg(args, lambda n: n.meta["val"]), **kwargs)
+        return self._call(target, args, kwargs, name, {**of.meta, "val": value})
+
+    def _call(
+        self, target: Callable[..., Any], args: Any, kwargs: Any, name: str, meta: dict[str, Any]
+    ) -> fx.Node:
+        while name in self._names:  # a captured node of this name, met later, would be renamed
+            name += "_"
+        self._names.add(name)
+        node = self._graph.create_node("call_function", target, args, kwargs, name)
+        node.meta = meta
+        return node
+
+
+def recorded_values(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The nodes that run while autograd records; inputs are among them if any node is."""
+    records, found, inputs = torch.is_grad_enabled(), set(), []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            inputs.append(node)
+        elif node.target is SET_GRAD_ENABLED:
+            records = bool(node.args[0])
+        elif records:
+            found.add(node)
+    return frozenset([*found, *inputs] if found else ())

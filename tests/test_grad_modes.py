@@ -1,0 +1,218 @@
+"""Models that turn recording by autograd off and on, and that look behind it with `.data`.
+
+Every gradient, and every value written, is that of the plain model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import assert_same_gradients, distance, scaled, twins
+
+import amp_graph
+from amp_graph import Policy
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+BFLOAT16 = 0.03
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+POLICIES = {"bfloat16": Policy("bfloat16"), "scaled": scaled(2.0**8)}
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+
+class Statistics(Two):
+    """The first to read `h` in float32 is a statistic that nobody differentiates."""
+
+    mode: Callable[[], AbstractContextManager[Any]] = torch.no_grad
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with self.mode():
+            size = h.exp().mean()
+        return h.exp() / size.clone() + self.b(h)
+
+
+class InInferenceMode(Statistics):
+    mode = torch.inference_mode
+
+
+class LowFirstUnrecorded(Two):
+    """The first to read `h` in low precision is a product that nobody differentiates."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).exp()
+        with torch.no_grad():
+            target = self.b(h)
+        return self.b(h) - 0.5 * target
+
+
+class InputFirstUnrecorded(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.b(x)
+        return self.a(x) * target
+
+
+class Nested(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.a(x)
+            with torch.enable_grad():
+                y = self.b(x).exp()
+            z = y.mean() + h
+        return y * z
+
+
+class StraightThrough(Two):
+    """As in vector quantisation, but smooth: `detach` and `.data` in one sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        other = h.data.tanh()
+        return self.b(h + (other - h).detach()) * h.data.abs().mean()
+
+
+MODELS = [
+    Statistics,
+    InInferenceMode,
+    LowFirstUnrecorded,
+    InputFirstUnrecorded,
+    Nested,
+    StraightThrough,
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_are_those_of_the_plain_model(kind: type[nn.Module], policy: Policy) -> None:
+    plain, model = twins(kind(), policy)
+    inputs = []
+    for each in (plain, model):
+        x = X.clone().requires_grad_()
+        each(x).square().mean().backward()
+        inputs.append(x.grad)
+        assert torch.is_grad_enabled()
+    assert_same_gradients(model, plain, BFLOAT16)
+    assert (inputs[0] is None) == (inputs[1] is None)
+    if inputs[0] is not None:
+        assert distance(inputs[1], inputs[0]) <= BFLOAT16
+    assert all(plan.low for plan in amp_graph.plans(model))
+
+
+class Force(nn.Module):
+    """A gradient is taken inside, whatever the mode of the call: energies and forces, flows."""
+
+    def __init__(self, of_weights: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.of_weights = nn.Linear(8, 8), of_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            energy = torch.tanh(self.layer(x)).square().sum()
+        source = self.layer.weight if self.of_weights else x
+        return torch.autograd.grad(energy, source)[0]
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("of_weights", [False, True], ids=["of the input", "of the weights"])
+@pytest.mark.parametrize("around", [torch.no_grad, torch.enable_grad])
+def test_a_gradient_taken_inside(around: Any, of_weights: bool, policy: Policy) -> None:
+    plain, model = twins(Force(of_weights), policy)
+    with around():
+        assert distance(model(X), plain(X)) <= BFLOAT16
+        assert torch.is_grad_enabled() == (around is torch.enable_grad)
+
+
+class Writes(nn.Module):
+    """Parameters and buffers written behind autograd's back: clamps, averages, codebooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+        self.average: Tensor
+        self.register_buffer("average", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average.data.mul_(0.9)
+        self.layer.weight.data.clamp_(-0.1, 0.1)
+        y = self.layer(x) * self.average
+        self.average.data.add_(y.data.mean(0), alpha=0.01)  # after it was saved for backward
+        return y
+
+
+class Replaces(Two):
+    """As in MoCo: the averaged weights are put in place of the old ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.b.weight.data = self.b.weight.data * 0.9 + self.a.weight.data * 0.1
+            key = self.b(x)
+        return self.a(x) * key
+
+
+@pytest.mark.parametrize("kind", [Writes, Replaces])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_what_is_written_through_data_stays(kind: type[nn.Module], policy: Policy) -> None:
+    plain, model = twins(kind(), policy)
+    for _ in range(3):
+        for each in (plain, model):
+            each.zero_grad()
+            each(X).square().mean().backward()
+        assert_same_gradients(model, plain, BFLOAT16)
+    for ours, theirs in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert distance(ours, theirs) <= BFLOAT16
+    assert any(plan.converts for plan in amp_graph.plans(model))
+
+
+class FailsUnrecorded(Two):
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        h = self.a(x)
+        with torch.no_grad():
+            h = h.index_select(0, other)
+        return self.b(h)
+
+
+def test_an_error_leaves_the_mode_as_it_was() -> None:
+    model = amp_graph.convert(FailsUnrecorded(), policy="bfloat16")
+    model(X, torch.tensor([0, 3]))
+    for mode in (nullcontext(), torch.no_grad()):
+        with mode:
+            before = torch.is_grad_enabled()
+            with pytest.raises(IndexError):
+                model(X, torch.tensor([0, 9]))
+            assert torch.is_grad_enabled() == before
+
+
+def test_a_fallback_in_the_first_run_keeps_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emitted graph fails where recording is off; the captured one runs as it was called."""
+    plain = Statistics()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    calls = []
+
+    def failing(*args: Any) -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        raise RuntimeError("planted")
+
+    planted = {torch.ops.aten.mean.default: failing}
+    monkeypatch.setattr("amp_graph.eager.binding", planted.get)
+    with pytest.warns(amp_graph.ConversionWarning, match="planted"):
+        y = model(X)
+    assert calls == [False] and torch.is_grad_enabled()
+    y.square().mean().backward()
+    plain(X).square().mean().backward()
+    assert_same_gradients(model, plain, 1e-5)
