@@ -21,7 +21,7 @@ from amp_graph.inductor import options_of
 from amp_graph.ir import Plan
 from amp_graph.nonfinite import run_watched
 from amp_graph.passes.lift_weights import lift_weights
-from amp_graph.passes.written_casts import recorded_values
+from amp_graph.passes.written_casts import recorded_nodes
 from amp_graph.pins import Pins, Saved, pins_for
 from amp_graph.policy import Policy
 from amp_graph.rewrite import device_types, outline, rewrite, split_where_wide
@@ -141,7 +141,7 @@ class Compiler:
             weights,
             parameters,
             restoring_grad_mode(without_autocast(watched, devices)),
-            records=bool(recorded_values(lifted.graph)),
+            records=bool(recorded_nodes(lifted.graph)),
         )
         return Guarded(
             boundary,

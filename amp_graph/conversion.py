@@ -159,7 +159,7 @@ class Conversion(Compiler):
                 self._call = self._own_code(self.scale, len(self.record.plans))
             reason += f"runs {UNDER_AUTOCAST}" if under else "stays float32"
             self.record.plans.append(Plan(dtype, fallback=reason))
-        elif not self.record.plans:
+        if not self.record.plans:
             warn(f"nothing of {name} was captured, so nothing was converted")
         elif not any(plan.converts for plan in self.record.plans):
             reasons = [p.fallback for p in self.record.plans if p.fallback] or [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
+from types import FunctionType
 from typing import Any, TypeVar, overload
 
 import torch
@@ -86,6 +88,11 @@ def convert(
     if is_converted(inner):
         warn(f"{type(inner).__name__} is converted already; restore() it to change its policy")
     else:
+        if not _calls_modules_way(type(inner)):
+            warn(
+                f"{type(inner).__name__} has a __call__ of its own that does not call nn.Module's, "
+                f"so nothing of it is converted; convert the modules that it calls"
+            )
         _convert(inner, policy, None if plan is None else as_plans(plan), example_inputs)
     for each in optimizers:
         attach(each, inner.__dict__[SLOT].scale)
@@ -196,12 +203,26 @@ def backend(
     return Compiler(Policy(**given)).compile_graph(graph_module, example_inputs)
 
 
+def _calls_modules_way(kind: type[nn.Module]) -> bool:
+    """Whether a call comes to `nn.Module.__call__`, where a conversion stands: no class on the way
+    has a `__call__` that names no other."""
+    before_module = takewhile(lambda c: c is not nn.Module, kind.__mro__)
+    own = [c.__dict__["__call__"] for c in before_module if "__call__" in c.__dict__]
+    codes = [call.__code__ for call in own if isinstance(call, FunctionType)]
+    return all({"__call__", "_call_impl"}.intersection(code.co_names) for code in codes)
+
+
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise AmpGraphError(f"convert() takes a torch.nn.Module, not {type(model).__name__}")
     name = type(model).__name__
     if isinstance(model, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
         raise AmpGraphError(f"{name} is scripted; convert the module it was scripted from")
+    if unwrapped(model).__dict__.get("_compiled_call_impl") is not None:
+        raise AmpGraphError(
+            f"{name} was compiled by its compile(), which would run instead; convert it first, or "
+            f'leave compiling to Policy(compiler="inductor")'
+        )
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if not dtypes:
         raise AmpGraphError(f"{name} has no floating-point parameters; there is nothing to convert")

@@ -24,6 +24,17 @@ def _indices(i: Tensor) -> Tensor:
     return i.long().reshape(-1)[:N] % 2
 
 
+def _unrecorded(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Both what autograd does not record and what it then records of the same operands."""
+
+    def run(*operands: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            hidden = step(*operands)
+        return [hidden, step(*operands) * 0.5 + hidden]
+
+    return run
+
+
 # Continuous everywhere, so that a rounded operand gives a slightly different result.
 SMOOTH: dict[str, Callable[..., Any]] = {
     "matmul": lambda x, y: x @ y / 2,
@@ -130,6 +141,10 @@ SMOOTH: dict[str, Callable[..., Any]] = {
     "type_as": lambda x, y: x.type_as(y) if y.is_floating_point() else x,
     "sum_in_double": lambda x: x.sum(-1, dtype=torch.float64),
     "softmax_in_float": lambda x: x.softmax(-1, dtype=torch.float32),
+    "unrecorded_exp": lambda x: _unrecorded(lambda x: torch.exp(x.tanh()))(x),
+    "unrecorded_matmul": lambda x, y: _unrecorded(lambda x, y: x @ y / 2)(x, y),
+    "unrecorded_softmax": lambda x: _unrecorded(lambda x: x.softmax(-1))(x),
+    "unrecorded_add_": lambda x, y: _unrecorded(lambda x, y: x.mul_(0.5).add_(y))(x.detach(), y),
     "add_": lambda x, y: x.add_(y),
     "add_number_": lambda x: x.add_(0.5),
     "mul_": lambda x, y: x.mul_(y),

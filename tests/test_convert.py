@@ -163,6 +163,29 @@ def test_nothing_to_convert_says_why() -> None:
         model(torch.randn(4))
 
 
+class CallsForward(nn.Linear):
+    def __call__(self, *args: Any) -> Any:
+        return self.forward(*args)
+
+
+class CallsOn(nn.Linear):
+    def __call__(self, *args: Any) -> Any:
+        return super().__call__(*args)
+
+
+def test_a_call_that_passes_a_conversion_by_is_noticed(recwarn: pytest.WarningsRecorder) -> None:
+    model = amp_graph.convert(CallsOn(4, 4))
+    model(torch.randn(2, 4))
+    assert amp_graph.plans(model) and not recwarn
+    with pytest.warns(ConversionWarning, match="CallsForward has a __call__ of its own"):
+        amp_graph.convert(CallsForward(4, 4))
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -171,8 +194,9 @@ def test_nothing_to_convert_says_why() -> None:
         (nn.Linear(2, 2).half(), "float16 only"),
         (nn.Linear(2, 2).double(), "float64 only"),
         (torch.jit.script(nn.Linear(2, 2)), "scripted"),
+        (compiled_in_place(nn.Linear(2, 2)), "compiled by its compile()"),
     ],
-    ids=["not a module", "no parameters", "half", "double", "scripted"],
+    ids=["not a module", "no parameters", "half", "double", "scripted", "compiled"],
 )
 def test_what_cannot_be_converted(model: Any, message: str) -> None:
     with pytest.raises(AmpGraphError, match=message):

@@ -84,7 +84,20 @@ class StraightThrough(Two):
         return self.b(h + (other - h).detach()) * h.data.abs().mean()
 
 
+class StateMadeUnrecorded(Two):
+    """Memory from `no_grad` that is written to while autograd records, and first read without."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            state = x * 2
+        state[:2] = self.a(x)[:2]
+        with torch.no_grad():
+            size = self.b(state).exp().mean() + state.exp().mean()
+        return self.b(state).exp() / size + state.exp()
+
+
 MODELS = [
+    StateMadeUnrecorded,
     Statistics,
     InInferenceMode,
     LowFirstUnrecorded,
@@ -155,6 +168,20 @@ class Writes(nn.Module):
         return y
 
 
+class WritesActivations(Two):
+    """Views, with and without `detach`, of a result that the next product reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        view = h.view(-1)
+        with torch.no_grad():
+            h.detach().t().mul_(3.0)
+            h.data[0].fill_(2.0)
+            part = view.detach()[3:]
+        part.add_(x.exp().mean())
+        return self.b(h) * view.mean()
+
+
 class Replaces(Two):
     """As in MoCo: the averaged weights are put in place of the old ones."""
 
@@ -165,7 +192,7 @@ class Replaces(Two):
         return self.a(x) * key
 
 
-@pytest.mark.parametrize("kind", [Writes, Replaces])
+@pytest.mark.parametrize("kind", [Writes, WritesActivations, Replaces])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_what_is_written_through_data_stays(kind: type[nn.Module], policy: Policy) -> None:
     plain, model = twins(kind(), policy)

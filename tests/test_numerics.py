@@ -7,6 +7,7 @@ import itertools
 import json
 import xml.etree.ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,33 @@ def test_statistics_of_numbers_by_hand() -> None:
     assert statistics(torch.zeros(0), torch.zeros(0)).count == 0
     infinite = torch.tensor([float("-inf"), 1.0])
     assert statistics(infinite, infinite).error == 0
+
+
+def test_complex_values_count_both_parts() -> None:
+    reference = torch.tensor([3.0 + 4.0j])
+    found = statistics(reference, reference + 0.5j)
+    assert (found.error, found.count) == (pytest.approx(0.1), 2)
+
+
+class Uncaptured(nn.Module):
+    """A break out of a loop that depends on data: Dynamo leaves such code alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if x.mean() > 10:
+                break
+        return x
+
+
+@pytest.mark.parametrize("look", [amp_graph.compare, amp_graph.find_nonfinite])
+def test_what_cannot_be_captured_is_not_reported_as_exact(look: Any) -> None:
+    with pytest.raises(amp_graph.AmpGraphError, match="Uncaptured cannot be captured"):
+        look(Uncaptured(), inputs(), policy="bfloat16")
 
 
 def test_exponents() -> None:

@@ -218,6 +218,8 @@ class _Retracer:
             return SET_GRAD_ENABLED(self.grad_modes[node])
         if node.target in KERNEL_CHOICE:
             return node.target(*fx.node.map_arg(node.args, lambda n: self.fake[n]))
+        if node.target is DATA:
+            return DATA(self.fake[node.all_input_nodes[0]])
         if node.target is operator.getitem:
             return self.fake[node.args[0]][node.args[1]]  # type: ignore[index]
         if node.op == "placeholder" and not node.users:

@@ -32,7 +32,7 @@ def annotated_model(model: nn.Module) -> AnnotatedModel:
     conversion = conversion_of(model)
     if not conversion.plans:
         name = type(model).__name__
-        raise AmpGraphError(f"{name} was not run yet, so no graph is captured; call it once")
+        raise AmpGraphError(f"no graph of {name} is captured; call it once")
     before, after = [], []
     for i, (plan, graphs) in enumerate(zip(conversion.plans, conversion.graphs, strict=True)):
         captured, emitted = graphs or (None, None)

@@ -23,9 +23,10 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.aten import get_attribute
-from amp_graph.capture.dynamo import captured_call
+from amp_graph.capture.dynamo import DYNAMO_ERRORS, captured_call
 from amp_graph.compiler import Compiler
 from amp_graph.conversion import found_conversion
+from amp_graph.errors import AmpGraphError
 from amp_graph.ir import Plan
 from amp_graph.pins import Saved
 from amp_graph.policy import Policy, as_policy
@@ -127,7 +128,11 @@ class Rerun(Compiler):
                 warnings.simplefilter("ignore", ConversionWarning)
                 torch.manual_seed(SEED)
                 output = call_with(self._call, batch)
+                if not self.plans:
+                    raise _not_captured(self.model)
                 return self._outcome(output, loss or default_loss, loss_scale)
+        except DYNAMO_ERRORS as error:
+            raise _not_captured(self.model) from error
         finally:
             for handle in self._handles:
                 handle.remove()
@@ -167,6 +172,13 @@ class Rerun(Compiler):
         for name in filter(None, place.body.split("/")):
             plan = plan.bodies[name]
         return plan
+
+
+def _not_captured(model: nn.Module) -> AmpGraphError:
+    return AmpGraphError(
+        f"{type(model).__name__} cannot be captured, so there is no graph to look into; converted, "
+        f"it runs its own code under autocast"
+    )
 
 
 class _Watched(fx.Interpreter):

@@ -43,7 +43,7 @@ class Statistics:
 def statistics(reference: torch.Tensor, mixed: torch.Tensor, scale: float = 1.0) -> Statistics:
     """Compare a tensor with that of the float32 run. Both were multiplied by `scale`, which range
     and underflow are measured with."""
-    r, m = reference.detach().double().flatten(), mixed.detach().double().flatten()
+    r, m = numbers(reference), numbers(mixed)
     count = max(r.numel(), 1)
     finite = r.isfinite()
     same = finite & m.isfinite()
@@ -54,6 +54,13 @@ def statistics(reference: torch.Tensor, mixed: torch.Tensor, scale: float = 1.0)
     error = math.inf if overflow else distance / norm if norm else float(distance > 0)
     smallest, largest = exponent_range(m)
     return Statistics(error, underflow / count, overflow / count, smallest, largest, r.numel())
+
+
+def numbers(values: torch.Tensor) -> torch.Tensor:
+    """The values as one float64 vector; a complex one counts as two."""
+    values = values.detach()
+    parts = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    return parts.double().flatten()
 
 
 def exponent_range(values: torch.Tensor) -> tuple[int | None, int | None]:
@@ -70,7 +77,7 @@ def exponent(number: float) -> int:
 
 def exponents(values: torch.Tensor) -> Counter[int]:
     """How many values have each exponent of 2; zeros, infinities and NaN are not counted."""
-    sizes = values.detach().double().flatten().abs()
+    sizes = numbers(values).abs()
     sizes = sizes[sizes.isfinite() & (sizes != 0)]
     found, counts = torch.unique(torch.frexp(sizes).exponent, return_counts=True)
     return Counter({int(e) - 1: int(n) for e, n in zip(found, counts, strict=True)})
@@ -80,5 +87,5 @@ def relative_error(reference: list[torch.Tensor], mixed: list[torch.Tensor]) -> 
     """The distance of two lists of tensors, each taken as one vector, relative to the first."""
     if not reference:
         return 0.0
-    r, m = (torch.cat([t.detach().double().flatten() for t in ts]) for ts in (reference, mixed))
+    r, m = (torch.cat([*map(numbers, ts)]) for ts in (reference, mixed))
     return statistics(r, m).error

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from amp_graph.capture.aten import CAST
+from amp_graph.capture.aten import CAST, SET_GRAD_ENABLED
 from amp_graph.ir import Plan
 
 
@@ -31,6 +31,7 @@ def lift_weights(
     for node in inputs:
         copies[node] = graph.node_copy(node)
     weights: list[tuple[int, torch.dtype]] = []
+    dropped: set[fx.Node] = set()
     casts = [n for n in emitted.graph.nodes if n.target is CAST and n.name not in plan.facts]
     for cast in casts:
         source = cast.all_input_nodes[0]
@@ -38,7 +39,8 @@ def lift_weights(
             copies[cast] = graph.placeholder(cast.name)
             copies[cast].meta = {**cast.meta, "is_parameter": False, "weight_of": source.name}
             weights.append((inputs.index(source), cast.meta["val"].dtype))
+            dropped.update(n for n in (cast.prev, cast.next) if n.target is SET_GRAD_ENABLED)
     for node in emitted.graph.nodes:
-        if node not in copies:
+        if node not in copies and not (node in dropped and node.name not in plan.facts):
             copies[node] = graph.node_copy(node, copies.__getitem__)
     return fx.GraphModule(emitted, graph, class_name="AmpGraph"), tuple(weights)

@@ -63,7 +63,9 @@ def _write_parts(graph: fx.Graph, call: fx.Node, new: Mapping[fx.Node, fx.Node])
         if part.op == "placeholder":
             local[part] = new[next(inputs)]
         elif part.op == "output":
-            return local[part.args[0]]
+            result = local[part.args[0]]
+            result.meta["val"] = call.meta["val"]  # of which the views that follow are views
+            return result
         else:
             local[part] = graph.node_copy(part, lambda old: local[old])
             local[part]._rename(f"{call.name}_{part.name}")

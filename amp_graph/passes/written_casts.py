@@ -1,7 +1,7 @@
 """Written casts: the casts of a graph while it is emitted.
 
 A cast belongs to its value. All readers share it until the value's memory is written, and autograd
-records it exactly if it recorded the value, wherever it is first needed:
+records it, wherever it is first needed, so that it requires a gradient exactly if the value does:
 
     h = linear(x)                      h          = linear(x)
     set_grad_enabled(False)            set_grad_enabled(False)
@@ -45,8 +45,8 @@ class WrittenCasts:
         self._names = set(facts)
         self._found: dict[str, dict[tuple[fx.Node, torch.dtype], fx.Node]] = defaultdict(dict)
         self._casts: dict[fx.Node, Cast] = {}
-        self._recording = recorded_values(captured)
         self._records = torch.is_grad_enabled()
+        self._records_some = bool(recorded_nodes(captured))
 
     @property
     def all(self) -> tuple[Cast, ...]:
@@ -70,7 +70,7 @@ class WrittenCasts:
             return self._new[value]
         found = self._found[self._facts[value.name].memory].get((value, dtype))
         if found is None:
-            with self._recorded_like(value):
+            with self._recorded():
                 found = self._write(value, dtype)
             self.remember(value, dtype, found)
         cast = self._casts.get(found)
@@ -79,12 +79,12 @@ class WrittenCasts:
         return found
 
     @contextlib.contextmanager
-    def _recorded_like(self, value: fx.Node) -> Iterator[None]:
-        is_hidden = value in self._recording and not self._records
-        if is_hidden:
+    def _recorded(self) -> Iterator[None]:
+        switch = self._records_some and not self._records
+        if switch:
             self._call(SET_GRAD_ENABLED, (True,), {}, "record", {})
         yield
-        if is_hidden:
+        if switch:
             self._call(SET_GRAD_ENABLED, (False,), {}, "no_record", {})
 
     def _write(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -117,14 +117,12 @@ class WrittenCasts:
         return node
 
 
-def recorded_values(graph: fx.Graph) -> frozenset[fx.Node]:
-    """The nodes that run while autograd records; inputs are among them if any node is."""
-    records, found, inputs = torch.is_grad_enabled(), set(), []
+def recorded_nodes(graph: fx.Graph) -> frozenset[str]:
+    """The operators that run while autograd records, as it does or does not where it is asked."""
+    records, found = torch.is_grad_enabled(), set()
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            inputs.append(node)
-        elif node.target is SET_GRAD_ENABLED:
+        if node.target is SET_GRAD_ENABLED:
             records = bool(node.args[0])
-        elif records:
-            found.add(node)
-    return frozenset([*found, *inputs] if found else ())
+        elif records and node.op == "call_function":
+            found.add(node.name)
+    return frozenset(found)
