@@ -141,7 +141,7 @@ class Compiler:
             weights,
             parameters,
             restoring_grad_mode(without_autocast(watched, devices)),
-            records=bool(recorded_nodes(lifted.graph)),
+            records=_records_some(lifted),
         )
         return Guarded(
             boundary,
@@ -193,6 +193,12 @@ class Compiler:
         self.record.plans.append(Plan(dtype, fallback=reason.replace("\n", " ")))
         run = under_autocast(original, devices, dtype)
         return Boundary(run, self._weights, self.record.scale) if self.record.scale else run
+
+
+def _records_some(module: fx.GraphModule) -> bool:
+    """Whether autograd records anything of a graph, as it would be called now."""
+    bodies = (m for m in module.children() if isinstance(m, fx.GraphModule))
+    return bool(recorded_nodes(module.graph)) or any(map(_records_some, bodies))
 
 
 def _devices_of(inputs: Sequence[Any]) -> frozenset[str]:

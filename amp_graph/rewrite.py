@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from amp_graph.capture.aten import bodies_of, is_retraced, tensors_of
@@ -15,6 +16,7 @@ from amp_graph.passes.paint import paint
 from amp_graph.passes.place_casts import place_casts
 from amp_graph.passes.split_attention import may_split, split_attention
 from amp_graph.passes.verify import verify
+from amp_graph.passes.written_casts import recorded_nodes
 from amp_graph.pins import Pins, honoured, pinned
 from amp_graph.policy import Policy
 
@@ -29,11 +31,12 @@ def rewrite(
     """
     dtype = policy.dtype_for(device_types(captured))
     captured = split_where_wide(captured, policy, lists)
-    bodies = {
-        name: rewrite_body(body, policy, lists, pins and pins.bodies.get(name))
-        for node in captured.graph.nodes
-        for name, body in bodies_of(captured, node).items()
-    }
+    bodies: dict[str, tuple[fx.GraphModule, Plan]] = {}
+    recorded = recorded_nodes(captured.graph)
+    for node in captured.graph.nodes:
+        with torch.set_grad_enabled(node.name in recorded):
+            for name, body in bodies_of(captured, node).items():
+                bodies[name] = rewrite_body(body, policy, lists, pins and pins.bodies.get(name))
     facts = annotate(captured, lists)
     flow = flow_graph(facts)
     new_bodies = {name: body for name, (body, _) in bodies.items()}

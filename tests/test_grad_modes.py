@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 from training import assert_same_gradients, distance, scaled, twins
 
 import amp_graph
@@ -122,6 +124,62 @@ def test_gradients_are_those_of_the_plain_model(kind: type[nn.Module], policy: P
     if inputs[0] is not None:
         assert distance(inputs[1], inputs[0]) <= BFLOAT16
     assert all(plan.low for plan in amp_graph.plans(model))
+
+
+class CheckpointThatRecords(Two):
+    """Its body is for the mode at its call, whatever the mode of the model's."""
+
+    def block(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with torch.no_grad():
+            size = h.exp().mean()
+        return self.b(h.exp() / size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return checkpoint(self.block, x, use_reentrant=False)
+
+
+class RecordsInCheckpoint(Two):
+    def block(self, x: Tensor) -> Tensor:
+        size = self.a(x).mean()
+        with torch.enable_grad():
+            return self.a(x) * size
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = checkpoint(self.block, x, use_reentrant=False)
+        return y + self.b(x) * y
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize(
+    ("kind", "around"),
+    [
+        (CheckpointThatRecords, torch.no_grad),
+        (CheckpointThatRecords, torch.enable_grad),
+        (RecordsInCheckpoint, torch.enable_grad),
+    ],
+)
+def test_bodies_of_checkpoints(around: Any, kind: type[nn.Module], policy: Policy) -> None:
+    plain, model = twins(kind(), policy)
+    for each in (plain, model):
+        with around():
+            y = each(X)
+        y.square().mean().backward()
+    assert_same_gradients(model, plain, BFLOAT16)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_forward_mode(policy: Policy) -> None:
+    plain, model = twins(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), policy)
+    model(X).sum().backward()
+    tangents = []
+    for each in (plain, model):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(X, X.cos())
+            tangents.append(forward_ad.unpack_dual(each(dual)).tangent)
+    assert distance(tangents[1], tangents[0]) <= BFLOAT16
 
 
 class Force(nn.Module):

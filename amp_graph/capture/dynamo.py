@@ -34,6 +34,7 @@ from torch._C._functorch import TransformType
 from torch._dynamo import disallow_in_graph
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
+from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -169,8 +170,11 @@ def without_words_of_dynamo(error: Exception) -> None:
 
 def can_capture() -> bool:
     """Whether Dynamo may be entered. Inside a functorch transform (and, without `set_flag`, under
-    a dispatch mode) it refuses, and would then never capture that code again."""
+    a dispatch mode) it refuses, and would then never capture that code again. In forward-mode AD
+    it does not, but what scales gradients has no forward derivative."""
     if set_flag is None and torch._C._len_torch_dispatch_stack():
+        return False
+    if forward_ad._current_level >= 0:
         return False
     return torch._C._functorch.peek_interpreter_stack() is None
 
