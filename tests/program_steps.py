@@ -177,6 +177,34 @@ SMOOTH: dict[str, Callable[..., Any]] = {
     "fill_with_": lambda x, y: x.fill_(y.reshape(-1)[0]),
     "out": lambda x, y: torch.mul(x, y, out=torch.empty_like(x + y)),
 }
+
+
+def _in_inference_mode(x: Tensor, y: Tensor) -> Tensor:
+    with torch.inference_mode():
+        hidden = x @ y / 2
+    return hidden.clone()
+
+
+def _modes_in_modes(x: Tensor, y: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        hidden = x @ y / 2
+        with torch.enable_grad():
+            recorded = x.tanh() @ y / 2
+        both = hidden + recorded
+    return [both.exp().tanh(), recorded, both]
+
+
+# Only Dynamo captures these: `.data` is no operator, nor is inference mode.
+CAPTURED: dict[str, Callable[..., Any]] = {
+    "data": lambda x: x.data * 0.5,
+    "data_exp": lambda x: x.data.tanh().exp(),
+    "data_matmul": lambda x, y: x.data @ y / 2,
+    "data_mul_": lambda x: [x.data.mul_(0.5), x][1],
+    "data_fill_": lambda x: [x.data[..., 0].fill_(0.3), x][1],
+    "data_copy_": lambda x, y: [x.data.copy_(y.data), x][1],
+    "in_inference_mode": _in_inference_mode,
+    "modes_in_modes": _modes_in_modes,
+}
 # Continuous, with a gradient that jumps.
 KINKED: dict[str, Callable[..., Any]] = {
     "relu": lambda x: x.relu(),

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from program_steps import KINKED, SMOOTH, N
+from program_steps import CAPTURED, KINKED, SMOOTH, N
 from torch import Tensor
 
 MAX_STEPS = 16
@@ -24,10 +24,11 @@ LIMIT = 30.0  # numbers beyond it make tolerances meaningless
 Step = tuple[str, tuple[int, ...]]
 
 
-OPERATORS = {**SMOOTH, **KINKED}
-IN_PLACE = [name for name in OPERATORS if name.endswith("_")] + ["setitem", "out"]
+OPERATORS = {**SMOOTH, **KINKED, **CAPTURED}
+IN_PLACE = [name for name in (*SMOOTH, *KINKED) if name.endswith("_")] + ["setitem", "out"]
 PRODUCTS = ["matmul", "linear", "addmm", "baddbmm", "attention"]
-GROUPS = [[*OPERATORS], IN_PLACE, [*KINKED], PRODUCTS, [*SMOOTH]]
+GROUPS = [[*SMOOTH, *KINKED], IN_PLACE, [*KINKED], PRODUCTS, [*SMOOTH]]
+GROUPS_FOR_DYNAMO = [*GROUPS, [*CAPTURED], [*CAPTURED]]
 OPERANDS = {name: tuple(inspect.signature(f).parameters) for name, f in OPERATORS.items()}
 
 
@@ -75,6 +76,11 @@ class Program:
     @property
     def has_kinks(self) -> bool:
         return any(name in KINKED for name, _ in self.steps)
+
+    @property
+    def writes_unseen(self) -> bool:
+        """Whether it writes where autograd does not look: into what backward may read again."""
+        return any(name.startswith("data") and name.endswith("_") for name, _ in self.steps)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -130,11 +136,11 @@ def gradients(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tenso
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
+def programs(draw: st.DrawFn, groups: Sequence[Sequence[str]] = GROUPS) -> Program:
     kinds = ["weight", *draw(st.lists(st.sampled_from([*INPUTS]), min_size=1, max_size=4))]
     program = Program((*kinds, "weight", "integers", "mask"), (("matmul", (0, len(kinds))),))
     values = _values_if_sound(program)
-    for group in draw(st.lists(st.sampled_from([*GROUPS, None]), min_size=4, max_size=MAX_STEPS)):
+    for group in draw(st.lists(st.sampled_from([*groups, None]), min_size=4, max_size=MAX_STEPS)):
         if group is None:  # an earlier step once more, perhaps on memory written since
             candidates = [draw(st.sampled_from(program.steps))]
         else:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from graphs import BFLOAT16, FLOAT16, rewritten
 from hypothesis import HealthCheck, given, settings
-from programs import Program, gradients, make_inputs, programs
-from torch import Tensor
+from programs import GROUPS_FOR_DYNAMO, Program, gradients, make_inputs, programs
+from torch import Tensor, nn
 
+import amp_graph
 from amp_graph.capture.retrace import trace
 from amp_graph.policy import Policy
 
@@ -53,8 +55,14 @@ def assert_as_close(ours: Tensor, exact: Tensor, rounded: Tensor, eps: float, wh
 
 def check(program: Program, policy: Policy) -> None:
     result = rewritten(trace(program, make_inputs(program)), policy)
+    assert_agrees(program, policy, result.module)
+
+
+def assert_agrees(
+    program: Program, policy: Policy, converted: Callable[..., Sequence[Tensor]]
+) -> None:
     inputs, outputs, grads = run(program, program)
-    our_inputs, our_outputs, our_grads = run(result.module, program)
+    our_inputs, our_outputs, our_grads = run(converted, program)
     low_inputs, low_outputs, low_grads = run(program.rounded(policy.dtype), program)
     eps = torch.finfo(policy.dtype).eps
 
@@ -67,7 +75,7 @@ def check(program: Program, policy: Policy) -> None:
         assert_as_close(*triple, eps, f"output {i}")
     for i, (ours, exact, low) in enumerate(zip(our_grads, grads, low_grads, strict=True)):
         assert (ours is None) == (exact is None), f"gradient {i}"
-        if ours is not None and not program.has_kinks:
+        if ours is not None and not program.has_kinks and not program.writes_unseen:
             assert_as_close(ours, exact, low, 2 * eps, f"gradient {i}")
 
 
@@ -81,3 +89,21 @@ def test_random_programs_in_bfloat16(program):
 @given(programs())
 def test_random_programs_in_float16(program):
     check(program, FLOAT16)
+
+
+class Model(nn.Module):
+    def __init__(self, program: Program):
+        super().__init__()
+        self.program = program
+        self.unused = nn.Parameter(torch.zeros(1))
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return self.program(*inputs)
+
+
+@pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning")
+@settings(SETTINGS, max_examples=100)
+@given(programs(GROUPS_FOR_DYNAMO))
+def test_random_programs_captured_by_dynamo(program):
+    torch._dynamo.reset()
+    assert_agrees(program, BFLOAT16, amp_graph.convert(Model(program), policy=BFLOAT16))
