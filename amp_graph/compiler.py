@@ -13,6 +13,7 @@ from torch import fx
 from torch._dynamo.exc import RestartAnalysis
 
 from amp_graph.capture.dynamo import break_in
+from amp_graph.capture.grad_modes import recorded_nodes
 from amp_graph.capture.retrace import retrace
 from amp_graph.eager import eager
 from amp_graph.errors import PlanError
@@ -21,7 +22,6 @@ from amp_graph.inductor import options_of
 from amp_graph.ir import Plan
 from amp_graph.nonfinite import run_watched
 from amp_graph.passes.lift_weights import lift_weights
-from amp_graph.passes.written_casts import recorded_nodes
 from amp_graph.pins import Pins, Saved, pins_for
 from amp_graph.policy import Policy
 from amp_graph.rewrite import device_types, outline, rewrite, split_where_wide

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from amp_graph.capture.aten import bodies_of, is_retraced, tensors_of
+from amp_graph.capture.grad_modes import recorded_nodes
 from amp_graph.errors import PlanError
 from amp_graph.flow import flow_graph
 from amp_graph.ir import Plan
@@ -16,7 +17,6 @@ from amp_graph.passes.paint import paint
 from amp_graph.passes.place_casts import place_casts
 from amp_graph.passes.split_attention import may_split, split_attention
 from amp_graph.passes.verify import verify
-from amp_graph.passes.written_casts import recorded_nodes
 from amp_graph.pins import Pins, honoured, pinned
 from amp_graph.policy import Policy
 

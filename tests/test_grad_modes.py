@@ -264,6 +264,25 @@ def test_what_is_written_through_data_stays(kind: type[nn.Module], policy: Polic
     assert any(plan.converts for plan in amp_graph.plans(model))
 
 
+class ClampsItsInput(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x.clamp_(-0.5, 0.5)
+        return self.a(x)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_an_input_that_requires_a_gradient_is_written_unrecorded(policy: Policy) -> None:
+    plain, model = twins(ClampsItsInput(), policy)
+    inputs = [X.clone().requires_grad_() for _ in range(2)]
+    for each, x in zip((plain, model), inputs, strict=True):
+        each(x).square().mean().backward()
+        assert x._version == 1
+    assert torch.equal(*inputs)
+    assert distance(inputs[1].grad, inputs[0].grad) <= BFLOAT16
+    assert amp_graph.plans(model)[0].fallback is None
+
+
 class FailsUnrecorded(Two):
     def forward(self, x: Tensor, other: Tensor) -> Tensor:
         h = self.a(x)

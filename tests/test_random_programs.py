@@ -106,4 +106,6 @@ class Model(nn.Module):
 @given(programs(GROUPS_FOR_DYNAMO))
 def test_random_programs_captured_by_dynamo(program):
     torch._dynamo.reset()
-    assert_agrees(program, BFLOAT16, amp_graph.convert(Model(program), policy=BFLOAT16))
+    model = amp_graph.convert(Model(program), policy=BFLOAT16)
+    assert_agrees(program, BFLOAT16, model)
+    assert not any("VerifyError" in str(plan.fallback) for plan in amp_graph.plans(model))

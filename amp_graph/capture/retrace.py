@@ -26,7 +26,6 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import (
     _backend_from_string,
@@ -35,19 +34,14 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-from amp_graph.capture.aten import (
-    DATA,
-    SELECTIVE,
-    SET_GRAD_ENABLED,
-    get_attribute,
-    set_attribute,
-)
+from amp_graph.capture.aten import DATA, SELECTIVE, SET_GRAD_ENABLED, get_attribute, set_attribute
 from amp_graph.capture.attention import ATTENTION, note_kernel
 from amp_graph.capture.fake import fake_mode_of
+from amp_graph.capture.grad_modes import INFERENCE_MODE, grad_modes
+from amp_graph.capture.hidden_memory import hidden_memory
 from amp_graph.errors import CaptureError
 
 KERNEL_CHOICE = (_sdpa_kernel, _backend_from_string)
-INFERENCE_MODE = (_enter_inference_mode, _exit_inference_mode)
 MODE_SETTERS = (SET_GRAD_ENABLED, _enter_autocast, _exit_autocast, *INFERENCE_MODE, *KERNEL_CHOICE)
 
 
@@ -137,25 +131,6 @@ def _is_higher_order(value: Any) -> bool:
     return isinstance(value, fx.Node) and isinstance(value.target, HigherOrderOperator)
 
 
-def grad_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
-    """The nodes that change whether autograd records, and to what. Inference mode counts as
-    `no_grad`: a graph is for tensors that autograd may take as well."""
-    found: dict[fx.Node, bool] = {}
-    records, before = torch.is_grad_enabled(), []
-    for node in graph.nodes:
-        if node.target is SET_GRAD_ENABLED:
-            records = bool(node.args[0])
-        elif node.target is _enter_inference_mode:
-            before.append(records)
-            records = not node.args[0]
-        elif node.target is _exit_inference_mode:
-            records = before.pop()
-        else:
-            continue
-        found[node] = records
-    return found
-
-
 class _Retracer:
     """One retrace. `new` maps a node of the old graph to its node (or constant) in the new one,
     `fake` to its value on fake tensors; both are complete for all nodes already visited."""
@@ -169,6 +144,7 @@ class _Retracer:
         self.graph = fx.Graph()
         self.new: dict[fx.Node, Any] = {}
         self.fake: dict[fx.Node, Any] = {}
+        self.seen: set[int] = set()  # ids of the values of inputs
         self.fake_mode = fake_mode_of(module)
 
     def run(self) -> fx.GraphModule:
@@ -186,9 +162,9 @@ class _Retracer:
                 self.trace_stretch(stretch)
                 stretch = []
                 self.copy(node)
-        for node in self.graph.find_nodes(op="call_function", target=aten.set_.source_Tensor):
-            raise CaptureError(f"'{node.name}' puts a tensor into other memory (`x.data = y`)")
         traced = fx.GraphModule(self.root, self.graph, class_name="AtenGraph")
+        for complaint in hidden_memory(traced):
+            raise CaptureError(complaint)
         if SELECTIVE in self.module.meta:
             traced.meta[SELECTIVE] = self.module.meta[SELECTIVE]
         return traced
@@ -222,11 +198,22 @@ class _Retracer:
             return DATA(self.fake[node.all_input_nodes[0]])
         if node.target is operator.getitem:
             return self.fake[node.args[0]][node.args[1]]  # type: ignore[index]
-        if node.op == "placeholder" and not node.users:
-            return node.meta.get("example_value")  # Dynamo 2.11 leaves it out
+        if node.op == "placeholder":
+            return self.input(node)
         if "example_value" not in node.meta:
             raise CaptureError(f"cannot retrace '{node.name}': its value was not captured")
         return node.meta["example_value"]
+
+    def input(self, node: fx.Node) -> Any:
+        """Each input has a tensor of its own: Dynamo describes those of the backward of a custom
+        autograd function, a gradient and what was saved, by one if they are alike."""
+        if "example_value" not in node.meta and not node.users:
+            return None  # Dynamo 2.11 leaves it out
+        value = node.meta["example_value"]
+        if isinstance(value, torch.Tensor) and id(value) in self.seen:
+            return torch.empty_like(value, requires_grad=value.requires_grad)
+        self.seen.add(id(value))
+        return value
 
     def leave_autocast(self) -> None:
         """Leave the regions that a failed trace did not get out of."""

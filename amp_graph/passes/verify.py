@@ -21,9 +21,9 @@ from amp_graph.capture.aten import (
     tensors_of,
     written_operands,
 )
+from amp_graph.capture.grad_modes import recorded_nodes
 from amp_graph.errors import VerifyError
 from amp_graph.ir import Color, Plan, takes_either
-from amp_graph.passes.written_casts import recorded_nodes
 
 ADDED = (CAST, CLAMP, SET_GRAD_ENABLED)  # what emit writes besides the captured nodes
 Check = Callable[[fx.GraphModule, fx.GraphModule, Plan], Iterator[str]]

@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from amp_graph.capture.aten import CAST, CLAMP, SET_GRAD_ENABLED
+from amp_graph.capture.grad_modes import recorded_nodes
 from amp_graph.ir import Cast, NodeFacts, Paint
 
 
@@ -115,14 +116,3 @@ class WrittenCasts:
         node = self._graph.create_node("call_function", target, args, kwargs, name)
         node.meta = meta
         return node
-
-
-def recorded_nodes(graph: fx.Graph) -> frozenset[str]:
-    """The operators that run while autograd records, as it does or does not where it is asked."""
-    records, found = torch.is_grad_enabled(), set()
-    for node in graph.nodes:
-        if node.target is SET_GRAD_ENABLED:
-            records = bool(node.args[0])
-        elif records and node.op == "call_function":
-            found.add(node.name)
-    return frozenset(found)

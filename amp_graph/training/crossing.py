@@ -81,8 +81,10 @@ def leave(scale: Scale, results: Sequence[Any], inputs: Sequence[Tensor]) -> lis
 
 
 def write_back(scale: Scale, written: Tensor, value: Tensor) -> None:
-    """Record that a graph wrote into a tensor, by way of the value that had entered for it."""
-    _apply(_WriteBack, scale, written, value)
+    """Record that a graph wrote into a tensor, by way of the value that had entered for it. Into
+    a leaf that requires a gradient it can only have done so unrecorded."""
+    if not (written.is_leaf and written.requires_grad):
+        _apply(_WriteBack, scale, written, value)
 
 
 def follow(tensor: Tensor, value: Tensor) -> None:

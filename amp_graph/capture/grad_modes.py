@@ -1,0 +1,41 @@
+"""Where in a graph autograd records."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
+
+from amp_graph.capture.aten import SET_GRAD_ENABLED
+
+INFERENCE_MODE = (_enter_inference_mode, _exit_inference_mode)
+
+
+def grad_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
+    """The nodes that change whether autograd records, and to what. Inference mode counts as
+    `no_grad`: a graph is for tensors that autograd may take as well."""
+    found: dict[fx.Node, bool] = {}
+    records, before = torch.is_grad_enabled(), []
+    for node in graph.nodes:
+        if node.target is SET_GRAD_ENABLED:
+            records = bool(node.args[0])
+        elif node.target is _enter_inference_mode:
+            before.append(records)
+            records = not node.args[0]
+        elif node.target is _exit_inference_mode:
+            records = before.pop()
+        else:
+            continue
+        found[node] = records
+    return found
+
+
+def recorded_nodes(graph: fx.Graph) -> frozenset[str]:
+    """The operators that run while autograd records, as it does or does not where it is asked."""
+    records, found = torch.is_grad_enabled(), set()
+    for node in graph.nodes:
+        if node.target is SET_GRAD_ENABLED:
+            records = bool(node.args[0])
+        elif records and node.op == "call_function":
+            found.add(node.name)
+    return frozenset(found)

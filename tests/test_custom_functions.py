@@ -1,0 +1,140 @@
+"""Custom autograd functions, and checkpoints, that hand on or write into what they were given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
+from training import assert_same_gradients, distance, scaled, twins
+
+import amp_graph
+from amp_graph import Policy
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+BFLOAT16 = 0.03
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+POLICIES = {"bfloat16": Policy("bfloat16"), "scaled": scaled(2.0**8)}
+
+
+class Exp(Function):
+    """As in PyTorch's documentation. The gradient and what was saved are alike, and are not one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return gradient * y
+
+
+class TwoResults(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        return x.exp(), x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return a * x.exp() + b * x.cos()
+
+
+class InPlaceExp(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        x.exp_()
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.saved_tensors[0]
+
+
+class Detached(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+
+class SavesItsResult(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(Exp.apply(self.a(x)))
+
+
+class SavesItsInput(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        e, s = TwoResults.apply(self.a(x))
+        return self.b(e) + s
+
+
+class WritesItsInput(Two):
+    """The input is read again by the name it had."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) * 1
+        before = h.sin().detach()
+        InPlaceExp.apply(h)
+        return h.sin() + before + self.b(h)
+
+
+class WritesItsInputAndGoesOn(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = InPlaceExp.apply(self.a(x) * 1)
+        return self.b(h)
+
+
+class ResultIsWritten(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) * 1
+        y = Detached.apply(h)
+        with torch.no_grad():
+            y.exp_()
+        return self.b(h) + self.b(y)
+
+
+class ViewFromCheckpointIsWritten(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        y = checkpoint(lambda t: t.view(8, 4), h, use_reentrant=False)
+        with torch.no_grad():
+            y.exp_()
+        return self.b(h)
+
+
+CONVERTED = [SavesItsResult, SavesItsInput]
+UNDER_AUTOCAST = [WritesItsInput, WritesItsInputAndGoesOn, ResultIsWritten]
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("kind", [*CONVERTED, *UNDER_AUTOCAST, ViewFromCheckpointIsWritten])
+def test_results_and_gradients(kind: type[nn.Module], policy: Policy) -> None:
+    plain, model = twins(kind(), policy)
+    results = [each(X) for each in (plain, model)]
+    assert distance(results[1], results[0]) <= BFLOAT16
+    for result in results:
+        result.square().mean().backward()
+    assert_same_gradients(model, plain, BFLOAT16)
+    for plan in amp_graph.plans(model):
+        assert plan.converts and (kind not in CONVERTED or plan.fallback is None)
