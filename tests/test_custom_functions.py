@@ -124,7 +124,9 @@ class ViewFromCheckpointIsWritten(Two):
 
 
 CONVERTED = [SavesItsResult, SavesItsInput]
-UNDER_AUTOCAST = [WritesItsInput, WritesItsInputAndGoesOn, ResultIsWritten]
+UNDER_AUTOCAST = [WritesItsInputAndGoesOn, ResultIsWritten]
+if torch.__version__ >= "2.13":  # with backend="eager", Dynamo 2.11 gives it another gradient
+    UNDER_AUTOCAST.append(WritesItsInput)
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
