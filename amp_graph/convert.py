@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -90,8 +91,8 @@ def convert(
     else:
         if not _calls_modules_way(type(inner)):
             warn(
-                f"{type(inner).__name__} has a __call__ of its own that does not call nn.Module's, "
-                f"so nothing of it is converted; convert the modules that it calls"
+                f"{type(inner).__name__} has a __call__ of its own that does not seem to go on to "
+                f"nn.Module's; if so, it is not converted: convert the modules that it calls"
             )
         _convert(inner, policy, None if plan is None else as_plans(plan), example_inputs)
     for each in optimizers:
@@ -208,7 +209,7 @@ def _calls_modules_way(kind: type[nn.Module]) -> bool:
     has a `__call__` that names no other."""
     before_module = takewhile(lambda c: c is not nn.Module, kind.__mro__)
     own = [c.__dict__["__call__"] for c in before_module if "__call__" in c.__dict__]
-    codes = [call.__code__ for call in own if isinstance(call, FunctionType)]
+    codes = [c.__code__ for c in map(inspect.unwrap, own) if isinstance(c, FunctionType)]
     return all({"__call__", "_call_impl"}.intersection(code.co_names) for code in codes)
 
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import Parameter
 
 from amp_graph.nonfinite import FirstNonfinite
 from amp_graph.training.checked_gradients import CheckedGradients
@@ -89,7 +90,8 @@ def write_back(scale: Scale, written: Tensor, value: Tensor) -> None:
 
 def follow(tensor: Tensor, value: Tensor) -> None:
     """Put a tensor into the memory that what had entered for it was put into (`x.data = y`)."""
-    if value.data_ptr() != tensor.data_ptr():
+    is_plain = type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided
+    if is_plain and value.data_ptr() != tensor.data_ptr():
         tensor.data = value.data
 
 
