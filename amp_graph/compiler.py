@@ -21,6 +21,7 @@ from amp_graph.inductor import compile_graph as inductor
 from amp_graph.inductor import options_of
 from amp_graph.ir import Plan
 from amp_graph.nonfinite import run_watched
+from amp_graph.oplists import OpLists
 from amp_graph.passes.lift_weights import lift_weights
 from amp_graph.pins import Pins, Saved, pins_for
 from amp_graph.policy import Policy
@@ -58,17 +59,6 @@ class Record:
         self.plans[index] = replace(self.plans[index], uncompiled=reason)
         warn(f"graph {index} is not compiled, but runs operator by operator: {reason}")
 
-
-# Operators that, in backward, write the gradient of a parameter into memory of its own.
-MAKE_GRADIENTS = {
-    torch.ops.aten.embedding.default,
-    torch.ops.aten.layer_norm.default,
-    torch.ops.aten.native_layer_norm.default,
-    torch.ops.aten.batch_norm.default,
-    torch.ops.aten.native_batch_norm.default,
-    torch.ops.aten.group_norm.default,
-    torch.ops.aten.native_group_norm.default,
-}
 
 Weights: TypeAlias = tuple[tuple[int, torch.dtype], ...]
 Graphs: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
@@ -129,7 +119,7 @@ class Compiler:
             return original
         index = self._keep(plan, aten, emitted)
         runnable = eager(lifted)
-        run, parameters = runnable.forward, _parameters_read(lifted)
+        run, parameters = runnable.forward, _parameters_read(lifted, self.lists)
         if self.policy.compiler == "inductor":
             parameters = dict.fromkeys(parameters, False)
             run = self._compiled(index, lifted, weights, run, graph, example_inputs, devices)
@@ -205,12 +195,13 @@ def _devices_of(inputs: Sequence[Any]) -> frozenset[str]:
     return frozenset(x.device.type for x in inputs if isinstance(x, torch.Tensor))
 
 
-def _parameters_read(module: fx.GraphModule) -> dict[int, bool]:
+def _parameters_read(module: fx.GraphModule, lists: OpLists) -> dict[int, bool]:
     """Positions of the inputs that are parameters and that the graph itself reads; and of each,
     whether one operator reads it that makes a gradient for it alone."""
     inputs = enumerate(module.graph.find_nodes(op="placeholder"))
     read = {i: [*n.users] for i, n in inputs if n.meta.get("is_parameter") and n.users}
-    return {i: len(by) == 1 and by[0].target in MAKE_GRADIENTS for i, by in read.items()}
+    entries = {i: lists.lookup(by[0].target) for i, by in read.items() if len(by) == 1}
+    return {i: bool((entry := entries.get(i)) and entry.own_gradients) for i in read}
 
 
 def _inputs_at_risk(plan: Plan) -> list[int]:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 COLORS = {c.value: c for c in Color if c is not Color.KEEP}
 LEVELS = {level.value: level for level in Level}
 OTHER_DEVICES = "other"
-FLAGS = ("bounded", "widens", "promotes", "orders", "optional")
+FLAGS = ("bounded", "widens", "promotes", "orders", "own_gradients", "optional")
 LISTS = ("ops", "metadata_args")
 KEYS: dict[str, tuple[type, ...]] = {
     "why": (str,),
@@ -44,6 +44,8 @@ class Listing:
     promotes: operands of several dtypes may meet; a 0-dimensional one does not widen the result.
     orders: which elements come out depends on the last digits, so that what it reads is not rounded
         for storage.
+    own_gradients: backward makes the gradient of a parameter in memory of its own, so that it may
+        be unscaled there.
     low_args: only these arguments may be low, the others stay float32; by kind of device.
     metadata_args: arguments of which only shape, type and device are read.
     """
@@ -57,6 +59,7 @@ class Listing:
     widens: bool = False
     promotes: bool = False
     orders: bool = False
+    own_gradients: bool = False
     low_args: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     metadata_args: tuple[str, ...] = ()
 

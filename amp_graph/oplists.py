@@ -231,5 +231,6 @@ def _with_argument_facts(
             metadata_args=listing.metadata_args or old.metadata_args,
             promotes=listing.promotes or old.promotes,
             orders=listing.orders or old.orders,
+            own_gradients=listing.own_gradients or old.own_gradients,
         )
     return merged
