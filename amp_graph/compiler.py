@@ -179,8 +179,8 @@ class Compiler:
 
     def _not_retraced(self, original: Run, devices: frozenset[str], error: Exception) -> Run:
         dtype = self.policy.dtype_for(devices)
-        reason = f"not retraced to ATen ({type(error).__name__}: {error}); runs under autocast"
-        self.record.plans.append(Plan(dtype, fallback=reason.replace("\n", " ")))
+        reason = " ".join(f"not retraced to ATen ({type(error).__name__}: {error})".split())
+        self.record.plans.append(Plan(dtype, fallback=reason, autocast=True))
         run = under_autocast(original, devices, dtype)
         return Boundary(run, self._weights, self.record.scale) if self.record.scale else run
 

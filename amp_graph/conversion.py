@@ -45,7 +45,6 @@ from amp_graph.training.optimizers import drop_scale, use_scale
 
 SLOT = "_call_impl"  # the method of nn.Module that a conversion stands in front of
 AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
-UNDER_AUTOCAST = "under autocast"
 MAX_CAPTURES_IN_A_ROW = 16
 # Of Dynamo, for models that choose by a number or a size that depends on data.
 BREAK_AT_DATA = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
@@ -151,14 +150,13 @@ class Conversion(Compiler):
         if watch and watch.found and not self._says_what_stays_float32():
             found = ", ".join(sorted(watch.found))
             devices, dtype = self._devices()
-            reason = f"code between graphs ({found}) is not captured; "
+            reason = f"code between graphs ({found}) is not captured"
             under = not watch.met_sparse and (self.scale is None or can_scale(self.module))
             if under and self.scale is None:
                 self._capture(self._between_graphs, len(self.record.plans), devices, dtype)
             elif under:  # graphs scale gradients, code between them does not
                 self._call = self._own_code(self.scale, len(self.record.plans))
-            reason += f"runs {UNDER_AUTOCAST}" if under else "stays float32"
-            self.record.plans.append(Plan(dtype, fallback=reason))
+            self.record.plans.append(Plan(dtype, fallback=reason, autocast=under))
         if not self.record.plans:
             warn(f"nothing of {name} was captured, so nothing was converted")
         elif not any(plan.converts for plan in self.record.plans):
@@ -172,7 +170,7 @@ class Conversion(Compiler):
         code is faster than capturing it each time."""
         reason = f"each of the last {MAX_CAPTURES_IN_A_ROW} calls was captured anew"
         _, dtype = self._devices()
-        self.record.plans.append(Plan(dtype, fallback=f"{reason}; runs {UNDER_AUTOCAST}"))
+        self.record.plans.append(Plan(dtype, fallback=reason, autocast=True))
         name = type(self.module).__name__
         advice = "TORCH_LOGS=recompiles tells what changes in it at each call"
         warn(f"{name} is no longer captured and runs under autocast: {reason}. {advice}")
@@ -214,9 +212,8 @@ class Conversion(Compiler):
     def _not_under_autocast(self, index: int | None, reason: str) -> None:
         if index is not None:
             plan = self.record.plans[index]
-            before = str(plan.fallback).removesuffix(UNDER_AUTOCAST)
-            fallback = f"{before}in float32: autocast fails ({reason})"
-            self.record.plans[index] = replace(plan, fallback=fallback)
+            why = f"{plan.fallback}; autocast fails ({reason})"
+            self.record.plans[index] = replace(plan, fallback=why, autocast=False)
         name = type(self.module).__name__
         warn(f"code of {name} that is not captured runs in float32: autocast fails ({reason})")
 
@@ -235,15 +232,14 @@ class Conversion(Compiler):
         name = type(self.module).__name__
         reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         _, dtype = self._devices()
-        fallback = f"not captured ({reason}); runs {UNDER_AUTOCAST}"
-        self.record.plans.append(Plan(dtype, fallback=fallback))
+        self.record.plans.append(Plan(dtype, fallback=f"not captured ({reason})", autocast=True))
         try:
             result = call(*args, **kwargs)
         except Exception:
             self.record.plans.pop()
             self._capture_anew()
             raise
-        if self.record.plans[-1].fallback == fallback:
+        if self.record.plans[-1].autocast:
             warn(f"{name} was not captured and runs under autocast: {reason}")
         self._call, self._watch = call, None
         return result

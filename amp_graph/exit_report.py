@@ -68,7 +68,7 @@ def describe(model: Model) -> dict[str, Any]:
         "casts": casts,
         "cast_bytes": moved,
         "fallbacks": [
-            why for plan in model.record.plans for why in (plan.fallback, plan.uncompiled) if why
+            why for plan in model.record.plans for why in (plan.otherwise, plan.uncompiled) if why
         ],
     }
     scale = model.record.scale

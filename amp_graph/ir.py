@@ -166,8 +166,9 @@ class Plan:
 
     `low` names the nodes that compute in `dtype`; every other node computes as captured.
     `bodies` holds the plans of the graphs inside higher-order operators, by attribute name.
-    `fallback` says why a graph runs as captured although it was to be converted, `uncompiled` why
-    it runs operator by operator although it was to be compiled.
+    `fallback` says why a graph is not converted although it was to be: it runs as captured, or with
+    `autocast` under `torch.autocast` in `dtype`. `uncompiled` says why it runs operator by operator
+    although it was to be compiled.
     """
 
     dtype: torch.dtype
@@ -177,6 +178,7 @@ class Plan:
     casts: tuple[Cast, ...] = ()
     bodies: Mapping[str, Plan] = field(default_factory=dict)
     fallback: str | None = None
+    autocast: bool = False
     uncompiled: str | None = None
 
     def parts(self) -> Iterator[Plan]:
@@ -188,8 +190,15 @@ class Plan:
     @property
     def converts(self) -> bool:
         """Whether anything of the graph runs in low precision."""
-        in_autocast = self.fallback is not None and self.fallback.endswith("autocast")
-        return in_autocast or any(part.low for part in self.parts())
+        return self.autocast or any(part.low for part in self.parts())
+
+    @property
+    def otherwise(self) -> str | None:
+        """How a graph that is not converted runs, and why; None if it is."""
+        if self.fallback is None:
+            return None
+        not_under_autocast = "as captured" if self.facts else "in float32"
+        return f"runs {'under autocast' if self.autocast else not_under_autocast}: {self.fallback}"
 
     @property
     def casts_inside(self) -> tuple[Cast, ...]:

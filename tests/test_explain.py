@@ -207,7 +207,7 @@ def test_breaks_and_fallbacks_are_named() -> None:
     with pytest.warns(ConversionWarning):
         wrapped.__dict__["_call_impl"].record.fall_back(0, "planted")
     text = str(amp_graph.explain(wrapped))
-    assert "graph0 runs otherwise than asked: planted" in text
+    assert "graph0 runs as captured: planted" in text
     assert "0% of operators" in text
 
 

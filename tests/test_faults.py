@@ -83,7 +83,7 @@ def test_a_graph_that_cannot_be_retraced_runs_under_autocast(
         assert converted(X).dtype is torch.float32
     assert counter.low_share == 1
     (plan,) = amp_graph.plans(converted)
-    assert plan.fallback and "planted in retrace" in plan.fallback and "autocast" in plan.fallback
+    assert plan.autocast and "planted in retrace" in str(plan.fallback)
 
 
 def test_a_failed_retrace_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ def test_a_graph_left_as_captured_says_why():
         plain(plan),
         """\
 graph in bfloat16: 0 nodes
-  fallback      runs as captured: verify: 'mm' reads both bfloat16 and float32
+  fallback      runs in float32: verify: 'mm' reads both bfloat16 and float32
   casts         0, moving 0 B
 """,
     )

@@ -6,24 +6,40 @@ from collections.abc import Iterator
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
-from amp_graph.capture.aten import bodies_of, is_retraced, storages, written_operands
+from amp_graph.capture.aten import (
+    bodies_of,
+    is_retraced,
+    storages,
+    tensors_of,
+    written_operands,
+)
 
 
 def hidden_memory(traced: fx.GraphModule) -> Iterator[str]:
     """Writes of which the values in `meta` do not tell where they arrive."""
-    writes = [n for n in traced.graph.nodes if any(written_operands(traced, n))]
-    for node in writes:
+    written = set()
+    for node in traced.graph.nodes:
         if node.target is torch.ops.aten.set_.source_Tensor:
             yield f"'{node.name}' puts a tensor into other memory (`x.data = y`)"
-    for node in traced.graph.nodes if writes else ():
-        if any(map(_returns_its_input, bodies_of(traced, node).values())):
-            yield f"'{node.name}' returns memory of its operands, and the graph writes into memory"
+        written.update(
+            key for operand in written_operands(traced, node) for key in storages(operand)
+        )
+    for node in traced.graph.nodes:
+        memory = {key for n in (node, *node.all_input_nodes) for key in storages(n)}
+        if not written.isdisjoint(memory) and _hands_on(traced, node):
+            yield f"'{node.name}' returns memory of an operand, and one or the other is written"
 
 
-def _returns_its_input(body: fx.GraphModule) -> bool:
-    if not is_retraced(body):
+def _hands_on(traced: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a result of a higher-order operator is memory that its forward body, the first, was
+    given. Further outputs of that body are what it saves for backward."""
+    forward = next(iter(bodies_of(traced, node).values()), None)
+    if forward is None or not is_retraced(forward):
         return False
-    (output,) = body.graph.find_nodes(op="output")
-    given = {key for n in body.graph.find_nodes(op="placeholder") for key in storages(n)}
-    return any(key in given for n in output.all_input_nodes for key in storages(n))
+    (output,) = forward.graph.find_nodes(op="output")
+    given = {key for n in forward.graph.find_nodes(op="placeholder") for key in storages(n)}
+    returned = [n for n in tree_leaves(output.args) if isinstance(n, fx.Node)]
+    results = returned[: len(tensors_of(node))]
+    return any(key in given for result in results for key in storages(result))

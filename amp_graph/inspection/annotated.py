@@ -95,7 +95,7 @@ def annotated_graph(
 ) -> AnnotatedGraph:
     """A plan and the graph that was emitted by it. Without a graph only `fallback` is known."""
     if emitted is None or not plan.facts:
-        return AnnotatedGraph(name, dtype_name(plan.dtype), fallback=plan.fallback)
+        return AnnotatedGraph(name, dtype_name(plan.dtype), fallback=plan.otherwise)
     writer = _Writer(plan, emitted, lists)
     bodies = {
         n: annotated_graph(f"{name}.{n}", body, _body(emitted, n), lists)
@@ -104,14 +104,14 @@ def annotated_graph(
     nodes = tuple(writer.node(n) for n in emitted.graph.nodes)
     unlisted = sorted({n.op for n in nodes if n.why.startswith("on no list")})
     dtype = dtype_name(plan.dtype)
-    why_not = plan.fallback, tuple(unlisted), plan.uncompiled
+    why_not = plan.otherwise, tuple(unlisted), plan.uncompiled
     return AnnotatedGraph(name, dtype, nodes, bodies, *why_not)
 
 
 def captured_graph(name: str, plan: Plan, captured: fx.GraphModule | None) -> AnnotatedGraph:
     """The graph as it was before, with nothing decided."""
     if captured is None or not plan.facts:
-        return AnnotatedGraph(name, dtype_name(plan.dtype), fallback=plan.fallback)
+        return AnnotatedGraph(name, dtype_name(plan.dtype), fallback=plan.otherwise)
     before = Plan(plan.dtype, plan.facts)
     writer = _Writer(before, captured, OpLists({}, {}))
     bodies = {

@@ -126,7 +126,7 @@ def _pairs(first: Sequence[Plan], second: Sequence[Plan]) -> list[tuple[Plan, Pl
 def _differences(name: str, a: Plan, b: Plan) -> Iterator[GraphDifference]:
     nodes = dict.fromkeys([*a.facts, *b.facts])
     changes = tuple(c for n in nodes if (c := _change(n, a, b)) is not None)
-    yield GraphDifference(name, changes, a.casts, b.casts, (a.fallback, b.fallback))
+    yield GraphDifference(name, changes, a.casts, b.casts, (a.otherwise, b.otherwise))
     for body in a.bodies.keys() & b.bodies.keys():
         yield from _differences(f"{name}, {body}", a.bodies[body], b.bodies[body])
 

@@ -30,7 +30,7 @@ def _lines(graph: AnnotatedGraph) -> Iterator[str]:
     moved = f", {count(len(casts), 'cast')} moving {byte_count(sum(casts))}" if casts else ""
     yield f"{graph.name} in {graph.dtype}: {count(len(graph.nodes), 'node')}{moved}"
     if graph.fallback:
-        yield f"  runs as captured: {graph.fallback}"
+        yield f"  {graph.fallback}"
     if graph.uncompiled:
         yield f"  runs operator by operator: {graph.uncompiled}"
     if graph.unlisted:

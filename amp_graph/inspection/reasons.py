@@ -68,8 +68,8 @@ def chain(
 def _steps(
     plan: Plan, name: str, listings: Mapping[str, Listing], spelled: Mapping[str, str]
 ) -> Iterator[Reason]:
-    if plan.fallback is not None:
-        yield Reason(name, f"the whole graph runs as captured: {plan.fallback}")
+    if plan.otherwise is not None:
+        yield Reason(name, f"the whole graph {plan.otherwise}")
     seen: set[str] = set()
     while name in plan.paints and name not in seen:
         seen.add(name)

@@ -61,7 +61,7 @@ class CastFigures:
 
 @dataclass(frozen=True)
 class GraphFigures:
-    """One graph: its figures, casts and bytes, and why it runs as captured if it does."""
+    """One graph: its figures, casts and bytes, and how it runs otherwise than asked if it does."""
 
     name: str
     nodes: int

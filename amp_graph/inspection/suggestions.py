@@ -156,7 +156,7 @@ TELL: dict[str, Callable[[Found], tuple[str, str]]] = {
 def _fallback(graph: AnnotatedGraph) -> Suggestion:
     operators: Iterable[Node] = [n for n in graph.nodes if n.is_float]
     return Suggestion(
-        f"{graph.name} runs otherwise than asked: {graph.fallback}",
+        f"{graph.name} {graph.fallback}",
         "change that code, or keep the module that it is in out of the conversion",
         len(list(operators)),
         sum(n.traffic for n in operators),

@@ -60,8 +60,8 @@ def _summary(plan: Plan) -> Iterator[str]:
 
 
 def _facts_in_brief(plan: Plan) -> Iterator[tuple[str, str]]:
-    if plan.fallback is not None:
-        yield "fallback", f"runs as captured: {plan.fallback}"
+    if plan.otherwise is not None:
+        yield "fallback", plan.otherwise
     if plan.uncompiled is not None:
         yield "uncompiled", f"runs operator by operator: {plan.uncompiled}"
     painted = Counter(paint.color for paint in plan.paints.values())

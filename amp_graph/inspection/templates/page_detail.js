@@ -3,7 +3,7 @@
 function showDetail(panel, node, view, go) {
   panel.replaceChildren();
   if (view.graph.fallback) {
-    panel.append(make("p", "fallback", `This graph runs as captured: ${view.graph.fallback}`));
+    panel.append(make("p", "fallback", `This graph ${view.graph.fallback}`));
   }
   if (!node) {
     panel.append(make("p", "empty", "Choose a node to see why it runs in its precision."));
