@@ -145,13 +145,19 @@ colour  precision  node                                       shape     module  
 
 
 def test_a_graph_left_as_captured_says_why():
-    plan = plan_of(fallback="verify: 'mm' reads both bfloat16 and float32")
+    plan = plan_of(
+        node("x", "placeholder"), fallback="verify: 'mm' reads both bfloat16 and float32"
+    )
     assert_expected_inline(
         plain(plan),
         """\
-graph in bfloat16: 0 nodes
-  fallback      runs in float32: verify: 'mm' reads both bfloat16 and float32
+graph in bfloat16: 1 node
+  fallback      runs as captured: verify: 'mm' reads both bfloat16 and float32
   casts         0, moving 0 B
+
+colour  precision  node       shape     module  line  why
+------  ---------  ---------  --------  ------  ----  ---
+        float32    x = input  (64, 32)
 """,
     )
 

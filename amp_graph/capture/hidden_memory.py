@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,7 +20,7 @@ from amp_graph.capture.aten import (
 
 def hidden_memory(traced: fx.GraphModule) -> Iterator[str]:
     """Writes of which the values in `meta` do not tell where they arrive."""
-    written = set()
+    written: set[Any] = set()
     for node in traced.graph.nodes:
         if node.target is torch.ops.aten.set_.source_Tensor:
             yield f"'{node.name}' puts a tensor into other memory (`x.data = y`)"
