@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amp_graph.capture.dynamo import is_sharded
 from amp_graph.runtime import under_autocast
-from amp_graph.training.crossing import Scale, carries_gradient, enter, follow, leave
+from amp_graph.training.crossing import Scale, carries_gradient, carries_none, enter, follow, leave
 
 PLAIN = (Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -51,6 +51,7 @@ def _scaled(holder: _Holder, scale: Scale, args: Any, kwargs: Any) -> Any:
     flat, spec = tree_flatten((args, kwargs))
     flat = [enter(scale, [x], (0,), [x])[0] if carries_gradient(x) else x for x in flat]
     args, kwargs = tree_unflatten(flat, spec)
+    constants = [*filter(carries_none, (*flat, *holder.buffers()))]
     result = torch.func.functional_call(
         holder, dict(zip(trained, entered, strict=True)), args, kwargs
     )
@@ -62,7 +63,7 @@ def _scaled(holder: _Holder, scale: Scale, args: Any, kwargs: Any) -> Any:
         return result
     scale.is_opaque = _runs_code_in_backward(results)
     inputs = [x for x in flat if carries_gradient(x)]
-    return tree_unflatten(leave(scale, results, inputs), spec)
+    return tree_unflatten(leave(scale, results, inputs, constants), spec)
 
 
 def _runs_code_in_backward(results: Iterable[Any]) -> bool:

@@ -26,6 +26,7 @@ from torch import Tensor
 from amp_graph.training.crossing import (
     Scale,
     carries_gradient,
+    carries_none,
     enter,
     follow,
     leave,
@@ -119,6 +120,7 @@ class Boundary:
         ]
         for i in inputs:
             (values[i],) = enter(scale, [args[i]], (0,), [args[i]])
+        constants = [*filter(carries_none, args)]
         versions = [args[i]._version for i in inputs]
         with begin:
             if scale.watch is not None and self._watched is not None:
@@ -129,7 +131,7 @@ class Boundary:
             if args[i]._version != version:
                 write_back(scale, args[i], values[i])
             follow(args[i], values[i])
-        return leave(scale, results, [args[i] for i in inputs])
+        return leave(scale, results, [args[i] for i in inputs], constants)
 
     def _groups_of(
         self, args: Sequence[Any], parameters: Sequence[Tensor], scale: Scale | None

@@ -67,12 +67,22 @@ def enter(
     return entered
 
 
-def leave(scale: Scale, results: Sequence[Any], inputs: Sequence[Tensor]) -> list[Any]:
+def leave(
+    scale: Scale,
+    results: Sequence[Any],
+    inputs: Sequence[Tensor],
+    constants: Sequence[Tensor] = (),
+) -> list[Any]:
     """Hand results out; their gradients come in times S. A tensor returned twice stays one.
 
-    `inputs`: tensors that entered, some of which a result may share memory with.
+    `inputs`: tensors that entered, some of which a result may share memory with. `constants`:
+    tensors that did not, as they required no gradient; what was written into one leaves in it, and
+    so do results that are views of it.
     """
-    unique = {id(t): t for t in results if carries_gradient(t)}
+    written = {_memory(t): t for t in constants if carries_gradient(t)}
+    for tensor in written.values():
+        _apply(_LeaveInPlace, scale, tensor)
+    unique = {id(t): t for t in results if carries_gradient(t) and _memory(t) not in written}
     memories = [_memory(t) for t in (*unique.values(), *inputs)]
     left = {
         key: _apply(_Leave, scale, value, memories.count(_memory(value)) > 1)
@@ -97,6 +107,10 @@ def follow(tensor: Tensor, value: Tensor) -> None:
 
 def carries_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
+
+
+def carries_none(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.requires_grad
 
 
 class _Enter(Function):
@@ -169,6 +183,19 @@ class _Leave(Function):
     @not_captured
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return None, _come_in(ctx.scale, gradient, ctx.dtype), None
+
+
+class _LeaveInPlace(Function):
+    @staticmethod
+    def forward(ctx: Any, scale: Scale, written: Tensor) -> Tensor:
+        ctx.mark_dirty(written)
+        ctx.scale, ctx.dtype = scale, written.dtype
+        return written
+
+    @staticmethod
+    @not_captured
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, _come_in(ctx.scale, gradient, ctx.dtype)
 
 
 class _WriteBack(Function):
