@@ -9,6 +9,7 @@ graph calls before they fall apart into others.
 
 from __future__ import annotations
 
+import types
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -166,9 +167,15 @@ class CastCounter(DispatchCounter):
                 traffic.add(source, target)
 
 
+# What graphs call: ATen operators, or their Python bindings, which are not written in Python.
+OPERATORS = (torch._ops.OpOverload, types.BuiltinFunctionType, types.MethodDescriptorType)
+CONVERSIONS = (torch.ops.aten._to_copy.default, torch.Tensor.to)
+
+
 class OperatorCounter(TorchFunctionMode):
-    """Counts the operators on float32 or low-precision tensors that graphs call in a forward pass,
-    but for conversions. One is low if its floating results are, or its operands if it has none.
+    """Counts the operators on float32 or low-precision tensors that emitted graphs call in
+    a forward pass, but for conversions. One is low if its floating results are, or its operands if
+    it has none.
     """
 
     def __init__(self) -> None:
@@ -177,7 +184,7 @@ class OperatorCounter(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if isinstance(func, torch._ops.OpOverload) and func is not torch.ops.aten._to_copy.default:
+        if isinstance(func, OPERATORS) and func not in CONVERSIONS:
             operands, results = floats((args, kwargs)), floats(result)
             self.total += bool(operands or results)
             self.low += any(t.dtype in LOW for t in results or operands)
@@ -189,7 +196,8 @@ class OperatorCounter(TorchFunctionMode):
 
         def recompile_watched(module):
             code = recompile(module)
-            type(module).forward = self._counted(type(module).forward)
+            if type(module).__name__ == "AmpGraph":
+                type(module).forward = self._counted(type(module).forward)
             return code
 
         fx.GraphModule.recompile = recompile_watched

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,6 +181,17 @@ def test_forward_mode(policy: Policy) -> None:
             dual = forward_ad.make_dual(X, X.cos())
             tangents.append(forward_ad.unpack_dual(each(dual)).tangent)
     assert distance(tangents[1], tangents[0]) <= BFLOAT16
+
+
+def test_inspection_of_casts_where_recording_is_off(tmp_path: Path) -> None:
+    model = amp_graph.convert(Statistics(), policy="bfloat16")
+    model(X)
+    assert "linear" in str(amp_graph.explain(model))
+    amp_graph.dump(model, tmp_path)
+    text = (tmp_path / "graph0.after.txt").read_text()
+    assert text.count("= _set_grad_enabled(") == 2  # the model's own
+    assert not amp_graph.find_nonfinite(model, X)
+    amp_graph.compare(model, X)
 
 
 class Force(nn.Module):
