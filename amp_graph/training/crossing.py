@@ -79,7 +79,7 @@ def leave(
     tensors that did not, as they required no gradient; what was written into one leaves in it, and
     so do results that are views of it.
     """
-    written = {_memory(t): t for t in constants if carries_gradient(t)}
+    written = {_memory(t): t for t in constants if carries_gradient(t) and not t.is_leaf}
     for tensor in written.values():
         _apply(_LeaveInPlace, scale, tensor)
     unique = {id(t): t for t in results if carries_gradient(t) and _memory(t) not in written}
