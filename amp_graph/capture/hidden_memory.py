@@ -22,7 +22,8 @@ def hidden_memory(traced: fx.GraphModule) -> Iterator[str]:
     """Writes of which the values in `meta` do not tell where they arrive."""
     written: set[Any] = set()
     for node in traced.graph.nodes:
-        if node.target is torch.ops.aten.set_.source_Tensor:
+        is_set = node.target is torch.ops.aten.set_.source_Tensor
+        if is_set and node.args[0].op in ("placeholder", "get_attr"):
             yield f"'{node.name}' puts a tensor into other memory (`x.data = y`)"
         written.update(
             key for operand in written_operands(traced, node) for key in storages(operand)
