@@ -125,16 +125,16 @@ class Compiler:
             run = self._compiled(index, lifted, weights, run, graph, example_inputs, devices)
         watched = partial(run_watched, runnable, plan.facts)
         boundary = Boundary(
-            restoring_grad_mode(without_autocast(run, devices)),
+            without_autocast(run, devices),
             self._weights,
             self.record.scale,
             weights,
             parameters,
-            restoring_grad_mode(without_autocast(watched, devices)),
+            without_autocast(watched, devices),
             records=_records_some(lifted),
         )
         return Guarded(
-            boundary,
+            restoring_grad_mode(boundary),
             original,
             _inputs_at_risk(plan),
             partial(self.record.fall_back, index),

@@ -32,10 +32,10 @@ def grad_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
 
 def recorded_nodes(graph: fx.Graph) -> frozenset[str]:
     """The operators that run while autograd records, as it does or does not where it is asked."""
-    records, found = torch.is_grad_enabled(), set()
+    changes, records, found = grad_modes(graph), torch.is_grad_enabled(), set()
     for node in graph.nodes:
-        if node.target is SET_GRAD_ENABLED:
-            records = bool(node.args[0])
+        if node in changes:
+            records = changes[node]
         elif records and node.op == "call_function":
             found.add(node.name)
     return frozenset(found)

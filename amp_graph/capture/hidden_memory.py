@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import fx
@@ -17,21 +16,23 @@ from amp_graph.capture.aten import (
     written_operands,
 )
 
+SET = torch.ops.aten.set_.source_Tensor
+
 
 def hidden_memory(traced: fx.GraphModule) -> Iterator[str]:
     """Writes of which the values in `meta` do not tell where they arrive."""
-    written: set[Any] = set()
-    for node in traced.graph.nodes:
-        is_set = node.target is torch.ops.aten.set_.source_Tensor
-        if is_set and node.args[0].op in ("placeholder", "get_attr"):
+    for node in traced.graph.find_nodes(op="call_function", target=SET):
+        if node.args[0].op in ("placeholder", "get_attr"):
             yield f"'{node.name}' puts a tensor into other memory (`x.data = y`)"
-        written.update(
-            key for operand in written_operands(traced, node) for key in storages(operand)
-        )
     for node in traced.graph.nodes:
-        memory = {key for n in (node, *node.all_input_nodes) for key in storages(n)}
-        if not written.isdisjoint(memory) and _hands_on(traced, node):
+        if _hands_on(traced, node) and not _is_read_only(traced, (node, *node.all_input_nodes)):
             yield f"'{node.name}' returns memory of an operand, and one or the other is written"
+
+
+def _is_read_only(traced: fx.GraphModule, values: Iterable[fx.Node]) -> bool:
+    memory = {key for value in values for key in storages(value)}
+    written = (o for n in traced.graph.nodes for o in written_operands(traced, n))
+    return memory.isdisjoint(key for operand in written for key in storages(operand))
 
 
 def _hands_on(traced: fx.GraphModule, node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from amp_graph.capture.aten import CAST, SET_GRAD_ENABLED, get_attribute, op_name, tensors_of
+from amp_graph.capture.aten import CAST, get_attribute, op_name, tensors_of
 from amp_graph.inspection.flops import flops_of
 from amp_graph.inspection.reasons import Reason, chain, short_reason
 from amp_graph.inspection.spelling import byte_count, dtype_name, input_kind, shapes
@@ -28,6 +28,7 @@ from amp_graph.ir import Cast, NodeFacts, Plan
 from amp_graph.listing import Listing
 from amp_graph.oplists import OpLists
 from amp_graph.passes.annotate import tensor_facts
+from amp_graph.passes.written_casts import is_switch
 
 LOW = (torch.float16, torch.bfloat16)
 
@@ -101,7 +102,7 @@ def annotated_graph(
         n: annotated_graph(f"{name}.{n}", body, _body(emitted, n), lists)
         for n, body in plan.bodies.items()
     }
-    nodes = tuple(writer.node(n) for n in emitted.graph.nodes if not _is_switch(n, plan))
+    nodes = tuple(writer.node(n) for n in emitted.graph.nodes if not is_switch(n, plan.facts))
     unlisted = sorted({n.op for n in nodes if n.why.startswith("on no list")})
     dtype = dtype_name(plan.dtype)
     why_not = plan.otherwise, tuple(unlisted), plan.uncompiled
@@ -125,11 +126,6 @@ def captured_graph(name: str, plan: Plan, captured: fx.GraphModule | None) -> An
 def _body(module: fx.GraphModule, name: str) -> fx.GraphModule | None:
     body = get_attribute(module, name)
     return body if isinstance(body, fx.GraphModule) else None
-
-
-def _is_switch(node: fx.Node, plan: Plan) -> bool:
-    """Whether it lets autograd record a cast, which was not in the model."""
-    return node.target is SET_GRAD_ENABLED and node.name not in plan.facts
 
 
 class _Writer:

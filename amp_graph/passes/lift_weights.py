@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from amp_graph.capture.aten import CAST, SET_GRAD_ENABLED
+from amp_graph.capture.aten import CAST
 from amp_graph.ir import Plan
+from amp_graph.passes.written_casts import is_switch
 
 
 def lift_weights(
@@ -39,8 +40,8 @@ def lift_weights(
             copies[cast] = graph.placeholder(cast.name)
             copies[cast].meta = {**cast.meta, "is_parameter": False, "weight_of": source.name}
             weights.append((inputs.index(source), cast.meta["val"].dtype))
-            dropped.update(n for n in (cast.prev, cast.next) if n.target is SET_GRAD_ENABLED)
+            dropped.update(n for n in (cast.prev, cast.next) if is_switch(n, plan.facts))
     for node in emitted.graph.nodes:
-        if node not in copies and not (node in dropped and node.name not in plan.facts):
+        if node not in copies and node not in dropped:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     return fx.GraphModule(emitted, graph, class_name="AmpGraph"), tuple(weights)

@@ -29,6 +29,11 @@ from amp_graph.capture.grad_modes import recorded_nodes
 from amp_graph.ir import Cast, NodeFacts, Paint
 
 
+def is_switch(node: fx.Node, facts: Mapping[str, NodeFacts]) -> bool:
+    """Whether a node of an emitted graph is there to have a cast recorded, and was not captured."""
+    return node.target is SET_GRAD_ENABLED and node.name not in facts
+
+
 class WrittenCasts:
     """`new` gives the emitted form of each captured node that was emitted so far."""
 

@@ -81,7 +81,7 @@ def leave(
     """
     written = {_memory(t): t for t in constants if carries_gradient(t) and not t.is_leaf}
     for tensor in written.values():
-        _apply(_LeaveInPlace, scale, tensor)
+        write_back(scale, tensor, tensor)
     unique = {id(t): t for t in results if carries_gradient(t) and _memory(t) not in written}
     memories = [_memory(t) for t in (*unique.values(), *inputs)]
     left = {
@@ -92,8 +92,8 @@ def leave(
 
 
 def write_back(scale: Scale, written: Tensor, value: Tensor) -> None:
-    """Record that a graph wrote into a tensor, by way of the value that had entered for it. Into
-    a leaf that requires a gradient it can only have done so unrecorded."""
+    """Record that a graph wrote into a tensor, by way of the value that had entered for it: itself,
+    if none had. Into a leaf that requires a gradient it can only have done so unrecorded."""
     if not (written.is_leaf and written.requires_grad):
         _apply(_WriteBack, scale, written, value)
 
@@ -183,19 +183,6 @@ class _Leave(Function):
     @not_captured
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return None, _come_in(ctx.scale, gradient, ctx.dtype), None
-
-
-class _LeaveInPlace(Function):
-    @staticmethod
-    def forward(ctx: Any, scale: Scale, written: Tensor) -> Tensor:
-        ctx.mark_dirty(written)
-        ctx.scale, ctx.dtype = scale, written.dtype
-        return written
-
-    @staticmethod
-    @not_captured
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, _come_in(ctx.scale, gradient, ctx.dtype)
 
 
 class _WriteBack(Function):
