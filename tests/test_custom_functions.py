@@ -9,16 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
-from training import assert_same_gradients, distance, scaled, twins
+from training import assert_same_gradients, distance, twins
+from two_layers import BFLOAT16, POLICIES, Two, X
 
 import amp_graph
 from amp_graph import Policy
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-BFLOAT16 = 0.03
-X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
-POLICIES = {"bfloat16": Policy("bfloat16"), "scaled": scaled(2.0**8)}
 
 
 class Exp(Function):
@@ -69,13 +66,6 @@ class Detached(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
 
 class SavesItsResult(Two):

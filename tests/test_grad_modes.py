@@ -1,7 +1,4 @@
-"""Models that turn recording by autograd off and on, and that look behind it with `.data`.
-
-Every gradient, and every value written, is that of the plain model.
-"""
+"""Models that turn recording by autograd off and on: every gradient is that of the plain model."""
 
 from __future__ import annotations
 
@@ -16,23 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
-from training import assert_same_gradients, distance, scaled, twins
+from training import assert_same_gradients, distance, twins
+from two_layers import BFLOAT16, POLICIES, Two, X
 
 import amp_graph
 from amp_graph import Policy
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-BFLOAT16 = 0.03
-X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
-POLICIES = {"bfloat16": Policy("bfloat16"), "scaled": scaled(2.0**8)}
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
 
 class Statistics(Two):
@@ -218,62 +205,6 @@ def test_a_gradient_taken_inside(around: Any, of_weights: bool, policy: Policy) 
     with around():
         assert distance(model(X), plain(X)) <= BFLOAT16
         assert torch.is_grad_enabled() == (around is torch.enable_grad)
-
-
-class Writes(nn.Module):
-    """Parameters and buffers written behind autograd's back: clamps, averages, codebooks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(8, 8)
-        self.average: Tensor
-        self.register_buffer("average", torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.average.data.mul_(0.9)
-        self.layer.weight.data.clamp_(-0.1, 0.1)
-        y = self.layer(x) * self.average
-        self.average.data.add_(y.data.mean(0), alpha=0.01)  # after it was saved for backward
-        return y
-
-
-class WritesActivations(Two):
-    """Views, with and without `detach`, of a result that the next product reads."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x)
-        view = h.view(-1)
-        with torch.no_grad():
-            h.detach().t().mul_(3.0)
-            h.data[0].fill_(2.0)
-            part = view.detach()[3:]
-        part.add_(x.exp().mean())
-        return self.b(h) * view.mean()
-
-
-class Replaces(Two):
-    """As in MoCo: the averaged weights are put in place of the old ones."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.b.weight.data = self.b.weight.data * 0.9 + self.a.weight.data * 0.1
-            key = self.b(x)
-        return self.a(x) * key
-
-
-@pytest.mark.parametrize("kind", [Writes, WritesActivations, Replaces])
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_what_is_written_through_data_stays(kind: type[nn.Module], policy: Policy) -> None:
-    plain, model = twins(kind(), policy)
-    for _ in range(3):
-        for each in (plain, model):
-            each.zero_grad()
-            each(X).square().mean().backward()
-        assert_same_gradients(model, plain, BFLOAT16)
-    for ours, theirs in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
-        assert distance(ours, theirs) <= BFLOAT16
-    assert any(plan.converts for plan in amp_graph.plans(model))
 
 
 class ClampsItsInput(Two):

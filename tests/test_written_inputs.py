@@ -7,24 +7,21 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from training import assert_same_gradients, distance, scaled, twins
+from training import assert_same_gradients, distance, twins
+from two_layers import BFLOAT16, POLICIES, Two, X
 
 import amp_graph
 from amp_graph import Policy
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-BFLOAT16 = 0.03
-X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
-POLICIES = {"bfloat16": Policy("bfloat16"), "scaled": scaled(2.0**8)}
 new_graph = torch._dynamo.graph_break
 
 
-class Model(nn.Module):
+class Model(Two):
     def __init__(self, run: Callable[[Model, Tensor], Tensor]):
         super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.run = nn.Linear(8, 8), nn.Linear(8, 8), run
+        self.run = run
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(self, x)

@@ -1,0 +1,20 @@
+"""What tests of small models share: two layers, what they are called on, in which precisions."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from training import scaled
+
+from amp_graph import Policy
+
+BFLOAT16 = 0.03  # how far gradients may be from those in float32, relative
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+POLICIES = {"bfloat16": Policy("bfloat16"), "scaled": scaled(2.0**8)}
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
