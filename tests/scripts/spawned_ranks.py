@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def train(rank, ranks, store):
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
+def train(rank, ranks, file):
+    store = dist.FileStore(file, ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     torch.manual_seed(0)
     x = torch.randn(128, 16)
     y = x.cumsum(1)[:, -1:]
@@ -23,7 +24,9 @@ def train(rank, ranks, store):
     if rank == 0:
         with torch.no_grad():
             print(f"final loss {nn.functional.mse_loss(model.module(x), y).item():.6f}", flush=True)
-    dist.barrier()  # gloo may hang if its group ends while a thread of it still reduces
+    # gloo may hang in a last collective, also a barrier, if its peer is gone after (torch 2.13).
+    store.set(f"done {rank}", "")
+    store.wait([f"done {r}" for r in range(ranks)])
     dist.destroy_process_group()
 
 
