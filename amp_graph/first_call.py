@@ -21,6 +21,7 @@ from amp_graph.compiler import Record
 from amp_graph.conversion import AUTOCAST_DEVICES, unwrapped
 from amp_graph.convert import convert, is_converted, record_of, restore
 from amp_graph.policy import Policy
+from amp_graph.training.engine import backward_pass
 from amp_graph.training.grad_scaler import is_grad_scaler_around
 
 AUTOCAST = "the script uses torch.autocast"
@@ -66,7 +67,7 @@ class Models:
     def _outermost_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if module not in self._parts and not self._is_decided(module):
             return module._call_impl(*args, **kwargs)
-        in_backward = torch._C._current_graph_task_id() != -1  # where checkpoint restores ours
+        in_backward = backward_pass() is not None  # where checkpoint restores ours
         if not in_backward and any(map(torch.is_autocast_enabled, AUTOCAST_DEVICES)):
             self._leave_to_autocast(module)
         self._local.inside = True

@@ -180,8 +180,8 @@ def test_no_gradient_is_kept_alive() -> None:
     backward(model)
     checked = amp_graph.scale_of(model).checked
     alive = [p.grad.untyped_storage()._cdata for p in model.parameters()]
-    assert len(alive) == 4 and checked._groups
+    assert len(alive) == 4 and checked._checks
     model.zero_grad()
-    assert not any(group.is_alive() for group in checked._groups)
+    assert not any(check.memories.are_alive() for check in checked._checks)
     backward(model)
-    assert len(checked._groups) == 1
+    assert len(checked._checks) == 1

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -35,7 +35,7 @@ from torch.nn.attention import (
 )
 
 from amp_graph.capture.aten import DATA, SELECTIVE, SET_GRAD_ENABLED, get_attribute, set_attribute
-from amp_graph.capture.attention import ATTENTION, note_kernel
+from amp_graph.capture.decompositions import DECOMPOSITIONS, is_move, move
 from amp_graph.capture.fake import fake_mode_of
 from amp_graph.capture.grad_modes import INFERENCE_MODE, grad_modes
 from amp_graph.capture.hidden_memory import hidden_memory
@@ -43,41 +43,6 @@ from amp_graph.errors import CaptureError
 
 KERNEL_CHOICE = (_sdpa_kernel, _backend_from_string)
 MODE_SETTERS = (SET_GRAD_ENABLED, _enter_autocast, _exit_autocast, *INFERENCE_MODE, *KERNEL_CHOICE)
-
-
-def convert_like(
-    tensor: torch.Tensor,
-    other: torch.Tensor,
-    non_blocking: bool = False,
-    copy: bool = False,
-    memory_format: torch.memory_format | None = None,
-) -> Any:
-    """A conversion to the type of another tensor, by naming that type: casting the other one must
-    not change it, nor cost anything. `Tensor.to(other)` is spelled so by PyTorch itself."""
-    if tensor.layout is not other.layout:
-        return NotImplemented
-    if (tensor.dtype, tensor.device) == (other.dtype, other.device):
-        if not copy and memory_format in (None, torch.preserve_format):
-            return tensor
-    target = (other.device, other.dtype, non_blocking, copy)
-    return tensor.to(*target, memory_format=memory_format or torch.preserve_format)
-
-
-def drop_if_active(tensor: torch.Tensor, p: float, train: bool) -> Any:
-    """Dropout that drops nothing returns the tensor that it was given, and who writes into the one
-    writes into the other. On fake tensors it returns a copy (torch 2.13), which would hide that."""
-    return NotImplemented if train and p != 0 else tensor
-
-
-aten = torch.ops.aten
-DROPOUTS = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout)
-
-DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
-    **{packet.default: drop_if_active for packet in DROPOUTS},
-    ATTENTION: note_kernel,
-    torch.ops.aten.to.other: convert_like,
-    torch.ops.aten.type_as.default: convert_like,
-}
 
 
 def retrace(module: fx.GraphModule, names: Mapping[str, str] | None = None) -> fx.GraphModule:
@@ -248,7 +213,8 @@ class _Retracer:
             interpreter.env = dict(zip(inputs, values, strict=True))
             with fx_traceback.preserve_node_meta():
                 for node in stretch:
-                    interpreter.env[node] = interpreter.run_node(node)
+                    value = move(node, interpreter.env) if is_move(node) else None
+                    interpreter.env[node] = interpreter.run_node(node) if value is None else value
             results[:] = [interpreter.env[node] for node in outputs]
             return list(results)
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+
+from amp_graph.training.engine import Memories, backward_pass
 
 
 class CheckedGradients:
-    """The gradients that were unscaled and checked on their way out, by groups with one flag each.
+    """The gradients that were unscaled and checked on their way out, with one flag for those of one
+    backward pass on one device.
 
     One is known again by its address, while its memory is alive, and by its version, which is the
     same in `.grad` where autograd took the tensor over. What was accumulated, replaced by a hook,
@@ -23,41 +24,51 @@ class CheckedGradients:
     """
 
     def __init__(self) -> None:
-        self._groups: list[_Group] = []
-        self._enough = 0  # groups; when there are as many, those that are gone are forgotten
+        self._checks: list[_Check] = []
+        self._enough = 0  # checks; when there are as many, those that are gone are forgotten
 
     def unscale_(self, gradients: list[Tensor], inverse: Tensor) -> None:
         """Multiply fresh gradients, all on one device, by 1/S, and check them, in one pass."""
-        found_inf = torch.zeros_like(inverse)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
-        memory = [StorageWeakRef(gradient.untyped_storage()) for gradient in gradients]
-        if len(self._groups) >= self._enough:
-            self._groups = [*filter(_Group.is_alive, self._groups)]
-            self._enough = 2 * len(self._groups) + 1
-        self._groups.append(_Group(frozenset(_identities(gradients)), memory, found_inf))
+        check = self._check_on(inverse)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, check.found_inf, inverse)
+        check.memories.add(gradients)
+        check.gradients.update(_identities(gradients))
+
+    def _check_on(self, inverse: Tensor) -> _Check:
+        """That of the backward pass which is running, or a new one."""
+        made_in = backward_pass(), inverse.device
+        for check in self._checks if made_in[0] is not None else ():
+            if check.made_in == made_in:
+                return check
+        if len(self._checks) >= self._enough:
+            self._checks = [check for check in self._checks if check.memories.are_alive()]
+            self._enough = 2 * len(self._checks) + 1
+        self._checks.append(_Check(made_in, torch.zeros_like(inverse)))
+        return self._checks[-1]
 
     def known(self, gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The flags of the groups that are all here, and the other gradients. The flag of a group
-        of which some are elsewhere might tell of those."""
+        """The flags of the checks whose gradients are all here, and the other gradients. The flag
+        of a check of which some are elsewhere might tell of those."""
         given = list(_identities(gradients))
         here = frozenset(given)
         known: set[tuple[int, int]] = set()
         flags = []
-        for group in self._groups:
-            if group.gradients <= here and group.is_alive():
-                known |= group.gradients
-                flags.append(group.found_inf)
+        for check in self._checks:
+            if check.gradients <= here and check.memories.are_alive():
+                known |= check.gradients
+                flags.append(check.found_inf)
         pairs = zip(gradients, given, strict=True)
         return flags, [gradient for gradient, identity in pairs if identity not in known]
 
 
-class _Group(NamedTuple):
-    gradients: frozenset[tuple[int, int]]
-    memory: list[StorageWeakRef]
-    found_inf: Tensor
+class _Check:
+    """What was checked in one backward pass, on one device."""
 
-    def is_alive(self) -> bool:
-        return not any(map(StorageWeakRef.expired, self.memory))
+    def __init__(self, made_in: tuple[int | None, torch.device], found_inf: Tensor):
+        self.made_in = made_in
+        self.found_inf = found_inf
+        self.gradients: set[tuple[int, int]] = set()
+        self.memories = Memories()
 
 
 def _identities(gradients: Sequence[Tensor]) -> Iterator[tuple[int, int]]:

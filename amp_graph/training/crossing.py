@@ -22,6 +22,7 @@ from torch.nn import Parameter
 
 from amp_graph.nonfinite import FirstNonfinite
 from amp_graph.training.checked_gradients import CheckedGradients
+from amp_graph.training.engine import are_plain
 
 # Of a model that takes gradients inside, Dynamo would capture what runs in them.
 not_captured = torch.compiler.disable(reason="the boundary of a graph of amp_graph")
@@ -132,7 +133,7 @@ class _Enter(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         given = [(i, g) for i, g in zip(ctx.owners, grads, strict=True) if g is not None]
         is_float32 = ctx.tensors[0].dtype is torch.float32
-        fused = is_float32 and not torch.is_grad_enabled() and _are_plain([g for _, g in given])
+        fused = is_float32 and not torch.is_grad_enabled() and are_plain([g for _, g in given])
         found = _go_out_together(ctx, given) if fused else _go_out_one_by_one(ctx, given)
         return (None, None, None, None, *map(found.get, range(len(ctx.tensors))))
 
@@ -255,21 +256,5 @@ def _apply(function: type[Function], *args: Any) -> Any:
     return function.apply(*args)
 
 
-def _are_plain(gradients: Sequence[Tensor]) -> bool:
-    """Whether the fused calls take these: they are dense, and none is one of a vmap's."""
-    functorch = torch._C._functorch
-    return (
-        all(gradient.layout is torch.strided for gradient in gradients)
-        and not any(map(functorch.is_batchedtensor, gradients))
-        and not any(map(functorch.is_legacy_batchedtensor, gradients))
-    )
-
-
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-
-
-def is_batched(gradient: Tensor) -> bool:
-    """Inside torch.vmap, or torch.autograd.grad(is_grads_batched=True) (torch 2.13)."""
-    functorch = torch._C._functorch
-    return functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient)

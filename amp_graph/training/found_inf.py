@@ -36,7 +36,8 @@ def found_inf(
         gradient = parameter.grad
         if gradient is None:
             continue
-        if hasattr(gradient, "device_mesh"):  # a DTensor; its module is slow to import
+        # Tell a DTensor without its module, which is slow to import.
+        if type(gradient) is not Tensor and hasattr(gradient, "device_mesh"):
             meshes[id(gradient.device_mesh)] = gradient.device_mesh
             gradient = gradient.to_local()  # type: ignore[attr-defined]
         gradients.append(gradient if gradient.layout is torch.strided else gradient._values())
@@ -55,7 +56,9 @@ def found_inf(
         torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
         flags.append(flag)
     device = gradients[0].device
-    found = torch.stack([flag.to(device, non_blocking=True) for flag in flags]).amax()
+    found, *others = (flag.to(device, non_blocking=True) for flag in flags)
+    if others:
+        found = torch.stack([found, *others]).amax()
     for mesh in meshes.values():
         for dimension in range(mesh.ndim):
             torch.distributed.all_reduce(

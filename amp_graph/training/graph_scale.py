@@ -22,7 +22,7 @@ from torch import Tensor
 from amp_graph.errors import OverflowAbort
 from amp_graph.nonfinite import FirstNonfinite
 from amp_graph.training.checked_gradients import CheckedGradients
-from amp_graph.training.crossing import is_batched
+from amp_graph.training.engine import backward_pass, is_batched
 from amp_graph.training.grad_scaler import is_grad_scaler_around
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, number, save_state
 
@@ -55,7 +55,7 @@ class GraphScale:
         self._known: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
         self._skipped = _Readback()
         self._cautious: Tensor | None = None
-        self._cautious_in = -1  # the backward pass that it was taken for
+        self._cautious_in: int | None = None  # the backward pass that it was taken for
 
     def is_on(self) -> bool:
         return not self.driven_by_grad_scaler
@@ -83,14 +83,14 @@ class GraphScale:
         """While no optimizer is known that would skip a step, take a scale per backward pass that
         is no larger than its first incoming gradient needs: a power of 2, so that it rounds
         nothing."""
-        task = torch._C._current_graph_task_id()
-        if task == self._cautious_in or is_batched(gradient):
+        running = backward_pass()
+        if running == self._cautious_in or is_batched(gradient):
             return
         peak = gradient.detach().abs().amax().float() if gradient.numel() else self._state.scale
         enough = torch.exp2(torch.floor(torch.log2(CAUTIOUS_PEAK / peak)))
         bounded = enough.clamp(self.config.floor, self.config.ceiling)
         scale = self._state.scale.to(peak.device)
-        self._cautious, self._cautious_in = torch.fmin(scale, bounded), task
+        self._cautious, self._cautious_in = torch.fmin(scale, bounded), running
         self._factors.clear()
 
     def parameters_changed(self) -> None:
@@ -139,7 +139,7 @@ class GraphScale:
 
     def end_round(self) -> None:
         """Adjust the scale if there was a step. Raises OverflowAbort."""
-        if not self._is_pending or torch._C._current_graph_task_id() != -1:
+        if not self._is_pending or backward_pass() is not None:
             return
         self._skips += self._found_inf
         self.config.adjust_(self._state, self._found_inf)

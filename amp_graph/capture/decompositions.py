@@ -1,0 +1,79 @@
+"""How the ATen graph spells what PyTorch spells by naming a type that nobody asked for, and what
+fake tensors hide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from amp_graph.capture.aten import CAST
+from amp_graph.capture.attention import ATTENTION, note_kernel
+
+MOVES = ("to", "cpu", "cuda")
+
+
+def is_move(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's takes a tensor to a device, to a memory format or to where another
+    tensor is, and names no type."""
+    given = (*node.args[1:], *node.kwargs.values())
+    is_conversion = node.op == "call_method" and node.target in MOVES
+    return is_conversion and not any(isinstance(value, torch.dtype) for value in given)
+
+
+def move(node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor | None:
+    """The result of such a node: the tensor itself if it is there already. PyTorch would spell it
+    as a conversion to the type that the tensor has. None if the type changes, to that of another
+    tensor."""
+    source, *options = node.args
+    tensor, result = values[source], node.meta.get("example_value")  # type: ignore[index]
+    if not isinstance(tensor, Tensor) or not isinstance(result, Tensor):
+        return None
+    if (tensor.dtype, tensor.layout) != (result.dtype, torch.strided):
+        return None
+    wanted: Any = node.kwargs.get("memory_format") or torch.preserve_format
+    place = 2 if options and isinstance(options[0], fx.Node) else 3  # (other, non_blocking, copy)
+    is_copied = node.kwargs.get("copy") or options[place : place + 1] == [True]
+    is_laid_out = wanted is torch.preserve_format or tensor.is_contiguous(memory_format=wanted)
+    if tensor.device == result.device and is_laid_out and not is_copied:
+        return tensor
+    moved: Tensor = CAST(tensor, device=result.device, memory_format=wanted)
+    return moved
+
+
+def convert_like(
+    tensor: Tensor,
+    other: Tensor,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Any:
+    """A conversion to the type of another tensor, by naming that type: casting the other one must
+    not change it, nor cost anything."""
+    if tensor.layout is not other.layout:
+        return NotImplemented
+    if (tensor.dtype, tensor.device) == (other.dtype, other.device):
+        if not copy and memory_format in (None, torch.preserve_format):
+            return tensor
+    target = (other.device, other.dtype, non_blocking, copy)
+    return tensor.to(*target, memory_format=memory_format or torch.preserve_format)
+
+
+def drop_if_active(tensor: Tensor, p: float, train: bool) -> Any:
+    """Dropout that drops nothing returns the tensor that it was given, and who writes into the one
+    writes into the other. On fake tensors it returns a copy (torch 2.13), which would hide that."""
+    return NotImplemented if train and p != 0 else tensor
+
+
+aten = torch.ops.aten
+DROPOUTS = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout)
+
+DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
+    **{packet.default: drop_if_active for packet in DROPOUTS},
+    ATTENTION: note_kernel,
+    torch.ops.aten.to.other: convert_like,
+    torch.ops.aten.type_as.default: convert_like,
+}

@@ -1,0 +1,59 @@
+"""What autograd's engine is doing, and what memory lives, by functions PyTorch does not document.
+
+torch._C._current_graph_task_id                                     2.11, 2.13, 2.15
+torch._C._functorch.is_batchedtensor, is_legacy_batchedtensor       2.11, 2.13, 2.15
+torch.UntypedStorage._weak_ref, _expired, _free_weak_ref            2.11, 2.13, 2.15
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_expired: Any = torch.UntypedStorage._expired
+_free_weak_ref: Any = torch.UntypedStorage._free_weak_ref
+
+
+def backward_pass() -> int | None:
+    """The number of the backward pass that this thread is in."""
+    task: int = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+def is_batched(gradient: Tensor) -> bool:
+    """Inside torch.vmap, or torch.autograd.grad(is_grads_batched=True)."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient)
+
+
+def are_plain(gradients: Sequence[Tensor]) -> bool:
+    """Whether fused calls take these: they are dense, and none is batched."""
+    functorch = torch._C._functorch
+    return (
+        all(gradient.layout is torch.strided for gradient in gradients)
+        and not any(map(functorch.is_batchedtensor, gradients))
+        and not any(map(functorch.is_legacy_batchedtensor, gradients))
+    )
+
+
+class Memories:
+    """The memory of some tensors, not kept alive by this.
+
+    As `torch.multiprocessing.reductions.StorageWeakRef` does for one, without an object for each.
+    """
+
+    def __init__(self) -> None:
+        self._references: list[Any] = []
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        self._references += [tensor.untyped_storage()._weak_ref() for tensor in tensors]
+
+    def are_alive(self) -> bool:
+        return not any(map(_expired, self._references))
+
+    def __del__(self) -> None:
+        for reference in self._references:
+            _free_weak_ref(reference)

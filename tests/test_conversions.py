@@ -1,0 +1,96 @@
+"""Conversions in the model's own code: those that name a type ask for it, those that only move a
+tensor, or lay it out anew, ask for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_graph
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+CL = torch.channels_last
+Convert = Callable[[Tensor, Tensor], Tensor]
+MOVES: dict[str, Convert] = {
+    "to a device": lambda h, x: h.to(x.device),
+    "to a device by name": lambda h, x: h.to("cpu", non_blocking=True),
+    "to a device by keyword": lambda h, x: h.to(device=x.device),
+    "cpu": lambda h, x: h.cpu(),
+    "to a tensor": lambda h, x: h.to(x),
+    "type_as": lambda h, x: h.type_as(x),
+    "a copy": lambda h, x: h.to(x.device, copy=True),
+    "a copy by position": lambda h, x: h.to(x.device, None, False, True),
+    "a copy on a tensor's device": lambda h, x: h.to(x, False, True),
+    "no copy by position": lambda h, x: h.to(x.device, None, True),
+    "a memory format": lambda h, x: h.to(memory_format=CL),
+    "a memory format that it has": lambda h, x: h.contiguous(memory_format=CL).to(memory_format=CL),
+    "a device and a memory format": lambda h, x: h.to(x.device, memory_format=CL),
+}
+CASTS: dict[str, Convert] = {
+    "float": lambda h, x: h.float(),
+    "to a type": lambda h, x: h.to(torch.float32),
+    "to a type by keyword": lambda h, x: h.to(dtype=torch.float32),
+    "to a device and a type": lambda h, x: h.to(x.device, torch.float32),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, convert: Convert):
+        super().__init__()
+        self.convert = convert
+        self.first, self.second = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.first(x)
+        converted = self.convert(h, x)
+        result = self.second(torch.relu(converted))
+        converted.mul_(2)  # h is written to as well, unless it was copied
+        return result, h
+
+
+def compared(convert: Convert) -> tuple[amp_graph.ir.Plan, Tensor]:
+    """The plan of a model that converts, whose results and gradients were compared."""
+    x = torch.randn(2, 2, 5, 5)
+    model = Net(convert)
+    expected = model(x)
+    sum(t.square().mean() for t in expected).backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    results = amp_graph.convert(model, policy="bfloat16")(x)
+    sum(t.square().mean() for t in results).backward()
+    for one, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
+        assert one.stride() == other.stride()
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        assert (p.grad - gradient).norm() <= 0.05 * gradient.norm()
+    (plan,) = amp_graph.plans(model)
+    assert plan.fallback is None
+    return plan
+
+
+@pytest.mark.parametrize("how", MOVES)
+def test_what_names_no_type_asks_for_none(how: str) -> None:
+    plan = compared(MOVES[how])
+    assert not [n for n, p in plan.paints.items() if p.rule == "user cast"]
+    assert "relu" in plan.low
+
+
+@pytest.mark.parametrize("how", CASTS)
+def test_what_names_float32_gets_it(how: str) -> None:
+    plan = compared(CASTS[how])
+    assert [n for n, p in plan.paints.items() if p.rule == "user cast"]
+
+
+def test_another_device() -> None:
+    model = Net(lambda h, x: h.to("meta"))
+    model.second.to("meta")
+    with torch.no_grad():
+        result, h = amp_graph.convert(model, policy="bfloat16")(torch.randn(2, 2, 5, 5))
+    assert (result.device.type, result.dtype) == ("meta", torch.float32)
+    assert h.device.type == "cpu"
+    (plan,) = amp_graph.plans(model)
+    assert plan.fallback is None and "relu" in plan.low
