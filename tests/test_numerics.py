@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import xml.etree.ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,17 @@ def test_small_gradients_underflow_without_a_scale_and_not_with_one() -> None:
     assert min(scaled.gradient_exponents) == pytest.approx(
         min(without.gradient_exponents) + 16, abs=3
     )
+
+
+def test_the_table_has_every_number_in_full_beside_long_names() -> None:
+    comparison = amp_graph.compare(Planted("overflow"), inputs(), policy="float16")
+    file = f"{'far' * 20}.py:7 forward"
+    nodes = tuple(replace(n, label=n.node * 20, source=file) for n in comparison.nodes)
+    short, long = str(comparison), str(replace(comparison, nodes=nodes))
+    for n in comparison.worst(3):
+        assert f"{n.forward.error:.2g}".replace("inf", "infinite") in long and n.dtype in long
+    assert long.count("%") == short.count("%")
+    assert "farfar.py:7" in long and max(map(len, long.splitlines())) <= 120
 
 
 def test_files(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from amp_graph.numerics.statistics import Statistics
 
 WIDTH = 120  # of the plain text
 WIDE = 110  # with less, the range and the dtype are left out
+LINE_WIDTH = 20
 SHOWN = 12
 # float16: normal numbers from 2^-14 to just below 2^16, subnormal ones down to 2^-24.
 NORMAL, SUBNORMAL, LARGEST = -14, -24, 15
@@ -67,7 +68,7 @@ def _nodes(nodes: Sequence[NodeNumerics], width: int) -> Table:
     columns = COLUMNS if width >= WIDE else [c for c in COLUMNS if c.always]
     for column in columns:
         justify: JustifyMethod = "right" if column.right else "left"
-        found.add_column(column.heading, justify=justify, no_wrap=True)
+        found.add_column(column.heading, justify=justify, no_wrap=not column.folds, overflow="fold")
     for node in nodes:
         found.add_row(*(Text(column.cell(node)) for column in columns))
     return found
@@ -89,6 +90,12 @@ def _backward(s: Statistics | None) -> str:
     return " ".join([_error(s.error), *lost])
 
 
+def _line(source: str) -> str:
+    """File and line number, of a long name the end."""
+    line = source.partition(" ")[0]
+    return line if len(line) <= LINE_WIDTH else f"…{line[1 - LINE_WIDTH :]}"
+
+
 def _gradients(comparison: Comparison) -> str:
     counts = comparison.gradient_exponents
     total = sum(counts.values())
@@ -104,16 +111,17 @@ def _gradients(comparison: Comparison) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the table of nodes."""
+    """One column of the table of nodes. One that folds takes two lines where there is no room."""
 
     heading: str
     cell: Callable[[NodeNumerics], str]
     right: bool = False
     always: bool = True
+    folds: bool = False
 
 
 COLUMNS = (
-    Column("node", lambda n: n.label),
+    Column("node", lambda n: n.label, folds=True),
     Column("dtype", lambda n: n.dtype, always=False),
     Column("error", lambda n: _error(n.forward.error), right=True),
     Column("added", lambda n: _error(n.added), right=True),
@@ -121,7 +129,7 @@ COLUMNS = (
     Column("under", lambda n: percent(n.forward.underflow, 1), right=True),
     Column("range", lambda n: _range(n.forward), always=False),
     Column("gradient", lambda n: _backward(n.backward)),
-    Column("line", lambda n: n.source.partition(" ")[0]),
+    Column("line", lambda n: _line(n.source)),
 )
 
 
