@@ -88,6 +88,8 @@ def test_calibrate_and_diff(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "denied" in capsys.readouterr().out
     assert amp_graph.load_plan("plan.json")
     torch._dynamo.reset()
+    assert main(["compare", "models_here:full", "--plan", "plan.json", "--bound", "0.1"]) == 0
+    torch._dynamo.reset()
     assert main(["dump", "models_here:full", "out", "--dtype", "float16"]) == 0
     assert main(["diff", "out/plan.json", "plan.json"]) == 1
     assert "calibrated" in capsys.readouterr().out

@@ -8,8 +8,10 @@ from rich.text import Text
 
 from amp_graph.commands.command import (
     Command,
+    converted,
     factory_argument,
     out,
+    plan_argument,
     policy_arguments,
     policy_of,
     working,
@@ -32,17 +34,18 @@ def _compare_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures to a file, too")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw the exponents of the gradients")
     parser.add_argument("--bound", type=float, help="exit with 1 if an error is above this")
+    plan_argument(parser)
 
 
 def _compare(args: Namespace) -> int:
-    made = subject(args.factory)
+    made = converted(args) if args.plan else subject(args.factory)
     with working(f"running {args.factory} in float32 and in mixed precision"):
         found = compare(
             made.model,
             made.batches[0],
             loss=made.loss,
             loss_scale=args.loss_scale,
-            policy=policy_of(args),
+            policy=None if args.plan else policy_of(args),
         )
     out.print(found)
     if args.json:
