@@ -6,6 +6,7 @@ Magnitudes are such that float16 without a scale would lose what the test looks 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -195,3 +196,21 @@ def test_a_gan(penalty: bool) -> None:
         )
         for p, q in pairs:
             assert distance(p, q) <= FLOAT16, name
+
+
+@pytest.mark.parametrize("penalty", PENALTIES, ids=lambda p: p.__name__)
+def test_the_scale_may_change_between_a_derivative_and_its_own(penalty: Any) -> None:
+    """An update is skipped and the next forward halves the scale, in place."""
+    reference, model = twins(Mlp(), SCALED)
+    x = torch.randn(8, 4, requires_grad=True)
+    penalties = [penalty(m, x) for m in (reference, model)]
+    scale = amp_graph.scale_of(model)
+    before = scale.get_scale()
+    next(model.parameters()).grad = torch.full_like(next(model.parameters()), math.inf)
+    assert not amp_graph.has_finite_gradients(model)
+    model(x)
+    assert scale.get_scale() == before / 2
+    model.zero_grad()
+    for each in penalties:
+        each.backward()
+    assert_same_gradients(model, reference, within=2 * FLOAT16)

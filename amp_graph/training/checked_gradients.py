@@ -48,13 +48,15 @@ class CheckedGradients:
 
     def known(self, gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The flags of the checks whose gradients are all here, and the other gradients. The flag
-        of a check of which some are elsewhere might tell of those."""
+        of a check of which some are elsewhere, or yet to be made, might tell of those."""
         given = list(_identities(gradients))
         here = frozenset(given)
+        running = backward_pass()
         known: set[tuple[int, int]] = set()
         flags = []
         for check in self._checks:
-            if check.gradients <= here and check.memories.are_alive():
+            is_done = running is None or check.made_in[0] != running
+            if is_done and check.gradients <= here and check.memories.are_alive():
                 known |= check.gradients
                 flags.append(check.found_inf)
         pairs = zip(gradients, given, strict=True)

@@ -36,7 +36,7 @@ class Scale(Protocol):
 
     def factor(self, gradient: Tensor) -> Tensor:
         """S for a gradient that comes in, 0-dimensional, float32; the same for all gradients of
-        one backward pass."""
+        one backward pass. What is to outlive it has to be a copy."""
 
     def inverse(self, device: torch.device) -> Tensor:
         """1/S, 0-dimensional, float32."""
@@ -229,7 +229,7 @@ class _Cross(Function):
 def _come_in(scale: Scale, gradient: Tensor, dtype: torch.dtype) -> Tensor:
     factor = scale.factor(gradient)
     if torch.is_grad_enabled():
-        crossed: Tensor = _apply(_Cross, gradient, factor, dtype, scale, True)
+        crossed: Tensor = _apply(_Cross, gradient, factor.clone(), dtype, scale, True)
         return crossed
     return _times(gradient, factor, dtype)
 

@@ -61,7 +61,7 @@ class GraphScale:
         return not self.driven_by_grad_scaler
 
     def factor(self, gradient: Tensor) -> Tensor:
-        """S for a gradient that comes in, on its device."""
+        """S for a gradient that comes in, on its device, written to when a round ends."""
         if not self.has_optimizer:
             self._be_cautious(gradient)
         return self._factors_on(gradient.device)[0]
@@ -74,7 +74,7 @@ class GraphScale:
         found = self._factors.get(device)
         if found is None:
             scale = self._state.scale if self._cautious is None else self._cautious
-            scale = scale.to(device, non_blocking=True, copy=True)
+            scale = scale.to(device, non_blocking=True)
             found = self._factors[device] = scale, scale.reciprocal()
         return found
 

@@ -21,7 +21,7 @@ from amp_graph.training.found_inf import parameters_of
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.step_guard import StepCounts, StepGuard
 
-_scales: weakref.WeakSet[GraphScale] = weakref.WeakSet()
+_scales: weakref.WeakValueDictionary[int, GraphScale] = weakref.WeakValueDictionary()
 _guards: weakref.WeakKeyDictionary[Optimizer, StepGuard] = weakref.WeakKeyDictionary()
 _hooks: list[Any] = []
 
@@ -31,13 +31,13 @@ def use_scale(scale: GraphScale) -> None:
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
-    _scales.add(scale)
+    _scales[scale.serial] = scale
 
 
 def drop_scale(scale: GraphScale) -> None:
     """Guard nothing on behalf of this scale any more."""
     scale.is_in_use = False
-    _scales.discard(scale)
+    _scales.pop(scale.serial, None)
 
 
 def attach(optimizer: Optimizer, scale: GraphScale | None) -> None:
@@ -66,7 +66,8 @@ def _guard_of(optimizer: Optimizer) -> StepGuard:
 
 def _covering(optimizer: Optimizer) -> list[GraphScale]:
     parameters = parameters_of(optimizer)
-    return [scale for scale in _scales if scale.own(parameters)]
+    scales = (ref() for ref in _scales.valuerefs())
+    return [scale for scale in scales if scale is not None and scale.own(parameters)]
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

@@ -30,6 +30,7 @@ from amp_graph.training.loss_scale import load_state
 from amp_graph.training.undo import Copies, GuardedClosure
 
 STATE_KEY = "amp_graph"  # in an optimizer's state_dict
+UNREAD = 256  # flags kept before they are summed up, so that not every step pays for a sum
 
 FindScales = Callable[[Optimizer], Iterable[GraphScale]]
 
@@ -57,7 +58,8 @@ class StepGuard:
         self._has_state = bool(optimizer.state)
         self._calls_closure_again = True  # until it is seen not to
         self._steps = 0
-        self._skipped: int | Tensor = 0
+        self._skipped = 0
+        self._unread: list[Tensor] = []  # found_inf of steps that are not in that count
         self._loaded: tuple[list[Any], int, int] | None = None
         self._unguarded = 0  # how deep in steps that did not come through here
         self._undo: Copies | None = None
@@ -139,9 +141,9 @@ class StepGuard:
 
     def scales(self, optimizer: Optimizer) -> list[GraphScale]:
         """The scales that this optimizer's gradients are made under, the oldest first."""
-        attached = {scale for ref in self.attached if (scale := ref()) is not None}
-        found = attached.union(self._find_scales(optimizer))
-        return sorted((s for s in found if s.is_in_use), key=lambda scale: scale.serial)
+        attached = [scale for ref in self.attached if (scale := ref()) is not None]
+        found = {s.serial: s for s in (*attached, *self._find_scales(optimizer)) if s.is_in_use}
+        return [found[serial] for serial in sorted(found)]
 
     def before_unguarded_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """The net under a step that did not come through this guard: the step in which the
@@ -179,20 +181,33 @@ class StepGuard:
 
     def _record(self, overflowed: bool | Tensor) -> None:
         self._steps += 1
-        self._skipped = self._skipped + overflowed
-        self._stepped = overflowed == 0 if isinstance(overflowed, Tensor) else not overflowed
+        if isinstance(overflowed, Tensor):
+            self._unread.append(overflowed)
+            if len(self._unread) == UNREAD:
+                self._unread = [torch.stack(self._unread).sum()]
+            self._stepped = overflowed == 0
+        else:
+            self._skipped += overflowed
+            self._stepped = not overflowed
         self._has_state = self._has_state or self._stepped is True
 
     @property
     def counts(self) -> StepCounts:
-        skipped = int(self._skipped)
+        skipped = self._read_skipped()
         return StepCounts(self._steps - skipped, skipped)
+
+    def _read_skipped(self) -> int:
+        """How many steps were skipped; waits for the device."""
+        if self._unread:
+            self._skipped += int(torch.stack(self._unread).sum())
+            self._unread.clear()
+        return self._skipped
 
     def _save(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         scales = self.scales(optimizer)
         if scales:
             saved = [scale.state_dict() for scale in scales]
-            counts = {"steps": self._steps, "skipped": int(self._skipped)}
+            counts = {"steps": self._steps, "skipped": self._read_skipped()}
             state[STATE_KEY] = {"scales": saved, **counts}
 
     def _check_loaded(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -225,6 +240,7 @@ class StepGuard:
         self._has_state = bool(optimizer.state)
         if self._loaded is not None:
             loaded, self._steps, self._skipped = self._loaded
+            self._unread.clear()
             for scale, config, state in loaded:
                 scale.go_on_from(config, state)
 
