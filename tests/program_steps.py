@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
 N = 4  # the size of most dimensions
 
@@ -194,7 +196,66 @@ def _modes_in_modes(x: Tensor, y: Tensor) -> list[Tensor]:
     return [both.exp().tanh(), recorded, both]
 
 
-# Only Dynamo captures these: `.data` is no operator, nor is inference mode.
+class _SavesInputs(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x @ y / 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        return gradient @ y.mT / 2, x.mT @ gradient / 2
+
+
+class _SavesResult(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = x.tanh().exp()
+        ctx.save_for_backward(x, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        x, result = ctx.saved_tensors
+        return gradient * result * (1 - x.tanh().square())
+
+
+class _TwoResults(Function):
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        return x @ y * factor, x.detach().sum(-1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        *tensors, ctx.factor = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, Tensor | None, None]:
+        x, y = ctx.saved_tensors
+        of_x = gradient @ y.mT * ctx.factor if ctx.needs_input_grad[0] else None
+        of_y = x.mT @ gradient * ctx.factor if ctx.needs_input_grad[1] else None
+        return of_x, of_y, None
+
+
+def _checkpointed(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    return lambda *operands: checkpoint(function, *operands, use_reentrant=False)
+
+
+def _broken(x: Tensor, y: Tensor) -> list[Tensor]:
+    hidden = x @ y / 2
+    torch._dynamo.graph_break()
+    return [hidden, hidden.tanh() @ y / 2]
+
+
+def _broken_by_a_number(x: Tensor) -> Tensor:
+    return x * 0.5 if x.sum().item() > 0 else x.tanh()
+
+
+# Only Dynamo captures these: `.data` is no operator, nor is inference mode; checkpoints and custom
+# autograd functions have bodies.
 CAPTURED: dict[str, Callable[..., Any]] = {
     "data": lambda x: x.data * 0.5,
     "data_exp": lambda x: x.data.tanh().exp(),
@@ -204,6 +265,19 @@ CAPTURED: dict[str, Callable[..., Any]] = {
     "data_copy_": lambda x, y: [x.data.copy_(y.data), x][1],
     "in_inference_mode": _in_inference_mode,
     "modes_in_modes": _modes_in_modes,
+    "cpu": lambda x: x.cpu(),
+    "to_device": lambda x: x.to("cpu"),
+    "to_copy": lambda x: x.to("cpu", copy=True),
+    "to_tensor": lambda x, y: x.to(y) if y.is_floating_point() else x,
+    "saves_inputs": lambda x, y: _SavesInputs.apply(x, y),
+    "saves_result": lambda x: _SavesResult.apply(x),
+    "two_results": lambda x, y: _TwoResults.apply(x, y, 0.5),
+    "checkpoint": _checkpointed(lambda x, y: F.gelu(x @ y / 2) @ y / 2),
+    "checkpoint_softmax": _checkpointed(lambda x: x.softmax(-1) + x),
+    "checkpoint_writes": _checkpointed(lambda x, y: (x @ y / 2).mul_(0.5).tanh_()),
+    "checkpoint_of_function": _checkpointed(lambda x, y: _SavesInputs.apply(x, y).exp().tanh()),
+    "broken": _broken,
+    "broken_by_a_number": _broken_by_a_number,
 }
 # Continuous, with a gradient that jumps.
 KINKED: dict[str, Callable[..., Any]] = {
