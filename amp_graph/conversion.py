@@ -31,6 +31,7 @@ from amp_graph.own_code import can_scale, own_code, plain_code
 from amp_graph.pins import Saved
 from amp_graph.policy import Policy
 from amp_graph.runtime import (
+    Kept,
     Outside,
     Run,
     call_with,
@@ -69,6 +70,7 @@ class Conversion(Compiler):
             use_scale(scale)
         super().__init__(policy, scale, saved)
         self._watch: Outside | None = Outside(self.lists) if can_watch() else None
+        self._is_watched = self._watch is not None  # in calls after one that was captured anew
         self._is_new = True
         self._captures_in_a_row = 0
         self._settings: dict[str, Any] = {}  # of Dynamo, other than usual
@@ -104,6 +106,7 @@ class Conversion(Compiler):
         if self.scale is not None and torch.is_grad_enabled():
             self.scale.begin_forward()
         frames, uncaptured = frames_seen(), None
+        kept = Kept(self.module) if self._is_new else None
         try:
             with self._watch or contextlib.nullcontext():
                 result = self._call(*args, **kwargs)
@@ -113,12 +116,18 @@ class Conversion(Compiler):
             if frames_seen() != frames:  # Dynamo never again captures code that raised meanwhile
                 without_words_of_dynamo(error)
                 self._capture_anew()
+            if self._watch is not None:
+                self._watch = Outside(self.lists)
             raise
         if uncaptured is not None:  # outside of the handler: its error is no part of the user's own
+            if kept is not None:
+                kept.put_back()
             result = self._uncaptured(uncaptured, args, kwargs)
-        if self._is_new:
-            self._look_back_at_the_first_call()
+        if self._is_new or self._watch is not None:
+            self._look_back()
         self._captures_in_a_row = self._captures_in_a_row + 1 if frames_seen() != frames else 0
+        if self._captures_in_a_row and self._is_watched:
+            self._watch = Outside(self.lists)
         if self._captures_in_a_row == MAX_CAPTURES_IN_A_ROW:
             self._stop_capturing()
         if self.policy.output_dtype is None:
@@ -143,11 +152,11 @@ class Conversion(Compiler):
 
         return inside
 
-    def _look_back_at_the_first_call(self) -> None:
-        """Whether all that was asked for happened."""
-        watch, self._watch, self._is_new = self._watch, None, False
-        name = type(self.module).__name__
+    def _look_back(self) -> None:
+        """Whether all that was asked for happened in the first call, or in one after a capture."""
+        watch, self._watch, is_new, self._is_new = self._watch, None, self._is_new, False
         if watch and watch.found and not self._says_what_stays_float32():
+            self._is_watched = False
             found = ", ".join(sorted(watch.found))
             devices, dtype = self._devices()
             reason = f"code between graphs ({found}) is not captured"
@@ -157,6 +166,9 @@ class Conversion(Compiler):
             elif under:  # graphs scale gradients, code between them does not
                 self._call = self._own_code(self.scale, len(self.record.plans))
             self.record.plans.append(Plan(dtype, fallback=reason, autocast=under))
+        name = type(self.module).__name__
+        if not is_new:
+            return
         if not self.record.plans:
             warn(f"nothing of {name} was captured, so nothing was converted")
         elif not any(plan.converts for plan in self.record.plans):
@@ -175,6 +187,7 @@ class Conversion(Compiler):
         advice = "TORCH_LOGS=recompiles tells what changes in it at each call"
         warn(f"{name} is no longer captured and runs under autocast: {reason}. {advice}")
         self._call = self._own_code(self.scale, len(self.record.plans) - 1)
+        self._watch, self._is_watched = None, False
 
     def _says_what_stays_float32(self) -> bool:
         return bool(self.policy.keep_float32 or self.policy.overrides)
@@ -196,7 +209,7 @@ class Conversion(Compiler):
         """A captured call, with the code between its graphs, for which plan `index` stands, under
         autocast if it can be."""
         run, report = under_autocast(run, devices, dtype), partial(self._not_under_autocast, index)
-        return or_else(run, self._capture_in_float32, report, DYNAMO_ERRORS)
+        return or_else(run, self._capture_in_float32, report, self.module, DYNAMO_ERRORS)
 
     def _capture_in_float32(self) -> Run:
         self._capture(without_autocast, AUTOCAST_DEVICES)
@@ -207,7 +220,7 @@ class Conversion(Compiler):
         plan `index` stands for."""
         run = own_code(self.module, *self._devices(), scale)
         report = partial(self._not_under_autocast, index)
-        return or_else(run, lambda: plain_code(self.module), report)
+        return or_else(run, lambda: plain_code(self.module), report, self.module)
 
     def _not_under_autocast(self, index: int | None, reason: str) -> None:
         if index is not None:
@@ -241,7 +254,7 @@ class Conversion(Compiler):
             raise
         if self.record.plans[-1].autocast:
             warn(f"{name} was not captured and runs under autocast: {reason}")
-        self._call, self._watch = call, None
+        self._call, self._watch, self._is_watched = call, None, False
         return result
 
     def _as_output(self, value: Any) -> Any:

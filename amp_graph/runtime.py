@@ -107,22 +107,32 @@ def or_else(
     run: Run,
     make_other: Callable[[], Run],
     report: Callable[[str], None],
+    model: torch.nn.Module,
     not_these: tuple[type[Exception], ...] = (),
 ) -> Run:
     """`run` until a call in which it raises a RuntimeError, as operators do that do not take a
     dtype. That call and all later ones are run by the other one, unless it raises as well: then the
-    error is the user's own. `not_these` are passed on."""
+    error is the user's own. If it is the first call, what it did to the model is undone before.
+    `not_these` are passed on."""
     chosen = [run]
+    has_run = False
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_run
         if chosen[0] is not run:
             return chosen[0](*args, **kwargs)
+        kept = None if has_run else Kept(model)
         try:
-            return run(*args, **kwargs)
+            result = run(*args, **kwargs)
         except RuntimeError as error:
             if isinstance(error, (torch.OutOfMemoryError, *not_these)):
                 raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())
+        else:
+            has_run = True
+            return result
+        if kept is not None:
+            kept.put_back()
         other = make_other()
         result = other(*args, **kwargs)
         chosen[0] = other
@@ -192,17 +202,37 @@ def call_with(call: Run, batch: Any) -> Any:
     return call(**batch) if isinstance(batch, Mapping) else call(*batch)
 
 
+class Kept:
+    """What calls of a model change by the way, as it is now: buffers and random state."""
+
+    def __init__(self, model: torch.nn.Module):
+        self._buffers = [
+            (buffers, name, buffer, None if buffer is None else buffer.detach().clone())
+            for buffers in (module._buffers for module in model.modules())
+            for name, buffer in buffers.items()
+        ]
+        self._random = torch.get_rng_state()
+        self._on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for buffers, name, buffer, value in self._buffers:
+            if buffer is not None and value is not None and not torch.equal(buffer, value):
+                buffer.copy_(value)
+            buffers[name] = buffer
+        torch.set_rng_state(self._random)
+        if self._on_cuda:
+            torch.cuda.set_rng_state_all(self._on_cuda)
+
+
 @contextlib.contextmanager
 def unchanged(model: torch.nn.Module) -> Iterator[None]:
     """Buffers and random state are put back."""
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    kept = Kept(model)
     try:
-        with torch.random.fork_rng():
-            yield
+        yield
     finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        kept.put_back()
 
 
 def warn(message: str) -> None:

@@ -158,6 +158,7 @@ class Rerun(Compiler):
         is_recorded = torch.is_grad_enabled()  # not inside of an autograd function
         if is_recorded and isinstance(value, torch.Tensor) and value.requires_grad:
 
+            @torch.compiler.disable(reason="a model that takes gradients inside would capture this")
             def tell(gradient: torch.Tensor | None) -> None:
                 if gradient is not None:  # else nothing depends on the value
                     observer.gradient(place, gradient)

@@ -40,7 +40,8 @@ from amp_graph.training.weights import GraphWeights, LowPrecisionWeights
 FIRST_GROUP_BYTES, GROUP_BYTES = 2**20, {"cpu": 2**20, "other": 25 * 2**20}
 
 Pick = Callable[[Sequence[Any]], tuple[Any, ...]]
-_requires_grad = attrgetter("requires_grad")
+# What the groups of parameters depend on.
+_trained_as = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Boundary:
@@ -139,10 +140,10 @@ class Boundary:
     ) -> tuple[_Group, ...]:
         """The parameters that need gradients, in groups; the answer is kept while it holds."""
         if scale is None:
-            given: Any = [*map(_requires_grad, parameters)]
+            given: Any = [*map(_trained_as, parameters)]
         else:
             read = [*parameters, *self._wide_parameters(args)]
-            given = [(id(p), p.requires_grad) for p in read]
+            given = [(id(p), *_trained_as(p)) for p in read]
         if self._groups_for != given:
             slots = [(i, len(args) + k) for k, i in enumerate(self._positions)]
             if scale is not None:
@@ -178,7 +179,7 @@ def _grouped(
     size, limit = 0, FIRST_GROUP_BYTES
     for position, its_slots in groupby(reversed(slots), key=itemgetter(0)):
         parameter = args[position]
-        if members and (size >= limit or not _are_alike(parameter, args[members[0][0]])):
+        if members and (size >= limit or not _may_join(parameter, args[members[0][0]])):
             yield _group(members, fresh)
             members, size = [], 0
             limit = GROUP_BYTES.get(parameter.device.type, GROUP_BYTES["other"])
@@ -188,8 +189,15 @@ def _grouped(
         yield _group(members, fresh)
 
 
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one.device == other.device and one.dtype == other.dtype
+def _may_join(one: Tensor, other: Tensor) -> bool:
+    """Parameters with hooks leave alone: the hooks of one that the loss does not depend on would be
+    called with None for those of its group."""
+    are_alike = one.device == other.device and one.dtype == other.dtype
+    return are_alike and not (_has_hooks(one) or _has_hooks(other))
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    return any(_trained_as(parameter)[1:])
 
 
 def _group(members: Sequence[tuple[int, int]], fresh: Container[int]) -> _Group:

@@ -27,6 +27,7 @@ from amp_graph.training.grad_scaler import is_grad_scaler_around
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, number, save_state
 
 CAUTIOUS_PEAK = 2.0**4  # what a cautious scale brings the largest incoming gradient to
+CAUTIOUS_PASSES = 32  # backward passes that may run inside of, or beside, one another
 _serials = itertools.count()
 
 
@@ -50,12 +51,11 @@ class GraphScale:
         self._skips = number(0.0)
         self._found_inf = number(0.0)  # of the round that has not ended
         self._is_pending = False  # whether an optimizer stepped in it
-        self._factors: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._factors: dict[Any, tuple[Tensor, Tensor]] = {}
         self._parameters = weakref.WeakMethod(parameters)
         self._known: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
         self._skipped = _Readback()
-        self._cautious: Tensor | None = None
-        self._cautious_in: int | None = None  # the backward pass that it was taken for
+        self._cautious: dict[int, Tensor] = {}  # by the backward pass that it was taken for
 
     def is_on(self) -> bool:
         return not self.driven_by_grad_scaler
@@ -71,27 +71,33 @@ class GraphScale:
         return self._factors_on(device)[1]
 
     def _factors_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        found = self._factors.get(device)
+        running = backward_pass() if self._cautious else None
+        found = self._factors.get((device, running))
         if found is None:
-            scale = self._state.scale if self._cautious is None else self._cautious
-            scale = scale.to(device, non_blocking=True)
-            found = self._factors[device] = scale, scale.reciprocal()
+            scale = self._state.scale if running is None else self._cautious.get(running)
+            scale = (self._state.scale if scale is None else scale).to(device, non_blocking=True)
+            found = self._factors[device, running] = scale, scale.reciprocal()
         return found
 
     @torch.no_grad()
     def _be_cautious(self, gradient: Tensor) -> None:
         """While no optimizer is known that would skip a step, take a scale per backward pass that
         is no larger than its first incoming gradient needs: a power of 2, so that it rounds
-        nothing."""
+        nothing. A pass may run inside of another, or beside one in another thread."""
         running = backward_pass()
-        if running == self._cautious_in or is_batched(gradient):
+        if running is None or running in self._cautious or is_batched(gradient):
             return
         peak = gradient.detach().abs().amax().float() if gradient.numel() else self._state.scale
         enough = torch.exp2(torch.floor(torch.log2(CAUTIOUS_PEAK / peak)))
         bounded = enough.clamp(self.config.floor, self.config.ceiling)
-        scale = self._state.scale.to(peak.device)
-        self._cautious, self._cautious_in = torch.fmin(scale, bounded), running
-        self._factors.clear()
+        if len(self._cautious) == CAUTIOUS_PASSES:
+            self._forget(next(iter(self._cautious)))
+        self._cautious[running] = torch.fmin(self._state.scale.to(peak.device), bounded)
+
+    def _forget(self, running: int) -> None:
+        """A backward pass that ended long ago."""
+        del self._cautious[running]
+        self._factors = {key: f for key, f in self._factors.items() if key[1] != running}
 
     def parameters_changed(self) -> None:
         self._known.clear()
@@ -143,7 +149,7 @@ class GraphScale:
             return
         self._skips += self._found_inf
         self.config.adjust_(self._state, self._found_inf)
-        self._is_pending, self._cautious = False, None
+        self._is_pending, self._cautious = False, {}
         self._stepped_by.clear()
         self._factors.clear()
         self._skipped.follow(self._state.skipped, self.config.abort_after)
@@ -190,7 +196,7 @@ class GraphScale:
 
     def go_on_from(self, config: LossScale, state: ScaleState) -> None:
         self.config, self._state = config, state.copy(self._found_inf.device)
-        self._is_pending, self._cautious = False, None
+        self._is_pending, self._cautious = False, {}
         self._skipped = _Readback(math.inf)
         self._factors.clear()
 

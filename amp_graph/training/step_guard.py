@@ -119,11 +119,13 @@ class StepGuard:
         scales: Sequence[GraphScale],
         kwargs: Any,
     ) -> Any:
-        guarded = GuardedClosure(closure, lambda: bool(check(optimizer, scales)))
+        overflows = functools.partial(_overflows, optimizer, scales)
+        guarded = GuardedClosure(closure, overflows, type(optimizer))
         if guarded.overflowed:
             self._record(True)
             return guarded.loss
-        copies = Copies(optimizer) if self._calls_closure_again else None
+        is_at_risk = self._calls_closure_again or not guarded.is_first
+        copies = Copies(optimizer) if is_at_risk else None
         result = original(**{**kwargs, "closure": guarded})
         self._calls_closure_again = guarded.calls > 1
         self._record(guarded.overflowed)
@@ -162,7 +164,8 @@ class StepGuard:
                 self._undo = Copies(optimizer)
                 self._undo.give_zeros()
             return None
-        self._closure = GuardedClosure(closure, lambda: bool(check(optimizer, scales)))
+        overflows = functools.partial(_overflows, optimizer, scales)
+        self._closure = GuardedClosure(closure, overflows, type(optimizer))
         self._undo = Copies(optimizer)
         if self._closure.overflowed:
             self._undo.give_zeros()
@@ -243,6 +246,10 @@ class StepGuard:
             self._unread.clear()
             for scale, config, state in loaded:
                 scale.go_on_from(config, state)
+
+
+def _overflows(optimizer: Optimizer, scales: Sequence[GraphScale]) -> bool:
+    return bool(check(optimizer, scales))
 
 
 def check(optimizer: Optimizer, scales: Sequence[GraphScale]) -> Tensor:

@@ -34,22 +34,32 @@ class Copies:
 
 
 class GuardedClosure:
-    """A closure that is evaluated once before the optimizer runs. The optimizer gets that result
-    when it first calls; after an overflow in a later call nothing more is evaluated."""
+    """A closure whose every evaluation is checked; after one that overflowed nothing more is
+    evaluated.
 
-    def __init__(self, closure: Callable[[], Any], overflows: Callable[[], bool]):
+    If the optimizer is known to begin with a call of its closure, that evaluation comes before the
+    step, which then need not begin after an overflow. Others move the weights first (SAM).
+    """
+
+    def __init__(self, closure: Callable[..., Any], overflows: Callable[[], bool], kind: type):
         self._closure = closure
         self._overflows = overflows
         self.calls = 0
-        self._evaluate()
-
-    def __call__(self) -> Any:
-        self.calls += 1
-        if self.calls > 1 and not self.overflowed:
+        self.overflowed = False
+        self.loss: Any = None
+        self.is_first = kind.step.__module__.startswith("torch.optim.")  # type: ignore[attr-defined]
+        self._is_ahead = self.is_first
+        if self._is_ahead:
             self._evaluate()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if not (self._is_ahead or self.overflowed):
+            self._evaluate(*args, **kwargs)
+        self._is_ahead = False
         return self.loss
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, *args: Any, **kwargs: Any) -> None:
         with torch.enable_grad():
-            self.loss = self._closure()
+            self.loss = self._closure(*args, **kwargs)
         self.overflowed = self._overflows()
