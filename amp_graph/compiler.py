@@ -20,6 +20,7 @@ from amp_graph.errors import PlanError
 from amp_graph.inductor import compile_graph as inductor
 from amp_graph.inductor import options_of
 from amp_graph.ir import Plan
+from amp_graph.modules import Run
 from amp_graph.nonfinite import run_watched
 from amp_graph.oplists import OpLists
 from amp_graph.passes.lift_weights import lift_weights
@@ -28,7 +29,6 @@ from amp_graph.policy import Policy
 from amp_graph.rewrite import device_types, outline, rewrite, split_where_wide
 from amp_graph.runtime import (
     Guarded,
-    Run,
     restoring_grad_mode,
     under_autocast,
     warn,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from amp_graph.capture.dynamo import (
@@ -27,16 +26,20 @@ from amp_graph.capture.dynamo import (
 from amp_graph.compiler import Compiler
 from amp_graph.errors import AmpGraphError, PlanError
 from amp_graph.ir import Plan
-from amp_graph.own_code import can_scale, own_code, plain_code
+from amp_graph.modules import (
+    Kept,
+    Run,
+    call_with,
+    devices_of,
+    plain_code,
+    unchanged,
+    unwrapped,
+)
 from amp_graph.pins import Saved
 from amp_graph.policy import Policy
 from amp_graph.runtime import (
-    Kept,
     Outside,
-    Run,
-    call_with,
     or_else,
-    unchanged,
     under_autocast,
     warn,
     without_autocast,
@@ -100,7 +103,7 @@ class Conversion(Compiler):
         if wants_plain_code():
             return plain_code(self.module)(*args, **kwargs)
         if not can_capture():
-            return self._own_code(None)(*args, **kwargs)
+            return self._own_code()(*args, **kwargs)
         if type(self.module) is not self._captured_as:  # fully_shard() changes it
             self._capture_anew()
         if self.scale is not None and torch.is_grad_enabled():
@@ -158,14 +161,11 @@ class Conversion(Compiler):
         if watch and watch.found and not self._says_what_stays_float32():
             self._is_watched = False
             found = ", ".join(sorted(watch.found))
-            devices, dtype = self._devices()
             reason = f"code between graphs ({found}) is not captured"
-            under = not watch.met_sparse and (self.scale is None or can_scale(self.module))
-            if under and self.scale is None:
-                self._capture(self._between_graphs, len(self.record.plans), devices, dtype)
-            elif under:  # graphs scale gradients, code between them does not
-                self._call = self._own_code(self.scale, len(self.record.plans))
-            self.record.plans.append(Plan(dtype, fallback=reason, autocast=under))
+            under = not watch.met_sparse
+            if under:
+                self._capture(self._between_graphs, len(self.record.plans))
+            self.record.plans.append(Plan(self._own_dtype(), fallback=reason, autocast=under))
         name = type(self.module).__name__
         if not is_new:
             return
@@ -181,19 +181,22 @@ class Conversion(Compiler):
         """Something of Python is another at each call, a list that grows, say, and the model's own
         code is faster than capturing it each time."""
         reason = f"each of the last {MAX_CAPTURES_IN_A_ROW} calls was captured anew"
-        _, dtype = self._devices()
-        self.record.plans.append(Plan(dtype, fallback=reason, autocast=True))
+        self.record.plans.append(Plan(self._own_dtype(), fallback=reason, autocast=True))
         name = type(self.module).__name__
         advice = "TORCH_LOGS=recompiles tells what changes in it at each call"
         warn(f"{name} is no longer captured and runs under autocast: {reason}. {advice}")
-        self._call = self._own_code(self.scale, len(self.record.plans) - 1)
+        self._call = self._own_code(len(self.record.plans) - 1)
         self._watch, self._is_watched = None, False
 
     def _says_what_stays_float32(self) -> bool:
         return bool(self.policy.keep_float32 or self.policy.overrides)
 
-    def _devices(self) -> tuple[frozenset[str], torch.dtype]:
-        return devices_and_dtype(self.module, self.policy)
+    def _own_dtype(self) -> torch.dtype:
+        """The precision of code that is not captured. It has no boundary at which gradients could
+        be scaled, so where they have to be it is the one that does without."""
+        if self.scale is not None:
+            return torch.bfloat16
+        return self.policy.dtype_for(devices_of(self.module))
 
     def capture_now(self, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
         """Run the model once for its graphs; buffers and random state are put back."""
@@ -203,24 +206,25 @@ class Conversion(Compiler):
     def module_names(self) -> dict[str, str]:
         return {str(id(module)): name for name, module in self.module.named_modules()}
 
-    def _between_graphs(
-        self, run: Run, index: int, devices: Iterable[str], dtype: torch.dtype
-    ) -> Run:
+    def _between_graphs(self, run: Run, index: int) -> Run:
         """A captured call, with the code between its graphs, for which plan `index` stands, under
         autocast if it can be."""
-        run, report = under_autocast(run, devices, dtype), partial(self._not_under_autocast, index)
+        report = partial(self._not_under_autocast, index)
+        run = self._under_autocast(run)
         return or_else(run, self._capture_in_float32, report, self.module, DYNAMO_ERRORS)
 
     def _capture_in_float32(self) -> Run:
         self._capture(without_autocast, AUTOCAST_DEVICES)
         return self._call
 
-    def _own_code(self, scale: GraphScale | None, index: int | None = None) -> Run:
+    def _own_code(self, index: int | None = None) -> Run:
         """The model's own code under autocast if it can be, for what Dynamo cannot capture and
         plan `index` stands for."""
-        run = own_code(self.module, *self._devices(), scale)
-        report = partial(self._not_under_autocast, index)
-        return or_else(run, lambda: plain_code(self.module), report, self.module)
+        plain, report = plain_code(self.module), partial(self._not_under_autocast, index)
+        return or_else(self._under_autocast(plain), lambda: plain, report, self.module)
+
+    def _under_autocast(self, run: Run) -> Run:
+        return under_autocast(run, devices_of(self.module), self._own_dtype())
 
     def _not_under_autocast(self, index: int | None, reason: str) -> None:
         if index is not None:
@@ -241,11 +245,11 @@ class Conversion(Compiler):
         if isinstance(cause, PlanError):
             self._capture_anew()
             raise cause from None
-        call = self._own_code(self.scale, len(self.record.plans))
+        call = self._own_code(len(self.record.plans))
         name = type(self.module).__name__
         reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
-        _, dtype = self._devices()
-        self.record.plans.append(Plan(dtype, fallback=f"not captured ({reason})", autocast=True))
+        not_captured = f"not captured ({reason})"
+        self.record.plans.append(Plan(self._own_dtype(), fallback=not_captured, autocast=True))
         try:
             result = call(*args, **kwargs)
         except Exception:
@@ -279,13 +283,6 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside of PyTorch's data-parallel wrappers."""
-    while isinstance(model, (DataParallel, DistributedDataParallel)):
-        model = model.module
-    return model
-
-
 def found_conversion(model: nn.Module) -> Conversion | None:
     """The conversion of `model` itself, or of the module in a wrapper; None if there is none."""
     found = unwrapped(model).__dict__.get(SLOT)
@@ -300,9 +297,3 @@ def conversion_of(model: nn.Module) -> Conversion:
             f"{type(model).__name__} is not converted; call amp_graph.convert first"
         )
     return conversion
-
-
-def devices_and_dtype(module: nn.Module, policy: Policy) -> tuple[frozenset[str], torch.dtype]:
-    """Where a model's parameters are, and the low precision that the policy has for there."""
-    devices = frozenset(p.device.type for p in module.parameters())
-    return devices, policy.dtype_for(devices)

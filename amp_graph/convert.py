@@ -18,12 +18,11 @@ from amp_graph.conversion import (
     SLOT,
     Conversion,
     conversion_of,
-    devices_and_dtype,
     found_conversion,
-    unwrapped,
 )
 from amp_graph.errors import AmpGraphError, PlanError
 from amp_graph.ir import Plan
+from amp_graph.modules import devices_of, unwrapped
 from amp_graph.pins import Saved
 from amp_graph.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, as_policy
@@ -103,7 +102,7 @@ def convert(
 def _convert(model: nn.Module, policy: Policy, saved: Saved | None, example_inputs: Any) -> None:
     if saved is not None:
         policy = _in_dtype_of(saved, policy)
-    config = policy.loss_scale_for(devices_and_dtype(model, policy)[1])
+    config = policy.loss_scale_for(policy.dtype_for(devices_of(model)))
     scale = GraphScale(config, model.parameters) if config else None
     model.__dict__[SLOT] = conversion = Conversion(model, policy, scale, saved)
     if example_inputs is None:

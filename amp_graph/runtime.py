@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_graph.ir import Color
+from amp_graph.modules import Kept, Run
 from amp_graph.oplists import OpLists
-
-Run = Callable[..., Any]
 
 
 class ConversionWarning(UserWarning):
@@ -193,46 +192,6 @@ def _has_sparse(args: Any) -> bool:
 
 def _has_float32(args: Any) -> bool:
     return any(isinstance(x, torch.Tensor) and x.dtype is torch.float32 for x in tree_leaves(args))
-
-
-def call_with(call: Run, batch: Any) -> Any:
-    """Call on a tensor, on a sequence of positional or a mapping of keyword arguments."""
-    if isinstance(batch, torch.Tensor):
-        return call(batch)
-    return call(**batch) if isinstance(batch, Mapping) else call(*batch)
-
-
-class Kept:
-    """What calls of a model change by the way, as it is now: buffers and random state."""
-
-    def __init__(self, model: torch.nn.Module):
-        self._buffers = [
-            (buffers, name, buffer, None if buffer is None else buffer.detach().clone())
-            for buffers in (module._buffers for module in model.modules())
-            for name, buffer in buffers.items()
-        ]
-        self._random = torch.get_rng_state()
-        self._on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        for buffers, name, buffer, value in self._buffers:
-            if buffer is not None and value is not None and not torch.equal(buffer, value):
-                buffer.copy_(value)
-            buffers[name] = buffer
-        torch.set_rng_state(self._random)
-        if self._on_cuda:
-            torch.cuda.set_rng_state_all(self._on_cuda)
-
-
-@contextlib.contextmanager
-def unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Buffers and random state are put back."""
-    kept = Kept(model)
-    try:
-        yield
-    finally:
-        kept.put_back()
 
 
 def warn(message: str) -> None:

@@ -172,3 +172,47 @@ def test_sound_models_are_left_alone(name: str) -> None:
     assert not args or not kwargs
     model = amp_graph.convert(case.make(), policy="bfloat16")
     assert amp_graph.find_nonfinite(model, kwargs or args, loss=case.loss) is None
+
+
+class Reassigns(nn.Module):
+    """A buffer that is another tensor after each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x)
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        return hidden - self.mean
+
+
+@pytest.mark.parametrize("tool", ["compare", "find_nonfinite", "calibrate", "convert"])
+def test_tools_leave_buffers_as_they_were(tool: str) -> None:
+    model, x = Reassigns(), torch.randn(8, 4)
+    mean = model.mean
+    if tool == "calibrate":
+        amp_graph.calibrate(model, [x], 0.5, policy="bfloat16")
+    elif tool == "convert":
+        amp_graph.convert(model, policy="bfloat16", example_inputs=(x,))
+    else:
+        getattr(amp_graph, tool)(model, x, policy="bfloat16")
+    assert model.mean is mean and not mean.any()
+
+
+def test_a_model_that_takes_gradients_inside_can_be_compared() -> None:
+    class Force(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                energy = self.last(torch.tanh(self.first(x))).sum()
+                (force,) = torch.autograd.grad(energy, x, create_graph=True)
+            return self.first(x), force
+
+    comparison = amp_graph.compare(Force(), torch.randn(6, 4), policy="bfloat16")
+    assert 0 < comparison.outputs < 0.05

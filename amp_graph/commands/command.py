@@ -12,8 +12,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from amp_graph.convert import convert
 from amp_graph.factory import Subject, subject
+from amp_graph.modules import call_with, unchanged
 from amp_graph.policy import LOW_DTYPES, Policy
-from amp_graph.runtime import call_with, unchanged
 
 out = Console(width=None if sys.stdout.isatty() else 120)
 progress_out = Console(stderr=True)

@@ -28,9 +28,10 @@ from amp_graph.compiler import Compiler
 from amp_graph.conversion import found_conversion
 from amp_graph.errors import AmpGraphError
 from amp_graph.ir import Plan
+from amp_graph.modules import call_with, unchanged
 from amp_graph.pins import Saved
 from amp_graph.policy import Policy, as_policy
-from amp_graph.runtime import ConversionWarning, call_with, unchanged
+from amp_graph.runtime import ConversionWarning
 
 Batch: TypeAlias = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 """A tensor, positional arguments as a sequence, or keyword arguments as a mapping."""

@@ -1,0 +1,71 @@
+"""What is asked of a user's module besides its graphs: its plain call, its devices, its state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+Run = Callable[..., Any]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside of PyTorch's data-parallel wrappers."""
+    while isinstance(model, (DataParallel, DistributedDataParallel)):
+        model = model.module
+    return model
+
+
+def devices_of(module: nn.Module) -> frozenset[str]:
+    """The types of the devices that a model's parameters are on."""
+    return frozenset(p.device.type for p in module.parameters())
+
+
+def plain_code(module: nn.Module) -> Run:
+    """What `module(...)` ran before conversion."""
+    call: Run = type(module)._call_impl.__get__(module)
+    return call
+
+
+def call_with(call: Run, batch: Any) -> Any:
+    """Call on a tensor, on a sequence of positional or a mapping of keyword arguments."""
+    if isinstance(batch, torch.Tensor):
+        return call(batch)
+    return call(**batch) if isinstance(batch, Mapping) else call(*batch)
+
+
+class Kept:
+    """What calls of a model change by the way, as it is now: buffers and random state."""
+
+    def __init__(self, model: nn.Module):
+        self._buffers = [
+            (buffers, name, buffer, None if buffer is None else buffer.detach().clone())
+            for buffers in (module._buffers for module in model.modules())
+            for name, buffer in buffers.items()
+        ]
+        self._random = torch.get_rng_state()
+        self._on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for buffers, name, buffer, value in self._buffers:
+            if buffer is not None and value is not None and not torch.equal(buffer, value):
+                buffer.copy_(value)
+            buffers[name] = buffer
+        torch.set_rng_state(self._random)
+        if self._on_cuda:
+            torch.cuda.set_rng_state_all(self._on_cuda)
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Buffers and random state are put back."""
+    kept = Kept(model)
+    try:
+        yield
+    finally:
+        kept.put_back()

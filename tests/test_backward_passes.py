@@ -1,0 +1,67 @@
+"""Who is called in a backward pass, and passes inside of one another."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import FLOAT16, Mlp, X, assert_same_gradients, distance, twins
+
+import amp_graph
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_no_hook_is_called_for_what_the_loss_does_not_depend_on(kind: str) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.one, self.other = Mlp(), nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.one(self.trunk(x)), self.other(self.trunk(x))
+
+    called: list[list[str]] = []
+    for model in twins(Heads()):
+        mine: list[str] = []
+        model(X)[0].sum().backward()  # its parameters leave in groups
+        for name, p in model.named_parameters():
+            getattr(p, kind)(lambda _, name=name, mine=mine: mine.append(name))
+        model(X)[0].sum().backward()
+        called.append(sorted(mine))
+        assert model.other.weight.grad is None
+    assert called[0] == called[1] and "one.weight" in called[0]
+
+
+def test_backward_passes_inside_of_one_another_and_beside_have_scales_of_their_own() -> None:
+    """No optimizer is known yet, so the scale follows from the gradients that come in."""
+    plain, model = twins(Mlp())
+    model = amp_graph.convert(amp_graph.restore(model), policy="float16")
+    for each in (plain, model):
+        x = X.clone().requires_grad_()
+
+        def inside(_: Tensor, each: nn.Module = each) -> None:
+            with torch.enable_grad():
+                other = (each(X) * 1e4).sum()
+            torch.autograd.grad(other, [each.first.weight])
+
+        x.register_hook(inside)
+        each(x).sum().mul(1e-3).backward()
+    assert_same_gradients(model, plain)
+
+    def beside(size: float) -> None:
+        (expected,) = torch.autograd.grad((plain(X) * size).sum(), [plain.second.weight])
+        for _ in range(50):
+            (found,) = torch.autograd.grad((model(X) * size).sum(), [model.second.weight])
+            wrong.extend([size] if distance(found, expected) > FLOAT16 else [])
+
+    wrong: list[float] = []
+    threads = [threading.Thread(target=beside, args=(size,)) for size in (1e-3, 1e3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
