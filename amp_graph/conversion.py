@@ -221,7 +221,8 @@ class Conversion(Compiler):
         """The model's own code under autocast if it can be, for what Dynamo cannot capture and
         plan `index` stands for."""
         plain, report = plain_code(self.module), partial(self._not_under_autocast, index)
-        return or_else(self._under_autocast(plain), lambda: plain, report, self.module)
+        model = None if index is None else self.module  # inside of a functorch transform it stays
+        return or_else(self._under_autocast(plain), lambda: plain, report, model)
 
     def _under_autocast(self, run: Run) -> Run:
         return under_autocast(run, devices_of(self.module), self._own_dtype())

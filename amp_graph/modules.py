@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 Run = Callable[..., Any]
 
@@ -43,7 +44,7 @@ class Kept:
 
     def __init__(self, model: nn.Module):
         self._buffers = [
-            (buffers, name, buffer, None if buffer is None else buffer.detach().clone())
+            (buffers, name, buffer, _copy(buffer))
             for buffers in (module._buffers for module in model.modules())
             for name, buffer in buffers.items()
         ]
@@ -53,12 +54,18 @@ class Kept:
     @torch.no_grad()
     def put_back(self) -> None:
         for buffers, name, buffer, value in self._buffers:
-            if buffer is not None and value is not None and not torch.equal(buffer, value):
-                buffer.copy_(value)
+            if buffer is not None and value is not None:
+                with torch.inference_mode(buffer.is_inference()):
+                    buffer.copy_(value)
             buffers[name] = buffer
         torch.set_rng_state(self._random)
         if self._on_cuda:
             torch.cuda.set_rng_state_all(self._on_cuda)
+
+
+def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    """None of a buffer that has no value yet."""
+    return None if buffer is None or is_lazy(buffer) else buffer.detach().clone()
 
 
 @contextlib.contextmanager

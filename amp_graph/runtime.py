@@ -106,12 +106,12 @@ def or_else(
     run: Run,
     make_other: Callable[[], Run],
     report: Callable[[str], None],
-    model: torch.nn.Module,
+    model: torch.nn.Module | None,
     not_these: tuple[type[Exception], ...] = (),
 ) -> Run:
     """`run` until a call in which it raises a RuntimeError, as operators do that do not take a
     dtype. That call and all later ones are run by the other one, unless it raises as well: then the
-    error is the user's own. If it is the first call, what it did to the model is undone before.
+    error is the user's own. If it is the first call, what it did to `model` is undone before.
     `not_these` are passed on."""
     chosen = [run]
     has_run = False
@@ -120,7 +120,7 @@ def or_else(
         nonlocal has_run
         if chosen[0] is not run:
             return chosen[0](*args, **kwargs)
-        kept = None if has_run else Kept(model)
+        kept = None if has_run or model is None else Kept(model)
         try:
             result = run(*args, **kwargs)
         except RuntimeError as error:
