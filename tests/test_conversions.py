@@ -96,17 +96,18 @@ def test_another_device() -> None:
     assert plan.fallback is None and "relu" in plan.low
 
 
+class Exponents(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(x)
+        bits = hidden.detach().view(torch.int32)
+        return self.second(hidden), ((bits >> 23) & 255) - 127
+
+
 def test_what_looks_at_bits_gets_those_of_float32() -> None:
-    class Exponents(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 2)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            hidden = self.first(x)
-            bits = hidden.detach().view(torch.int32)
-            return self.second(hidden), ((bits >> 23) & 255) - 127
-
     model = Exponents()
     x = torch.randn(16, 8)
     plain = model(x)[1]

@@ -70,7 +70,7 @@ class Boundary:
         self._scale = scale
         self._records = records
         self._positions = [position for position, _ in weights]
-        self._are_low = frozenset(self._positions)
+        self._of_weights = frozenset(self._positions)
         self._weights = GraphWeights(store, [dtype for _, dtype in weights])
         self._read_wide = parameters
         self._low_parameters = _picker(self._positions)
@@ -118,7 +118,7 @@ class Boundary:
         inputs = [
             i
             for i, value in enumerate(args)
-            if values[i] is value and i not in self._are_low and carries_gradient(value)
+            if values[i] is value and i not in self._of_weights and carries_gradient(value)
         ]
         for i in inputs:
             (values[i],) = enter(scale, [args[i]], (0,), [args[i]])

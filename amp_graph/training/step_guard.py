@@ -187,7 +187,7 @@ class StepGuard:
         if isinstance(overflowed, Tensor):
             self._unread.append(overflowed)
             if len(self._unread) == UNREAD:
-                self._unread = [torch.stack(self._unread).sum()]
+                self._unread = [_sum(self._unread)]
             self._stepped = overflowed == 0
         else:
             self._skipped += overflowed
@@ -202,7 +202,7 @@ class StepGuard:
     def _read_skipped(self) -> int:
         """How many steps were skipped; waits for the device."""
         if self._unread:
-            self._skipped += int(torch.stack(self._unread).sum())
+            self._skipped += int(_sum(self._unread))
             self._unread.clear()
         return self._skipped
 
@@ -246,6 +246,11 @@ class StepGuard:
             self._unread.clear()
             for scale, config, state in loaded:
                 scale.go_on_from(config, state)
+
+
+def _sum(flags: Sequence[Tensor]) -> Tensor:
+    """Of flags that may be on several devices, if a model was moved meanwhile."""
+    return torch.stack([flag.to(flags[-1].device, non_blocking=True) for flag in flags]).sum()
 
 
 def _overflows(optimizer: Optimizer, scales: Sequence[GraphScale]) -> bool:
