@@ -102,7 +102,7 @@ def annotated_graph(
         n: annotated_graph(f"{name}.{n}", body, _body(emitted, n), lists)
         for n, body in plan.bodies.items()
     }
-    nodes = tuple(writer.node(n) for n in emitted.graph.nodes if not is_switch(n, plan.facts))
+    nodes = tuple(writer.node(n) for n in emitted.graph.nodes)
     unlisted = sorted({n.op for n in nodes if n.why.startswith("on no list")})
     dtype = dtype_name(plan.dtype)
     why_not = plan.otherwise, tuple(unlisted), plan.uncompiled
@@ -142,8 +142,16 @@ class _Writer:
         self.casts = {(c.value, c.dtype): c for c in plan.casts}
 
     def node(self, node: fx.Node) -> Node:
+        if is_switch(node, self.plan.facts):
+            return self._switch(node)
         facts = self.plan.facts.get(node.name)
         return self._cast(node) if facts is None else self._captured(node, facts)
+
+    def _switch(self, node: fx.Node) -> Node:
+        """What turns gradient recording on for a cast, or off again after it."""
+        why = "has the cast recorded that is first needed where nothing is"
+        op, why_here = short_op(op_name(node)), (Reason(node.name, why),)
+        return Node(node.name, node.name, op, "operator", color="keep", why=why, chain=why_here)
 
     def _captured(self, node: fx.Node, facts: NodeFacts) -> Node:
         plan, name = self.plan, node.name
