@@ -38,9 +38,9 @@ MOST = 1.01
 class Unwatched(Boundary):
     """A boundary whose graph cannot be run under observation."""
 
-    def __init__(self, *args: Any):
+    def __init__(self, *args: Any, **options: Any):
         without_watched = args[:5]
-        super().__init__(*without_watched)
+        super().__init__(*without_watched, **options)
 
 
 class Operators(DispatchCounter):
