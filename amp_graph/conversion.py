@@ -166,9 +166,9 @@ class Conversion(Compiler):
             if under:
                 self._capture(self._between_graphs, len(self.record.plans))
             self.record.plans.append(Plan(self._own_dtype(), fallback=reason, autocast=under))
-        name = type(self.module).__name__
         if not is_new:
             return
+        name = type(self.module).__name__
         if not self.record.plans:
             warn(f"nothing of {name} was captured, so nothing was converted")
         elif not any(plan.converts for plan in self.record.plans):

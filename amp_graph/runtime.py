@@ -113,13 +113,12 @@ def or_else(
     dtype. That call and all later ones are run by the other one, unless it raises as well: then the
     error is the user's own. If it is the first call, what it did to `model` is undone before.
     `not_these` are passed on."""
-    chosen = [run]
-    has_run = False
+    chosen, has_run = run, False
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal has_run
-        if chosen[0] is not run:
-            return chosen[0](*args, **kwargs)
+        nonlocal chosen, has_run
+        if chosen is not run:
+            return chosen(*args, **kwargs)
         kept = None if has_run or model is None else Kept(model)
         try:
             result = run(*args, **kwargs)
@@ -134,7 +133,7 @@ def or_else(
             kept.put_back()
         other = make_other()
         result = other(*args, **kwargs)
-        chosen[0] = other
+        chosen = other
         report(reason)
         return result
 

@@ -16,18 +16,15 @@ from amp_graph.capture.attention import ATTENTION, note_kernel
 MOVES = ("to", "cpu", "cuda")
 
 
-def is_move(node: fx.Node) -> bool:
-    """Whether a node of Dynamo's takes a tensor to a device, to a memory format or to where another
-    tensor is, and names no type."""
+def moved(node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor | None:
+    """The result of a node of Dynamo's that takes a tensor to a device, to a memory format or to
+    where another tensor is, and names no type: the tensor itself if it is there already. PyTorch
+    would spell it as a conversion to the type that the tensor has. None of any other node, also if
+    the type changes, to that of another tensor."""
     given = (*node.args[1:], *node.kwargs.values())
     is_conversion = node.op == "call_method" and node.target in MOVES
-    return is_conversion and not any(isinstance(value, torch.dtype) for value in given)
-
-
-def move(node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor | None:
-    """The result of such a node: the tensor itself if it is there already. PyTorch would spell it
-    as a conversion to the type that the tensor has. None if the type changes, to that of another
-    tensor."""
+    if not is_conversion or any(isinstance(value, torch.dtype) for value in given):
+        return None
     source, *options = node.args
     tensor, result = values[source], node.meta.get("example_value")  # type: ignore[index]
     if not isinstance(tensor, Tensor) or not isinstance(result, Tensor):
@@ -40,8 +37,8 @@ def move(node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor | None:
     is_laid_out = wanted is torch.preserve_format or tensor.is_contiguous(memory_format=wanted)
     if tensor.device == result.device and is_laid_out and not is_copied:
         return tensor
-    moved: Tensor = CAST(tensor, device=result.device, memory_format=wanted)
-    return moved
+    elsewhere: Tensor = CAST(tensor, device=result.device, memory_format=wanted)
+    return elsewhere
 
 
 def convert_like(

@@ -35,7 +35,7 @@ from torch.nn.attention import (
 )
 
 from amp_graph.capture.aten import DATA, SELECTIVE, SET_GRAD_ENABLED, get_attribute, set_attribute
-from amp_graph.capture.decompositions import DECOMPOSITIONS, is_move, move
+from amp_graph.capture.decompositions import DECOMPOSITIONS, moved
 from amp_graph.capture.fake import fake_mode_of
 from amp_graph.capture.grad_modes import INFERENCE_MODE, grad_modes
 from amp_graph.capture.hidden_memory import hidden_memory
@@ -213,7 +213,7 @@ class _Retracer:
             interpreter.env = dict(zip(inputs, values, strict=True))
             with fx_traceback.preserve_node_meta():
                 for node in stretch:
-                    value = move(node, interpreter.env) if is_move(node) else None
+                    value = moved(node, interpreter.env)
                     interpreter.env[node] = interpreter.run_node(node) if value is None else value
             results[:] = [interpreter.env[node] for node in outputs]
             return list(results)

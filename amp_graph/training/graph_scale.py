@@ -51,11 +51,11 @@ class GraphScale:
         self._skips = number(0.0)
         self._found_inf = number(0.0)  # of the round that has not ended
         self._is_pending = False  # whether an optimizer stepped in it
-        self._factors: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._factors: dict[tuple[torch.device, int | None], tuple[Tensor, Tensor]] = {}
         self._parameters = weakref.WeakMethod(parameters)
         self._known: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
         self._skipped = _Readback()
-        self._cautious: dict[int, Tensor] = {}  # by the backward pass that it was taken for
+        self._cautious: dict[int | None, Tensor] = {}  # by the backward pass that it was taken for
 
     def is_on(self) -> bool:
         return not self.driven_by_grad_scaler
@@ -74,8 +74,7 @@ class GraphScale:
         running = backward_pass() if self._cautious else None
         found = self._factors.get((device, running))
         if found is None:
-            scale = self._state.scale if running is None else self._cautious.get(running)
-            scale = (self._state.scale if scale is None else scale).to(device, non_blocking=True)
+            scale = self._cautious.get(running, self._state.scale).to(device, non_blocking=True)
             found = self._factors[device, running] = scale, scale.reciprocal()
         return found
 
@@ -94,7 +93,7 @@ class GraphScale:
             self._forget(next(iter(self._cautious)))
         self._cautious[running] = torch.fmin(self._state.scale.to(peak.device), bounded)
 
-    def _forget(self, running: int) -> None:
+    def _forget(self, running: int | None) -> None:
         """A backward pass that ended long ago."""
         del self._cautious[running]
         self._factors = {key: f for key, f in self._factors.items() if key[1] != running}

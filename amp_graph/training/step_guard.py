@@ -119,8 +119,7 @@ class StepGuard:
         scales: Sequence[GraphScale],
         kwargs: Any,
     ) -> Any:
-        overflows = functools.partial(_overflows, optimizer, scales)
-        guarded = GuardedClosure(closure, overflows, type(optimizer))
+        guarded = _guarded(closure, optimizer, scales)
         if guarded.overflowed:
             self._record(True)
             return guarded.loss
@@ -164,8 +163,7 @@ class StepGuard:
                 self._undo = Copies(optimizer)
                 self._undo.give_zeros()
             return None
-        overflows = functools.partial(_overflows, optimizer, scales)
-        self._closure = GuardedClosure(closure, overflows, type(optimizer))
+        self._closure = _guarded(closure, optimizer, scales)
         self._undo = Copies(optimizer)
         if self._closure.overflowed:
             self._undo.give_zeros()
@@ -253,8 +251,10 @@ def _sum(flags: Sequence[Tensor]) -> Tensor:
     return torch.stack([flag.to(flags[-1].device, non_blocking=True) for flag in flags]).sum()
 
 
-def _overflows(optimizer: Optimizer, scales: Sequence[GraphScale]) -> bool:
-    return bool(check(optimizer, scales))
+def _guarded(
+    closure: Callable[..., Any], optimizer: Optimizer, scales: Sequence[GraphScale]
+) -> GuardedClosure:
+    return GuardedClosure(closure, lambda: bool(check(optimizer, scales)), type(optimizer))
 
 
 def check(optimizer: Optimizer, scales: Sequence[GraphScale]) -> Tensor:
