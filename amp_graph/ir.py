@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -224,14 +225,26 @@ class Plan:
         save_plan(self, path)
 
 
+Node = TypeVar("Node", contravariant=True)  # what stands for a node: its name or its number
+Known = TypeVar("Known", covariant=True)
+
+
+class Table(Protocol[Node, Known]):
+    """What is known of each node."""
+
+    def __getitem__(self, node: Node, /) -> Known: ...
+
+
 def takes_either(
-    facts: Mapping[str, NodeFacts],
-    paints: Mapping[str, Paint],
-    value: str,
-    reader: str,
+    facts: Table[Node, NodeFacts],
+    paints: Table[Node, Paint],
+    value: Node,
+    reader: Node,
+    reads: Iterable[Node],
     is_low: bool = False,
 ) -> bool:
-    """Whether `reader`, low or not, needs no cast of `value`, as its kernel widens operands itself.
+    """Whether `reader`, low or not, which reads `reads`, needs no cast of `value`, one of them, as
+    its kernel widens operands itself.
 
     A reduction in float32 reads low values if it is asked for a float32 result. Of operators that
     promote, a 0-dimensional operand beside larger ones does not decide the result's type, and a
@@ -242,7 +255,7 @@ def takes_either(
         return not (is_low or paints[value].wide or paints[reader].color is Color.KEEP)
     if not facts[reader].promotes:
         return False
-    others = [o for o in facts[reader].reads if o != value and not facts[o].is_scalar]
+    others = [o for o in reads if o != value and not facts[o].is_scalar]
     if facts[value].is_scalar:
         return bool(others)
     if paints[reader].color is not Color.DENY or paints[value].wide:

@@ -34,7 +34,7 @@ def rewrite(
     bodies: dict[str, tuple[fx.GraphModule, Plan]] = {}
     recorded = recorded_nodes(captured.graph)
     for node in captured.graph.nodes:
-        with torch.set_grad_enabled(node.name in recorded):
+        with torch.set_grad_enabled(node in recorded):
             for name, body in bodies_of(captured, node).items():
                 bodies[name] = rewrite_body(body, policy, lists, pins and pins.bodies.get(name))
     facts = annotate(captured, lists)

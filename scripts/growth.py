@@ -9,9 +9,6 @@ once and then repeated, with fake tensors of its own for every node. The last co
 size with the one before it: ten times the nodes should take no more than twelve times the time.
 Ends with an error if a stage takes more, or all together. Times are the process's own, so that what
 else the computer does counts little.
-
-`one look` is a yardstick, one look at the facts of all that each node reads: what of a stage's
-growth is the memory's, once a graph is larger than the caches.
 """
 
 from __future__ import annotations
@@ -50,7 +47,6 @@ SIZES = (1_000, 10_000, 100_000)
 MAX_RATIO = 12.0
 TOO_SHORT = 0.05  # seconds; a ratio to less is noise
 STAGES = ("annotate", "paint", "place_casts", "emit", "verify")
-ROWS = (*STAGES, "one look")
 WIDTH, HEADS = 16, 2
 MATMUL = torch.ops.aten.matmul.default
 
@@ -140,7 +136,7 @@ def _copy(graph: fx.Graph, body: list[fx.Node], new: dict[fx.Node, fx.Node]) -> 
 
 
 def timed_stages(module: fx.GraphModule, policy: Policy) -> Iterator[float]:
-    """Seconds of each stage in the order of STAGES, and of the yardstick."""
+    """Seconds of each stage in the order of STAGES."""
     lists = policy.load_lists()
     dtype = policy.dtype_for({"cpu"})
 
@@ -165,7 +161,6 @@ def timed_stages(module: fx.GraphModule, policy: Policy) -> Iterator[float]:
     yield seconds
     plan = Plan(dtype, facts, paints, low, emitted.casts)
     yield timed(verify, module, emitted.module, plan)[1]
-    yield timed(lambda: [facts[read].numel for f in facts.values() for read in f.reads])[1]
 
 
 def measure(shapes: list[str], sizes: list[int]) -> dict[tuple[str, int], list[float]]:
@@ -176,17 +171,17 @@ def measure(shapes: list[str], sizes: list[int]) -> dict[tuple[str, int], list[f
             block, low_stream = captured_block(shape), BLOCKS[shape][-1]
             list(timed_stages(repeated(block, 100, low_stream), policy))  # imports and first calls
             for size in sizes:
-                task = progress.add_task(f"{shape}, {size:,} nodes: build", total=len(STAGES) + 1)
+                task = progress.add_task(f"{shape}, {size:,} nodes: build", total=len(STAGES))
                 module = repeated(block, size, low_stream)
                 found[shape, size] = []
-                for row, seconds in zip(ROWS, timed_stages(module, policy), strict=True):
+                for stage, seconds in zip(STAGES, timed_stages(module, policy), strict=True):
                     found[shape, size].append(seconds)
-                    progress.update(task, advance=1, description=f"{shape}, {size:,}: {row}")
+                    progress.update(task, advance=1, description=f"{shape}, {size:,}: {stage}")
     return found
 
 
 def report(found: dict[tuple[str, int], list[float]], sizes: list[int]) -> bool:
-    """Print one table per shape; whether all ratios, but for the yardstick's, are within bounds."""
+    """Print one table per shape; whether all ratios are within bounds."""
     linear = True
     for shape in dict.fromkeys(shape for shape, _ in found):
         table = Table("stage", title=shape, title_justify="left")
@@ -194,16 +189,16 @@ def report(found: dict[tuple[str, int], list[float]], sizes: list[int]) -> bool:
             table.add_column(f"{size:,}", justify="right")
             if i:
                 table.add_column(f"/ {sizes[i - 1]:,}", justify="right")
-        rows = {row: [found[shape, size][i] for size in sizes] for i, row in enumerate(ROWS)}
-        rows["together"] = [sum(found[shape, size][: len(STAGES)]) for size in sizes]
+        rows = {row: [found[shape, size][i] for size in sizes] for i, row in enumerate(STAGES)}
+        rows["together"] = [sum(found[shape, size]) for size in sizes]
         for row, seconds in rows.items():
             cells = [row, f"{seconds[0]:.3f} s"]
             for before, after in pairwise(seconds):
-                ratio = after / before
+                ratio = round(after / before, 1)
                 bad = ratio > MAX_RATIO and before > TOO_SHORT
-                linear = linear and not (bad and row != ROWS[-1])
+                linear = linear and not bad
                 cells += [f"{after:.3f} s", f"[{'red' if bad else 'green'}]{ratio:.1f}[/]"]
-            table.add_row(*cells, end_section=row in (STAGES[-1], ROWS[-1]))
+            table.add_row(*cells, end_section=row == STAGES[-1])
         Console().print(table)
     return linear
 

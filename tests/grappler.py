@@ -43,7 +43,7 @@ def our_casts(plan: Plan, is_body: bool = False) -> Casts:
     """The casts of a plan and its bodies, each under the reason why autocast needs none, or
     under the operator that it is for."""
     found = Casts()
-    flow = flow_graph(plan.facts)
+    flow = _named_flow(plan.facts)
     for cast in plan.casts:
         found.count += 1
         found.by_op[_asked_by(plan, flow, cast, is_body)] += cast.bytes
@@ -159,16 +159,22 @@ def captured_plans(
 def bytes_moved(plan: Plan, low: frozenset[str]) -> tuple[int, int]:
     """Bytes of the casts that a choice of low nodes needs, and of these together with what the
     free nodes left in float32 move more than in low precision; without the bodies."""
-    casts = casts_for(plan.facts, flow_graph(plan.facts), plan.paints, low, plan.dtype)
-    cast_bytes = sum(c.bytes for c in casts)
-    free = [n for n, p in plan.paints.items() if p.color in FREE and n not in low]
-    return cast_bytes, cast_bytes + sum(traffic(plan.facts[n], plan.facts) for n in free)
+    facts, paints = tuple(plan.facts.values()), tuple(plan.paints.values())
+    flow, numbers = flow_graph(plan.facts), {n for n, f in enumerate(facts) if f.name in low}
+    cast_bytes = sum(c.bytes for c in casts_for(facts, flow, paints, numbers, plan.dtype))
+    free = [n for n, p in enumerate(paints) if p.color in FREE and n not in numbers]
+    moved = (traffic(facts[n], [facts[r] for r in flow.predecessors(n)]) for n in free)
+    return cast_bytes, cast_bytes + sum(moved)
+
+
+def _named_flow(facts: Facts) -> nx.DiGraph:
+    return nx.relabel_nodes(flow_graph(facts), dict(enumerate(facts)))
 
 
 def greedy_fill(facts: Facts, paints: Paints) -> frozenset[str]:
     """Free nodes between two allow nodes turn low, then clear nodes beside a low one, until
     nothing changes; what would break a constraint goes back to float32."""
-    flow = flow_graph(facts)
+    flow = _named_flow(facts)
     low = {n for n, p in paints.items() if p.color is Color.ALLOW}
     above, below = set(low), set(low)
     for n in facts:

@@ -13,7 +13,7 @@ from torch import fx
 from amp_graph.capture.aten import CAST, SET_GRAD_ENABLED
 from amp_graph.errors import VerifyError
 from amp_graph.ir import Plan
-from amp_graph.passes.verify import CHECKS, verify
+from amp_graph.passes.verify import CHECKS, Emission, verify
 
 
 def function(x, w, buffer):
@@ -145,9 +145,9 @@ def test_every_check_has_a_graph_broken_for_it():
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_a_broken_graph_is_found(check):
     result = good()
-    assert not list(check(result.captured, result.module, result.plan))
+    assert not list(check(Emission(result.captured, result.module, result.plan)))
     plan = BREAKAGES[check.__name__](result) or result.plan
-    assert list(check(result.captured, result.module, plan))
+    assert list(check(Emission(result.captured, result.module, plan)))
     with pytest.raises(VerifyError):
         verify(result.captured, result.module, plan)
 

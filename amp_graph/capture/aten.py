@@ -30,7 +30,10 @@ def op_name(node: fx.Node) -> str:
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """The fake tensors that a node returns."""
-    return [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [v for v in tree_leaves(value) if isinstance(v, torch.Tensor)]
 
 
 def device_of(node: fx.Node) -> str:

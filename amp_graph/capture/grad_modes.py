@@ -30,12 +30,12 @@ def grad_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
     return found
 
 
-def recorded_nodes(graph: fx.Graph) -> frozenset[str]:
+def recorded_nodes(graph: fx.Graph) -> frozenset[fx.Node]:
     """The operators that run while autograd records, as it does or does not where it is asked."""
     changes, records, found = grad_modes(graph), torch.is_grad_enabled(), set()
     for node in graph.nodes:
         if node in changes:
             records = changes[node]
         elif records and node.op == "call_function":
-            found.add(node.name)
+            found.add(node)
     return frozenset(found)

@@ -122,10 +122,11 @@ class _Emitter:
             return
         metadata = self.metadata_operands(node)
         is_low = precision is not torch.float32
+        reads = self.facts[node.name].reads
         either = {
             a
             for a in node.all_input_nodes
-            if takes_either(self.facts, self.paints, a.name, node.name, is_low)
+            if takes_either(self.facts, self.paints, a.name, node.name, reads, is_low)
         }
         if precision is torch.float32 and not self.must_be_replayed(node, metadata | either):
             args, kwargs = self.emitted_operands(node, precision, metadata)

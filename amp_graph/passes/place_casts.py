@@ -16,11 +16,14 @@ less than it moves, so that of equal cuts the one is taken whose casts can be li
 graph (see `lift_weights`). Each connected free region is solved on its own; equal cuts fall to
 float32. (The construction is the one of project selection,
 Picard 1976; auxiliary nodes for shared transfers as in Stone 1977.)
+
+Nodes go by their numbers in graph order, as in the flow graph. Of `size` nodes, value n has the
+auxiliary nodes n + size (up) and n + 2 * size (down).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import networkx as nx
 import torch
@@ -30,63 +33,74 @@ from amp_graph.ir import Cast, Color, NodeFacts, Paint, takes_either
 
 CAST_BYTES = 4 + 2  # read one precision, write the other
 TRAFFIC_BYTES = 2  # what an element costs more in float32, each time it is read or written
-LOW, FLOAT32 = ("low",), ("float32",)  # source and sink; no node name is a tuple
+LOW, FLOAT32 = -1, -2  # source and sink
 
-Facts = Mapping[str, NodeFacts]
-Paints = Mapping[str, Paint]
+Facts = Sequence[NodeFacts]
+Paints = Sequence[Paint]
 
 
 def place_casts(
-    facts: Facts, flow: nx.DiGraph, paints: Paints, dtype: torch.dtype
+    facts: Mapping[str, NodeFacts],
+    flow: nx.DiGraph,
+    paints: Mapping[str, Paint],
+    dtype: torch.dtype,
 ) -> tuple[frozenset[str], tuple[Cast, ...]]:
     """Return the names of the nodes that compute in `dtype`, and the casts that this needs."""
-    units = _units(facts, flow, paints)
-    low = {name for name, p in paints.items() if p.color is Color.ALLOW}
-    network = _network(facts, flow, paints, units)
+    nodes, painted = tuple(facts.values()), [paints[name] for name in facts]
+    units = _units(nodes, flow, painted)
+    low = {n for n, p in enumerate(painted) if p.color is Color.ALLOW}
+    network = _network(nodes, flow, painted, units)
     for region in _regions(network):
         low |= _cut(network, region)
-    low_nodes = frozenset(n for n in facts if n in low or units.get(n) in low)
-    return low_nodes, casts_for(facts, flow, paints, low_nodes, dtype)
+    low_nodes = {n for n in range(len(nodes)) if n in low or units.get(n) in low}
+    casts = casts_for(nodes, flow, painted, low_nodes, dtype)
+    return frozenset(nodes[n].name for n in low_nodes), casts
 
 
 def casts_for(
-    facts: Facts, flow: nx.DiGraph, paints: Paints, low: Iterable[str], dtype: torch.dtype
+    facts: Facts, flow: nx.DiGraph, paints: Paints, low: Collection[int], dtype: torch.dtype
 ) -> tuple[Cast, ...]:
     """The casts that a choice of low nodes needs: one per value and direction."""
-    low = frozenset(low)
     casts = []
-    for name, f in facts.items():
-        readers = [r for r in flow.successors(name) if (r in low) != (name in low)]
-        readers = [r for r in readers if _needs_cast(facts, paints, name, r, r in low)]
+    for n, f in enumerate(facts):
+        readers = [r for r in flow.successors(n) if (r in low) != (n in low)]
+        readers = [r for r in readers if _needs_cast(facts, flow, paints, n, r, r in low)]
         if readers:
-            target = torch.float32 if name in low else dtype
-            saturate = name not in low and paints[name].huge
-            size = f.numel * CAST_BYTES
-            casts.append(Cast(name, target, tuple(readers), size, saturate, f.is_weight))
+            target = torch.float32 if n in low else dtype
+            saturate = n not in low and paints[n].huge
+            names = tuple(facts[r].name for r in readers)
+            casts.append(Cast(f.name, target, names, f.numel * CAST_BYTES, saturate, f.is_weight))
     return tuple(casts)
 
 
-def traffic(f: NodeFacts, facts: Facts) -> int:
-    """Bytes that a node moves more in float32 than in low precision; a view moves none."""
+def traffic(f: NodeFacts, read: Iterable[NodeFacts]) -> int:
+    """Bytes that a node moves more in float32 than in low precision, given what it reads; a view
+    moves none."""
     if f.is_view or f.op == "getitem":
         return 0
-    return TRAFFIC_BYTES * (f.numel + sum(facts[r].numel for r in f.reads))
+    return TRAFFIC_BYTES * (f.numel + sum(r.numel for r in read))
 
 
-def _needs_cast(facts: Facts, paints: Paints, value: str, reader: str, is_low: bool) -> bool:
-    return facts[reader].op != "getitem" and not takes_either(facts, paints, value, reader, is_low)
+def _needs_cast(
+    facts: Facts, flow: nx.DiGraph, paints: Paints, value: int, reader: int, is_low: bool
+) -> bool:
+    if facts[reader].op == "getitem":
+        return False
+    return not takes_either(facts, paints, value, reader, flow.predecessors(reader), is_low)
 
 
-def _units(facts: Facts, flow: nx.DiGraph, paints: Paints) -> dict[str, str]:
+def _units(facts: Facts, flow: nx.DiGraph, paints: Paints) -> dict[int, int]:
     """Free nodes that must share a precision, by a representative: a node and its results, and
     all that lives in one piece of written memory."""
+    free = [n for n, p in enumerate(paints) if _is_free(p)]
+    number = {f.name: n for n, f in enumerate(facts) if f.written}
     together = nx.Graph()
-    for name, f in facts.items():
+    for n, f in enumerate(facts):
         if f.op == "getitem":
-            together.add_edges_from((name, parent) for parent in flow.predecessors(name))
-        elif f.written and _is_free(paints[name]):
-            together.add_edge(name, f.memory)
-    units = {name: name for name in facts if _is_free(paints[name])}
+            together.add_edges_from((n, parent) for parent in flow.predecessors(n))
+        elif f.written and _is_free(paints[n]):
+            together.add_edge(n, number[f.memory])
+    units = {n: n for n in free}
     for group in nx.connected_components(together):
         fixed = [n for n in group if not _is_free(paints[n])]
         representative = fixed[0] if fixed else min(group)
@@ -99,48 +113,48 @@ def _is_free(painted: Paint) -> bool:
 
 
 def _network(
-    facts: Facts, flow: nx.DiGraph, paints: Paints, units: Mapping[str, str]
+    facts: Facts, flow: nx.DiGraph, paints: Paints, units: Mapping[int, int]
 ) -> nx.DiGraph:
     """The flow network of all free nodes. An edge without capacity cannot be cut."""
-    network = nx.DiGraph()
+    network, size = nx.DiGraph(), len(facts)
 
-    def side(name: str) -> object:
-        unit = units.get(name, name)
+    def side(n: int) -> int:
+        unit = units.get(n, n)
         if _is_free(paints[unit]):
             return unit
         return LOW if paints[unit].color is Color.ALLOW else FLOAT32
 
-    for name, unit in units.items():
-        if side(name) == unit:
+    for n, unit in units.items():
+        if side(n) == unit:
             network.add_node(unit)
-            _add(network, LOW, unit, traffic(facts[name], facts))
+            _add(network, LOW, unit, traffic(facts[n], (facts[r] for r in flow.predecessors(n))))
 
-    def readers(value: str, is_low: bool) -> set[object]:
+    def readers(value: int, is_low: bool) -> set[int]:
         """The sides of those that would need the value cast if they were low, or float32."""
         needing = (
-            r for r in flow.successors(value) if _needs_cast(facts, paints, value, r, is_low)
+            r for r in flow.successors(value) if _needs_cast(facts, flow, paints, value, r, is_low)
         )
         return {side(r) for r in needing} - {LOW if not is_low else FLOAT32, side(value)}
 
-    for name, f in facts.items():
-        producer = side(name)
-        if {producer, *map(side, flow.successors(name))} <= {LOW, FLOAT32}:
+    for n, f in enumerate(facts):
+        producer = side(n)
+        if {producer, *map(side, flow.successors(n))} <= {LOW, FLOAT32}:
             continue
         bytes_moved = max(0, f.numel * CAST_BYTES - f.is_weight)
-        up, down = ("up", name), ("down", name)
-        if producer != FLOAT32 and (in_float32 := readers(name, is_low=False)):
-            rounds = paints[name].wide and producer != LOW
+        up, down = n + size, n + 2 * size
+        if producer != FLOAT32 and (in_float32 := readers(n, is_low=False)):
+            rounds = paints[n].wide and producer != LOW
             _add(network, producer, up, None if rounds else bytes_moved)
             for reader in in_float32:
                 _add(network, up, reader, None)
-        if producer != LOW and (in_low := readers(name, is_low=True)):
+        if producer != LOW and (in_low := readers(n, is_low=True)):
             _add(network, down, producer, bytes_moved)
             for reader in in_low:
                 _add(network, reader, down, None)
     return network
 
 
-def _add(network: nx.DiGraph, tail: object, head: object, capacity: int | None) -> None:
+def _add(network: nx.DiGraph, tail: int, head: int, capacity: int | None) -> None:
     """Add capacity to an edge; None makes it uncuttable."""
     if tail == head:
         return
@@ -153,19 +167,19 @@ def _add(network: nx.DiGraph, tail: object, head: object, capacity: int | None) 
         network.edges[tail, head]["capacity"] += capacity
 
 
-def _regions(network: nx.DiGraph) -> list[set[object]]:
+def _regions(network: nx.DiGraph) -> list[set[int]]:
     inner = nx.Graph(edge for edge in network.edges if not {LOW, FLOAT32}.intersection(edge))
     inner.add_nodes_from(n for n in network if n not in (LOW, FLOAT32))
     return [set(region) for region in nx.connected_components(inner)]
 
 
-def _cut(network: nx.DiGraph, region: set[object]) -> set[str]:
-    """The nodes of one region that a minimum cut puts on the low side, as few as possible."""
+def _cut(network: nx.DiGraph, region: set[int]) -> set[int]:
+    """What of one region a minimum cut puts on the low side, as little as possible."""
     problem = nx.DiGraph()
     problem.add_nodes_from((LOW, FLOAT32))
     problem.add_edges_from(network.out_edges(region, data=True))
     problem.add_edges_from(network.in_edges(region, data=True))
     residual = boykov_kolmogorov(problem, LOW, FLOAT32)
     open_edges = ((u, v) for u, v, e in residual.edges(data=True) if e["flow"] < e["capacity"])
-    reachable = nx.descendants(nx.DiGraph([*open_edges, (LOW, LOW)]), LOW)
-    return {node for node in reachable if isinstance(node, str)}
+    low: set[int] = nx.descendants(nx.DiGraph([*open_edges, (LOW, LOW)]), LOW)
+    return low

@@ -7,7 +7,9 @@ complaints it has; the first complaint is raised with the check's name, the node
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -23,118 +25,150 @@ from amp_graph.capture.aten import (
 )
 from amp_graph.capture.grad_modes import recorded_nodes
 from amp_graph.errors import VerifyError
-from amp_graph.ir import Color, Plan, takes_either
+from amp_graph.ir import Color, NodeFacts, Plan, takes_either
 
 ADDED = (CAST, CLAMP, SET_GRAD_ENABLED)  # what emit writes besides the captured nodes
-Check = Callable[[fx.GraphModule, fx.GraphModule, Plan], Iterator[str]]
+
+
+class Pair(NamedTuple):
+    """A captured node, what it was emitted as, and what is known and was decided of it."""
+
+    old: fx.Node
+    new: fx.Node
+    facts: NodeFacts
+    is_low: bool
+
+
+@dataclass(frozen=True)
+class Emission:
+    """What is checked: a captured graph, what was emitted for it, and the plan that it follows.
+
+    The first two checks see to it that `pairs` are pairs; the others build on it.
+    """
+
+    captured: fx.GraphModule
+    emitted: fx.GraphModule
+    plan: Plan
+
+    @cached_property
+    def added(self) -> frozenset[fx.Node]:
+        """Emitted nodes that were not captured."""
+        possible = (n for n in self.emitted.graph.nodes if n.target in ADDED)
+        return frozenset(n for n in possible if n.name not in self.plan.facts)
+
+    @cached_property
+    def kept(self) -> list[fx.Node]:
+        return [n for n in self.emitted.graph.nodes if n not in self.added]
+
+    @cached_property
+    def pairs(self) -> list[Pair]:
+        low, known = self.plan.low, self.plan.facts.values()
+        together = zip(self.captured.graph.nodes, self.kept, known, strict=False)
+        return [Pair(old, new, f, f.name in low) for old, new, f in together]
+
+    @cached_property
+    def dtypes(self) -> dict[fx.Node, tuple[torch.dtype, ...]]:
+        """The floating types of what each node of both graphs returns."""
+        nodes = (*self.captured.graph.nodes, *self.emitted.graph.nodes)
+        return {
+            n: tuple(t.dtype for t in tensors_of(n) if t.dtype.is_floating_point) for n in nodes
+        }
+
+    def origin(self, node: fx.Node) -> fx.Node:
+        """The emitted node that was captured of which a node is a cast, or the node itself."""
+        while node in self.added:
+            node = node.args[0]  # type: ignore[assignment]
+        return node
+
+
+Check = Callable[[Emission], Iterator[str]]
 
 
 def verify(captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan) -> None:
     """Raise VerifyError if the emitted graph breaks a promise; see `CHECKS`."""
+    emission = Emission(captured, emitted, plan)
     for check in CHECKS:
-        for complaint in check(captured, emitted, plan):
+        for complaint in check(emission):
             raise VerifyError(f"{check.__name__.replace('_', ' ')}: {complaint}")
 
 
-def _nodes(module: fx.GraphModule) -> dict[str, fx.Node]:
-    return {node.name: node for node in module.graph.nodes}
-
-
-def every_node_is_emitted(
-    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
-) -> Iterator[str]:
-    ours = [n for n in emitted.graph.nodes if n.target not in ADDED or n.name in plan.facts]
-    theirs = list(captured.graph.nodes)
-    if len(ours) != len(theirs):
-        yield f"{len(theirs)} nodes were captured and {len(ours)} emitted"
-    for new, old in zip(ours, theirs, strict=False):
-        if new.target != old.target or new.op != old.op:
-            yield f"'{old.name}' became '{new.name}' ({new.target})"
-
-
-def graph_is_well_formed(
-    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
-) -> Iterator[str]:
+def graph_is_well_formed(of: Emission) -> Iterator[str]:
     try:
-        emitted.graph.lint()
+        of.emitted.graph.lint()
     except RuntimeError as error:
         yield str(error)
 
 
-def operands_are_the_captured_ones(
-    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
-) -> Iterator[str]:
+def every_node_is_emitted(of: Emission) -> Iterator[str]:
+    captured = len(of.captured.graph.nodes)
+    if not captured == len(of.kept) == len(of.plan.facts):
+        yield f"{captured} nodes were captured and {len(of.kept)} emitted"
+    for old, new, f, _ in of.pairs:
+        if not (old.name == new.name == f.name) or new.target != old.target or new.op != old.op:
+            yield f"'{old.name}' became '{new.name}' ({new.target})"
+
+
+def operands_are_the_captured_ones(of: Emission) -> Iterator[str]:
     """Every operator gets the values it got when captured, as they are or cast, and the same
     numbers and flags, a dtype apart."""
-    ours = _nodes(emitted)
-    for old in captured.graph.nodes:
-        theirs, now = _spelled(old, plan), _spelled(ours[old.name], plan)
+    for old, new, _, _ in of.pairs:
+        theirs, now = _spelled(old, of), _spelled(new, of)
         if theirs != now:
             yield f"'{old.name}' got {theirs} and gets {now}"
 
 
-def _spelled(node: fx.Node, plan: Plan) -> list[str]:
+def _spelled(node: fx.Node, of: Emission) -> list[str]:
     kwargs = {k: v for k, v in node.kwargs.items() if k != "dtype"}
     return [
-        _origin(arg, plan) if isinstance(arg, fx.Node) else repr(arg)
+        of.origin(arg).name if isinstance(arg, fx.Node) else repr(arg)
         for arg in tree_leaves((node.args, kwargs))
         if not isinstance(arg, torch.dtype)
     ]
 
 
-def casts_are_fresh(captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan) -> Iterator[str]:
+def casts_are_fresh(of: Emission) -> Iterator[str]:
     """No cast is read after the memory it was made from was written."""
     made: dict[fx.Node, int] = {}
     written: dict[Any, int] = {}
-    for position, node in enumerate(emitted.graph.nodes):
+    for position, node in enumerate(of.emitted.graph.nodes):
         made[node] = position
-        for cast in node.all_input_nodes:
-            if cast.name in plan.facts:
-                continue
+        for cast in of.added.intersection(node.all_input_nodes) if written else ():
             source = cast.all_input_nodes[0]
             if any(written.get(key, -1) > made[cast] for key in storages(source)):
                 yield f"'{node.name}' reads '{cast.name}' from before '{source}' was written"
-        for target in written_operands(emitted, node):
+        for target in written_operands(of.emitted, node):
             written.update(dict.fromkeys(storages(target), position))
 
 
-def autograd_records_as_before(
-    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
-) -> Iterator[str]:
+def autograd_records_as_before(of: Emission) -> Iterator[str]:
     """What it recorded when captured it records now, and no more; and all casts, if anything."""
-    was, now = recorded_nodes(captured.graph), recorded_nodes(emitted.graph)
-    for node in emitted.graph.find_nodes(op="call_function", target=CAST):
-        if was and node.name not in plan.facts and node.name not in now:
+    was, now = recorded_nodes(of.captured.graph), recorded_nodes(of.emitted.graph)
+    for node in of.added:
+        if was and node.target is CAST and node not in now:
             yield f"'{node.name}' is not recorded by autograd"
-    for name in plan.facts:
-        if (name in was) != (name in now):
-            yield f"'{name}' is recorded by autograd in one of the graphs"
+    for old, new, _, _ in of.pairs:
+        if (old in was) != (new in now):
+            yield f"'{old.name}' is recorded by autograd in one of the graphs"
 
 
-def low_nodes_are_low(
-    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
-) -> Iterator[str]:
+def low_nodes_are_low(of: Emission) -> Iterator[str]:
     """What the plan says is low reads or returns the low precision."""
-    for new in emitted.graph.nodes:
-        if new.name in plan.low and plan.facts[new.name].op != "getitem":
-            dtypes = [d for n in (new, *new.all_input_nodes) for d in _float_dtypes(n)]
-            if dtypes and plan.dtype not in dtypes:
+    for _, new, f, is_low in of.pairs:
+        if is_low and f.op != "getitem":
+            dtypes = {d for n in (new, *new.all_input_nodes) for d in of.dtypes[n]}
+            if dtypes and of.plan.dtype not in dtypes:
                 yield f"'{new.name}' is to be low and is not"
 
 
-def outputs_keep_their_dtype(
-    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
-) -> Iterator[str]:
-    for new, old in zip(_outputs(emitted), _outputs(captured), strict=True):
+def outputs_keep_their_dtype(of: Emission) -> Iterator[str]:
+    for new, old in zip(_outputs(of.emitted), _outputs(of.captured), strict=True):
         ours, theirs = [t.dtype for t in tensors_of(new)], [t.dtype for t in tensors_of(old)]
         if ours != theirs:
             yield f"'{old.name}' was {theirs} and is {ours}"
 
 
-def outputs_share_memory_as_before(
-    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
-) -> Iterator[str]:
-    if _sharing(captured) != _sharing(emitted):
+def outputs_share_memory_as_before(of: Emission) -> Iterator[str]:
+    if _sharing(of.captured) != _sharing(of.emitted):
         yield "outputs that shared memory with one another or an input no longer do"
 
 
@@ -147,16 +181,14 @@ def _sharing(module: fx.GraphModule) -> list[list[int]]:
     ]
 
 
-def writes_reach_their_memory(
-    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
-) -> Iterator[str]:
+def writes_reach_their_memory(of: Emission) -> Iterator[str]:
     """An operator that wrote into a value still does, not into a cast of it."""
-    ours = _nodes(emitted)
-    for old in captured.graph.nodes:
-        targets = written_operands(captured, old), written_operands(emitted, ours[old.name])
+    facts = of.plan.facts
+    for old, new, _, _ in of.pairs:
+        targets = written_operands(of.captured, old), written_operands(of.emitted, new)
         for was, now in zip(*targets, strict=True):
-            is_owner_cast = was.name in plan.facts and plan.facts[was.name].memory == was.name
-            if now.name != was.name and not (is_owner_cast and _stored_as(plan, was.name)):
+            is_same = now.name == was.name
+            if not is_same and (facts[was.name].is_view or not _stored_as(of.plan, was.name)):
                 yield f"'{old.name}' would write into '{now.name}' instead of '{was.name}'"
 
 
@@ -165,67 +197,45 @@ def _stored_as(plan: Plan, name: str) -> bool:
     return any(c.value == name and name in c.readers for c in plan.casts)
 
 
-def colors_are_honoured(
-    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
-) -> Iterator[str]:
+def colors_are_honoured(of: Emission) -> Iterator[str]:
     """Denied and kept operators read what they read when captured, unless they take either."""
-    ours = _nodes(emitted)
-    for old in captured.graph.nodes:
-        color = plan.paints[old.name].color
-        if color not in (Color.DENY, Color.KEEP) or old.name in plan.low:
+    facts, paints = of.plan.facts, of.plan.paints
+    for old, new, f, is_low in of.pairs:
+        color = paints[f.name].color
+        if color not in (Color.DENY, Color.KEEP) or is_low or f.op == "getitem":
             continue
-        if plan.facts[old.name].op == "getitem":
-            continue
-        for was, now in zip(old.all_input_nodes, ours[old.name].all_input_nodes, strict=False):
-            if takes_either(plan.facts, plan.paints, was.name, old.name):
+        for was, now in zip(old.all_input_nodes, new.all_input_nodes, strict=False):
+            if of.dtypes[was] == of.dtypes[now] or was.name not in f.reads:
                 continue
-            if _float_dtypes(was) != _float_dtypes(now) and was.name in plan.facts[old.name].reads:
-                yield f"'{old.name}' is {color.value} but reads {now.name} in {_float_dtypes(now)}"
+            if not takes_either(facts, paints, was.name, f.name, f.reads):
+                yield f"'{f.name}' is {color.value} but reads {now.name} in {of.dtypes[now]}"
 
 
-def captured_precision_is_kept(
-    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
-) -> Iterator[str]:
+def captured_precision_is_kept(of: Emission) -> Iterator[str]:
     """What is not low returns what it returned when captured."""
-    ours = _nodes(emitted)
-    for old in captured.graph.nodes:
-        facts = plan.facts[old.name]
-        if old.name in plan.low or facts.op == "getitem" or (facts.written and not facts.external):
+    for old, new, f, is_low in of.pairs:
+        if is_low or f.op == "getitem" or (f.written and not f.external):
             continue
-        if _float_dtypes(old) != _float_dtypes(ours[old.name]):
-            yield f"'{old.name}' is not low but returns {_float_dtypes(ours[old.name])}"
+        if of.dtypes[old] != of.dtypes[new]:
+            yield f"'{old.name}' is not low but returns {of.dtypes[new]}"
 
 
-def _float_dtypes(node: fx.Node) -> list[torch.dtype]:
-    return [t.dtype for t in tensors_of(node) if t.dtype.is_floating_point]
-
-
-def one_cast_per_value(
-    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
-) -> Iterator[str]:
+def one_cast_per_value(of: Emission) -> Iterator[str]:
     """Unless the value was written in between."""
     seen: set[tuple[str, torch.dtype]] = set()
-    for cast in plan.casts:
+    for cast in of.plan.casts:
         key = (cast.value, cast.dtype)
-        if key in seen and not plan.facts[cast.value].written:
+        if key in seen and not of.plan.facts[cast.value].written:
             yield f"'{cast.value}' is cast to {cast.dtype} twice"
         seen.add(key)
 
 
-def no_cast_of_a_cast(
-    captured: fx.GraphModule, emitted: fx.GraphModule, plan: Plan
-) -> Iterator[str]:
-    casts = {n for n in emitted.graph.nodes if n.target is CAST and n.name not in plan.facts}
+def no_cast_of_a_cast(of: Emission) -> Iterator[str]:
+    casts = {n for n in of.added if n.target is CAST}
     for node in casts:
         source = node.args[0]
-        if source in casts and not plan.facts[_origin(node, plan)].written:
+        if source in casts and not of.plan.facts[of.origin(node).name].written:
             yield f"'{node.name}' casts '{source}', which is a cast"
-
-
-def _origin(node: fx.Node, plan: Plan) -> str:
-    while node.name not in plan.facts:
-        node = node.args[0]  # type: ignore[assignment]
-    return node.name
 
 
 def _outputs(module: fx.GraphModule) -> list[fx.Node]:
