@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_map
 
 from amp_graph.capture.dynamo import (
@@ -19,12 +18,14 @@ from amp_graph.capture.dynamo import (
     can_capture,
     can_watch,
     captured_call,
+    depends_on_data,
     frames_seen,
     wants_plain_code,
     without_words_of_dynamo,
 )
 from amp_graph.compiler import Compiler
 from amp_graph.errors import AmpGraphError, PlanError
+from amp_graph.inspection.reasons import why_nothing_is_low
 from amp_graph.ir import Plan
 from amp_graph.modules import (
     Kept,
@@ -76,6 +77,7 @@ class Conversion(Compiler):
         self._is_watched = self._watch is not None  # in calls after one that was captured anew
         self._is_new = True
         self._captures_in_a_row = 0
+        self._graph_runs: dict[int, Run] = {}
         self._settings: dict[str, Any] = {}  # of Dynamo, other than usual
         self._capture(without_autocast, AUTOCAST_DEVICES)
 
@@ -142,18 +144,18 @@ class Conversion(Compiler):
         # Saved-tensor hooks of the user (checkpoint's, say) are not for the tensors of a trace.
         with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
             run = compile_graph(graph, example_inputs)
+        index = len(self.record.plans) - 1
+        self._graph_runs[index] = run
+        run_graph: Any = weakref.WeakMethod(self._run_graph)  # Dynamo keeps what it gets for good
+        return lambda *args: run_graph()(index, args)
 
-        runs, index, this = self.record.runs, len(self.record.plans) - 1, weakref.ref(self)
-
-        def inside(*args: Any) -> Any:
-            runs[index] += 1
-            conversion = this()
-            if conversion is None or conversion._watch is None:
-                return run(*args)
-            with conversion._watch.paused():
-                return run(*args)
-
-        return inside
+    def _run_graph(self, index: int, args: tuple[Any, ...]) -> Any:
+        self.record.runs[index] += 1
+        run = self._graph_runs[index]
+        if self._watch is None:
+            return run(*args)
+        with self._watch.paused():
+            return run(*args)
 
     def _look_back(self) -> None:
         """Whether all that was asked for happened in the first call, or in one after a capture."""
@@ -168,14 +170,9 @@ class Conversion(Compiler):
             self.record.plans.append(Plan(self._own_dtype(), fallback=reason, autocast=under))
         if not is_new:
             return
-        name = type(self.module).__name__
-        if not self.record.plans:
-            warn(f"nothing of {name} was captured, so nothing was converted")
-        elif not any(plan.converts for plan in self.record.plans):
-            reasons = [p.fallback for p in self.record.plans if p.fallback] or [
-                "no operator of it is on the allow list and has float32 operands"
-            ]
-            warn(f"nothing of {name} was converted: {reasons[0]}")
+        if not any(plan.converts for plan in self.record.plans):
+            name = type(self.module).__name__
+            warn(f"nothing of {name} was converted: {why_nothing_is_low(self.record.plans)}")
 
     def _stop_capturing(self) -> None:
         """Something of Python is another at each call, a list that grows, say, and the model's own
@@ -238,7 +235,7 @@ class Conversion(Compiler):
     def _uncaptured(self, error: Exception, args: Any, kwargs: Any) -> Any:
         """Run the model's own code under autocast, and go on so. If it raises, nothing could have
         been captured, and the next call is."""
-        if isinstance(error, GuardOnDataDependentSymNode) and not self._settings:
+        if depends_on_data(error) and not self._settings:
             self._settings = BREAK_AT_DATA
             self._capture_anew()
             return self(*args, **kwargs)

@@ -11,8 +11,8 @@ numbers themselves: run as it is, it recomputes with other ones, and dropout dro
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Callable
+from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from amp_graph.capture.aten import CAST, SELECTIVE
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 BINDINGS = (torch, torch._C._nn, torch.Tensor)  # where they are looked for; 2.11 - 2.15
 OTHER_ARGUMENTS = {"to"}  # bindings that do not take the arguments of their operator
-NATIVE = (types.BuiltinFunctionType, types.MethodDescriptorType)  # not Python code of torch
+NATIVE = (BuiltinFunctionType, MethodDescriptorType)  # not Python code of torch
 
 
 def eager(module: fx.GraphModule) -> fx.GraphModule:
@@ -58,13 +58,17 @@ def binding(overload: OpOverload) -> Callable[..., Any] | None:
     """What calls an ATen operator from Python with the same arguments, if there is such a thing.
 
     A binding finds the overload by its arguments. Left out are those without a tensor, since
-    a binding that makes one looks at the default device, and those with a `reduction`, for which
-    bindings have another default (torch 2.13).
+    a binding that makes one looks at the default device, those with a `reduction`, for which
+    bindings have another default, and those with a list of tensors that may hold None, as in
+    `y[:, i] = v`, which bindings refuse (torch 2.13).
     """
     namespace, _, name = overload._schema.name.partition("::")
     arguments = overload._schema.arguments
-    is_alike = any("Tensor" in str(a.type) for a in arguments) and name not in OTHER_ARGUMENTS
-    if namespace != "aten" or not is_alike or any(a.name == "reduction" for a in arguments):
+    types = [str(a.type) for a in arguments]
+    is_alike = any("Tensor" in t for t in types) and "List[Optional[Tensor]]" not in types
+    if namespace != "aten" or not is_alike or name in OTHER_ARGUMENTS:
+        return None
+    if any(a.name == "reduction" for a in arguments):
         return None
     found = (getattr(home, name, None) for home in BINDINGS)
     return next((b for b in found if isinstance(b, NATIVE)), None)

@@ -14,6 +14,7 @@ from amp_graph.convert import is_converted
 from amp_graph.first_call import Model
 from amp_graph.inspection import render
 from amp_graph.inspection.dump import dump
+from amp_graph.inspection.reasons import why_nothing_is_low
 from amp_graph.ir import NodeFacts
 
 NOT_OPERATORS = ("placeholder", "get_attr", "output", "getitem")
@@ -71,6 +72,8 @@ def describe(model: Model) -> dict[str, Any]:
             why for plan in model.record.plans for why in (plan.otherwise, plan.uncompiled) if why
         ],
     }
+    if not described["converted"]:
+        described["why"] = why_nothing_is_low(model.record.plans)
     scale = model.record.scale
     if scale is not None:
         described |= {"loss_scale": scale.get_scale(), "steps_skipped": scale.skips}
@@ -92,7 +95,7 @@ def graph_breaks() -> Iterator[str]:
 def _lines(report: dict[str, Any]) -> Iterator[str]:
     models = report["models"]
     if not any(m["converted"] for m in models):
-        whys = "; ".join(f"{m['model']}: {m.get('why') or _why(m)}" for m in models)
+        whys = "; ".join(f"{m['model']}: {m['why']}" for m in models)
         whys = whys or "no module with parameters was called in this process"
         yield f"NOTHING WAS CONVERTED, because {whys}"
     for m in models:
@@ -110,10 +113,6 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         if "loss_scale" in m:
             yield f"  loss scale {m['loss_scale']:g}, {m['steps_skipped']} steps skipped"
     yield from (f"  graph break at {text}" for text in report["graph_breaks"])
-
-
-def _why(described: dict[str, Any]) -> str:
-    return "; ".join(described["fallbacks"]) or "no operator on the allow list was captured"
 
 
 def _is_operator(facts: NodeFacts) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.data import get_worker_info
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -26,6 +27,7 @@ from amp_graph.training.engine import backward_pass
 from amp_graph.training.grad_scaler import is_grad_scaler_around
 
 AUTOCAST = "the script uses torch.autocast"
+ON_META = "its parameters are on the meta device"
 
 
 @dataclass
@@ -51,6 +53,7 @@ class Models:
         self._policy, self._verbose, self._say = policy, verbose, say
         # By identity: a module may define an equality of its own.
         self._parts = WeakIdKeyDictionary()
+        self._deciding = threading.RLock()  # several threads may call a new model at once
         self._local = threading.local()
 
     def is_inside(self) -> bool:
@@ -66,7 +69,7 @@ class Models:
         return partial(self._outermost_call, module)
 
     def _outermost_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if module not in self._parts and not self._is_decided(module):
+        if self._is_open(module) and not self._is_decided(module):
             return module._call_impl(*args, **kwargs)
         in_backward = backward_pass() is not None  # where checkpoint restores ours
         if not in_backward and any(map(torch.is_autocast_enabled, AUTOCAST_DEVICES)):
@@ -77,17 +80,28 @@ class Models:
         finally:
             self._local.inside = False
 
+    def _is_open(self, module: nn.Module) -> bool:
+        """Whether it is yet to be decided about: it is new, or no longer on the meta device."""
+        if module not in self._parts:
+            return True
+        model = self._parts[module]
+        return model is not None and model.left_alone == ON_META and not _is_on_meta(module)
+
     def _is_decided(self, module: nn.Module) -> bool:
         """Decide about a module. False: it has no parameters, now at least, so that what it calls
         is decided about instead."""
         if get_worker_info() is not None:
             return True  # data is prepared as the script says
+        if isinstance(module, ParametrizationList):
+            return True  # no model, but a weight that is read, perhaps to be kept
         try:
             inner = unwrapped(module)
             if not any(p.is_floating_point() for p in inner.parameters()):
                 return False
             if can_capture() and not any(map(is_lazy, inner.parameters())):
-                self._first_call(module, inner)
+                with self._deciding:
+                    if self._is_open(module):
+                        self._first_call(module, inner)
         except Exception as error:
             self._parts[module] = None
             self._say(f"{type(module).__name__} is left as it is: {_in_a_line(error)}")
@@ -105,7 +119,7 @@ class Models:
                 self._convert(model, inner)
         except Exception as error:
             model.left_alone = _in_a_line(error)
-        self.seen.append(model)
+        self.seen[:] = [*(m for m in self.seen if m.module() is not inner), model]
         self._parts.update(dict.fromkeys([module, *inner.modules()], model))
         if model.left_alone:
             self._say(f"{model.name} is left as it is: {model.left_alone}")
@@ -155,13 +169,17 @@ def _why_not(module: nn.Module, inner: nn.Module) -> str:
         return f"its parameters are {found}"
     if any(".quantized" in type(m).__module__ for m in inner.modules()):
         return "it is quantised"
-    if any(p.is_meta for p in inner.parameters()):
-        return "its parameters are on the meta device"
+    if _is_on_meta(inner):
+        return ON_META
     if _is_under_autocast(inner):
         return AUTOCAST
     if is_grad_scaler_around():
         return "the script uses a GradScaler"
     return ""
+
+
+def _is_on_meta(module: nn.Module) -> bool:
+    return any(p.is_meta for p in module.parameters())
 
 
 def _is_under_autocast(module: nn.Module) -> bool:

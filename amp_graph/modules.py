@@ -39,6 +39,19 @@ def call_with(call: Run, batch: Any) -> Any:
     return call(**batch) if isinstance(batch, Mapping) else call(*batch)
 
 
+class KeptRandomState:
+    """The state of PyTorch's random numbers, as it is now."""
+
+    def __init__(self) -> None:
+        self._on_cpu = torch.get_rng_state()
+        self._on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self._on_cpu)
+        if self._on_cuda:
+            torch.cuda.set_rng_state_all(self._on_cuda)
+
+
 class Kept:
     """What calls of a model change by the way, as it is now: buffers and random state."""
 
@@ -48,8 +61,7 @@ class Kept:
             for buffers in (module._buffers for module in model.modules())
             for name, buffer in buffers.items()
         ]
-        self._random = torch.get_rng_state()
-        self._on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._random = KeptRandomState()
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -58,9 +70,7 @@ class Kept:
                 with torch.inference_mode(buffer.is_inference()):
                     buffer.copy_(value)
             buffers[name] = buffer
-        torch.set_rng_state(self._random)
-        if self._on_cuda:
-            torch.cuda.set_rng_state_all(self._on_cuda)
+        self._random.put_back()
 
 
 def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_graph.ir import Color
-from amp_graph.modules import Kept, Run
+from amp_graph.modules import Kept, KeptRandomState, Run
 from amp_graph.oplists import OpLists
 
 
@@ -24,9 +24,9 @@ class Guarded:
     """An emitted graph that has not yet shown that it runs.
 
     Invariant: a call returns what the emitted graph returns, or, if that fails, what the
-    original returns, with every input at risk of being written as the original alone would have
-    left it. After one success the emitted graph runs without a net, so that an error is the
-    user's own.
+    original returns, with every input at risk of being written, and the state of random numbers,
+    as the original alone would have left it. After one success the emitted graph runs without a
+    net, so that an error is the user's own.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Guarded:
 
     def _first_run(self, *args: Any) -> Any:
         saved = [(i, args[i].detach().clone()) for i in self._at_risk]
+        random = KeptRandomState()
         try:
             result = self._emitted(*args)
         except Exception as error:
@@ -50,6 +51,7 @@ class Guarded:
                 for i, value in saved:
                     if not torch.equal(args[i], value):
                         args[i].copy_(value)
+            random.put_back()
             result = self._original(*args)
             self._run = self._original
             self._report(f"{type(error).__name__}: {error}")

@@ -163,6 +163,27 @@ def test_nothing_to_convert_says_why() -> None:
         model(torch.randn(4))
 
 
+class OwnAutocast(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "policy", "why"),
+    [
+        (OwnAutocast, Policy(), "the model's own autocast region"),
+        (nn.Linear, Policy(keep_float32=("*",)), r"keep_float32=\*"),
+    ],
+)
+def test_operators_that_are_not_converted_say_why(
+    make: type[nn.Linear], policy: Policy, why: str
+) -> None:
+    model = amp_graph.convert(nn.Sequential(make(4, 4)), policy=policy)
+    with pytest.warns(ConversionWarning, match=f"its operators on the allow list are not .*{why}"):
+        model(torch.randn(2, 4))
+
+
 class CallsForward(nn.Linear):
     def __call__(self, *args: Any) -> Any:
         return self.forward(*args)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -83,6 +85,46 @@ def test_a_module_that_gets_its_parameters_late_is_converted_then(start):
         assert not amp_graph.is_converted(model)
         assert torch.allclose(model(X), first, atol=0.05)
         assert amp_graph.is_converted(model)
+
+
+def test_a_model_that_leaves_the_meta_device_is_converted_then(start, capsys):
+    installation, model = start(), net().to("meta")
+    for _ in range(2):
+        assert model(X.to("meta")).is_meta
+    model.to_empty(device="cpu")
+    model[0].reset_parameters()
+    model[2].reset_parameters()
+    model(X)
+    assert amp_graph.is_converted(model) and decided(installation) == {"Sequential": ""}
+    assert capsys.readouterr().err.count("is left as it is") == 1
+
+
+def test_a_weight_that_is_read_outside_of_a_model_is_what_it_was(start):
+    """A parametrization is a module that is called when the weight is read, and once more, to be
+    kept, when it is removed."""
+    layer = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8))
+    exact = layer.weight.detach().clone()
+    installation = start()
+    assert torch.equal(layer.weight, exact)
+    assert not installation.models.seen
+    layer(X)
+    nn.utils.parametrize.remove_parametrizations(layer, "weight")
+    assert torch.equal(layer.weight, exact)
+    assert amp_graph.is_converted(layer)
+
+
+def test_threads_that_call_a_new_model_at_once_convert_it_once(start):
+    installation, model, converted = start(), net(), []
+    convert = first_call.convert
+
+    def slowly(inner, **how):
+        time.sleep(0.05)
+        converted.append(inner)
+        return convert(inner, **how)
+
+    with mock.patch.object(first_call, "convert", slowly), ThreadPoolExecutor(4) as threads:
+        list(threads.map(model, [X] * 4))
+    assert converted == [model] and len(installation.models.seen) == 1
 
 
 class Odd(nn.Linear):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from nets import Net, low_share
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -185,6 +185,37 @@ def test_a_converted_model_is_freed(dtype: str, restored: bool) -> None:
         del model
         gc.collect()
     assert [ref() for ref in gone] == [None] * 3
+
+
+class Printing(Net):
+    """Captured in two graphs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        print(end="")
+        return y.square() @ y.T
+
+
+@pytest.mark.parametrize("restored", [False, True])
+@pytest.mark.parametrize("make", [Net, Printing])
+def test_its_graphs_and_low_precision_weights_are_freed_with_it(
+    make: Callable[[], nn.Module], restored: bool
+) -> None:
+    def alive() -> int:
+        gc.collect()
+        objects = gc.get_objects()
+        lows = sum(type(x) is Tensor and x.dtype is torch.bfloat16 for x in objects)
+        return lows + sum(isinstance(x, fx.GraphModule) for x in objects)
+
+    before = alive()
+    model = amp_graph.convert(make())
+    model(torch.randn(4, 8)).sum().backward()
+    assert alive() > before
+    if restored:
+        amp_graph.restore(model)
+    else:
+        del model
+    assert alive() == before
 
 
 def test_gradients_per_sample() -> None:

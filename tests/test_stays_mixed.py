@@ -66,6 +66,35 @@ def test_graph_breaks_and_data_dependent_branches_stay_mixed() -> None:
     assert len(amp_graph.plans(model)) > 1
 
 
+class Slices(Breaking):
+    """Indices with gaps, None in the operator's list."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        chosen = torch.zeros_like(hidden)
+        chosen[:, torch.tensor([0, 2])] = hidden[:, :2]
+        chosen[:, torch.tensor([1, 3])] += hidden[:, 2:4]
+        return self.second(chosen)
+
+
+class Combines(Breaking):
+    """A size that depends on data."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.combinations(self.first(x)[0], 2)
+        return self.second(pairs.reshape(-1, 8))
+
+
+@pytest.mark.filterwarnings("error::amp_graph.ConversionWarning")
+@pytest.mark.parametrize("make", [Slices, Combines])
+def test_indices_and_sizes_do_not_keep_a_graph_in_float32(make: type[Breaking]) -> None:
+    plain, x = make(), torch.randn(8, 8)
+    model = amp_graph.convert(copy.deepcopy(plain))
+    assert low_share(model, x) == 1
+    assert not any(plan.otherwise for plan in amp_graph.plans(model))
+    torch.testing.assert_close(model(x), plain(x), atol=0.05, rtol=0.05)
+
+
 def test_outer_compile_keeps_the_conversion() -> None:
     model, x = amp_graph.convert(Net()), torch.randn(4, 8)
     outer = torch.compile(model, backend="eager")

@@ -13,6 +13,7 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     torch._C._functorch.peek_interpreter_stack, get_interpreter_stack
                                              whether a functorch transform is active, and which
     torch._C._get_tracing_state              whether `torch.jit.trace` is at work
+    torch._C._dynamo.eval_frame.reset_code   to have Dynamo forget what it captured of a model
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 import torch._dynamo.config as dynamo_config
 from torch import fx, nn
+from torch._C._dynamo.eval_frame import reset_code
 from torch._C._functorch import TransformType
 from torch._dynamo import disallow_in_graph
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -119,6 +121,9 @@ def captured_call(
         with under_dispatch_modes():
             return compiled(*args, **kwargs)
 
+    # Of a code object with captured graphs nothing is ever collected.
+    weakref.finalize(call, reset_code, own.__code__).atexit = False
+
     def call_with_hooks(*args: Any, **kwargs: Any) -> Any:
         with _replaced_forward(module, call):
             return call_impl(module, *args, **kwargs)
@@ -159,6 +164,13 @@ def break_in(graph: fx.GraphModule) -> list[str]:
 def frames_seen() -> int:
     """How often Dynamo has begun to capture something, anywhere in this process."""
     return int(counters["frames"]["total"])
+
+
+def depends_on_data(error: Exception) -> bool:
+    """Whether Dynamo gave up at a number or a size that is not known before the data is."""
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return True
+    return str(error).startswith("PendingUnbackedSymbolNotFound")  # raised as an internal error
 
 
 def without_words_of_dynamo(error: Exception) -> None:

@@ -6,10 +6,11 @@ softmax:  on the deny list, group 'softmax' (deny.toml): Exponentials and their 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from amp_graph.ir import NodeFacts, Paint, Plan
+from amp_graph.ir import Color, NodeFacts, Paint, Plan
 from amp_graph.listing import Listing
 
 # The rules whose `because` is another node; of others it may be a group of the same name.
@@ -55,6 +56,27 @@ def short_reason(plan: Plan, name: str) -> str:
     if paint is None:
         return ""
     return f"{paint.rule}: {paint.because}" if paint.because else paint.rule
+
+
+def why_nothing_is_low(plans: Sequence[Plan]) -> str:
+    """What keeps most of the operators on the allow list from running in low precision, if none
+    does."""
+    if not plans:
+        return "nothing of it was captured"
+    fallbacks = [plan.fallback for plan in plans if plan.fallback]
+    if fallbacks:
+        return "; ".join(fallbacks)
+    reasons = Counter(
+        short_reason(part, f.name)
+        for plan in plans
+        for part in plan.parts()
+        for f in part.facts.values()
+        if f.color is Color.ALLOW and f.reads
+    )
+    if not reasons:
+        return "no operator of it is on the allow list and has float32 operands"
+    ((reason, _),) = reasons.most_common(1)
+    return f"its operators on the allow list are not ({reason})"
 
 
 def chain(

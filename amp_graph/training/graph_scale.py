@@ -26,7 +26,7 @@ from amp_graph.training.engine import backward_pass, is_batched
 from amp_graph.training.grad_scaler import is_grad_scaler_around
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, number, save_state
 
-CAUTIOUS_PEAK = 2.0**4  # what a cautious scale brings the largest incoming gradient to
+CAUTIOUS_PEAK = 1.0  # what a cautious scale brings the largest incoming gradient to
 CAUTIOUS_PASSES = 32  # backward passes that may run inside of, or beside, one another
 _serials = itertools.count()
 

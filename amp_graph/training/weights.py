@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +32,8 @@ class LowPrecisionWeights:
         key = (id(parameter), dtype)
         copy = self._copies.get(key)
         if copy is None or not copy.fits(parameter):
-            copy = self._copies[key] = _Copy(parameter, dtype)
-            weakref.finalize(parameter, self._copies.pop, key, None)
+            copy = _Copy(parameter, dtype, lambda _: self._copies.pop(key, None))
+            self._copies[key] = copy
         return copy
 
 
@@ -97,11 +98,11 @@ class _Copy:
 
     __slots__ = ("low", "parameter", "version", "written")
 
-    def __init__(self, parameter: Tensor, dtype: torch.dtype):
+    def __init__(self, parameter: Tensor, dtype: torch.dtype, when_gone: Callable[[Any], object]):
         with torch.inference_mode(False):
             self.low = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             self.written = self.low.data
-        self.parameter = weakref.ref(parameter)
+        self.parameter = weakref.ref(parameter, when_gone)
         self.version = -1
 
     def follow(self, version: int) -> bool:
