@@ -75,6 +75,7 @@ class Compiler:
         self.saved = saved
         self._graphs: dict[int, Graphs] = {}
         self._breaks: list[str] = []
+        self._runs: list[Run] = []  # that stand in `captured_call` for graphs
 
     @property
     def plans(self) -> tuple[Plan, ...]:

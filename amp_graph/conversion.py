@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -77,7 +76,6 @@ class Conversion(Compiler):
         self._is_watched = self._watch is not None  # in calls after one that was captured anew
         self._is_new = True
         self._captures_in_a_row = 0
-        self._graph_runs: dict[int, Run] = {}
         self._settings: dict[str, Any] = {}  # of Dynamo, other than usual
         self._capture(without_autocast, AUTOCAST_DEVICES)
 
@@ -145,17 +143,16 @@ class Conversion(Compiler):
         with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
             run = compile_graph(graph, example_inputs)
         index = len(self.record.plans) - 1
-        self._graph_runs[index] = run
-        run_graph: Any = weakref.WeakMethod(self._run_graph)  # Dynamo keeps what it gets for good
-        return lambda *args: run_graph()(index, args)
 
-    def _run_graph(self, index: int, args: tuple[Any, ...]) -> Any:
-        self.record.runs[index] += 1
-        run = self._graph_runs[index]
-        if self._watch is None:
-            return run(*args)
-        with self._watch.paused():
-            return run(*args)
+        def inside(*args: Any) -> Any:
+            self.record.runs[index] += 1
+            if self._watch is None:
+                return run(*args)
+            with self._watch.paused():
+                return run(*args)
+
+        self._runs.append(inside)
+        return inside
 
     def _look_back(self) -> None:
         """Whether all that was asked for happened in the first call, or in one after a capture."""

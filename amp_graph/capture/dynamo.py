@@ -24,6 +24,7 @@ import threading
 import types
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -60,6 +61,7 @@ if torch.distributed.is_available():
 CAPTURE_LOGS = ("torch._subclasses.fake_tensor", "torch._guards", "torch._dynamo.variables.tensor")
 
 _capturing = threading.RLock()
+_abandoned: deque[types.CodeType] = deque()  # of calls that are no more
 
 GraphCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
@@ -83,13 +85,15 @@ def captured_call(
     module: nn.Module, compile_graph: GraphCompiler, **changed: Any
 ) -> Callable[..., Any]:
     """Return a function that runs `module(...)` with every graph of it given to the method
-    `compile_graph`.
+    `compile_graph`, whose object has to keep what it returns: Dynamo keeps what it gets for good,
+    so it gets nothing but weak references.
 
     Dynamo skips frames of torch.nn itself, so that a bare nn.Sequential or nn.LSTM would never
     be captured; the function returned is a frame outside torch.nn that calls into it. Its code
     object is its own, because Dynamo counts recompilations per code object. Hooks of the module
     are captured with it, save those of FSDP. `changed` are settings other than SETTINGS.
     """
+    _forget_abandoned()
     call_impl: Callable[..., Any] = type(module)._call_impl
 
     inner = module.forward if is_sharded(module) else partial(call_impl, module)
@@ -104,12 +108,13 @@ def captured_call(
         forward.__defaults__,
         forward.__closure__,
     )
-    compile_weakly = weakref.WeakMethod(compile_graph)  # what Dynamo gets it keeps for good
+    compile_weakly = weakref.WeakMethod(compile_graph)
 
     def backend(graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         compiler = compile_weakly()
         assert compiler is not None, "a model runs while it is being collected"
-        return compiler(graph, example_inputs)
+        run: Any = weakref.ref(compiler(graph, example_inputs))
+        return lambda *args: run()(*args)
 
     context: Any = torch._dynamo.optimize(backend=backend)
     context.callback = _with_settings(context.callback, SETTINGS | changed)
@@ -121,14 +126,21 @@ def captured_call(
         with under_dispatch_modes():
             return compiled(*args, **kwargs)
 
-    # Of a code object with captured graphs nothing is ever collected.
-    weakref.finalize(call, reset_code, own.__code__).atexit = False
+    weakref.finalize(call, _abandoned.append, own.__code__).atexit = False
 
     def call_with_hooks(*args: Any, **kwargs: Any) -> Any:
         with _replaced_forward(module, call):
             return call_impl(module, *args, **kwargs)
 
     return call_with_hooks if is_sharded(module) else call
+
+
+def _forget_abandoned() -> None:
+    """Let go of what Dynamo keeps for calls that are no more. Not as soon as they are gone: it may
+    be in the middle of that itself, at the death of an object that it has guards for."""
+    with contextlib.suppress(IndexError):
+        while True:
+            reset_code(_abandoned.popleft())
 
 
 @contextlib.contextmanager

@@ -107,6 +107,7 @@ class Rerun(Compiler):
                     self.record.fall_back(index, f"{type(error).__name__}: {error}")
             return _Watched(captured, self, place).run(*args)
 
+        self._runs.append(run)
         return run
 
     def run(
