@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from amp_graph.errors import AmpGraphError
@@ -82,8 +83,10 @@ def calibrate(
     and that of the parameters' gradients are at most `bound`, and all of them finite.
 
     For `loss`, `loss_scale` and `policy` see `compare`. `progress` is told the number of the trial
-    and its error. Raises AmpGraphError if nothing can be denied that helps.
+    and its error. Raises AmpGraphError if nothing can be denied that helps, or for a bound that is
+    negative or not a number.
     """
+    _check(batches, bound)
     search = _Search(rerun_of(model, policy), list(batches), loss, loss_scale, bound, progress)
     before = search.error(())
     chosen: tuple[Node, ...] = ()
@@ -99,6 +102,15 @@ def calibrate(
         )
     denied = tuple((n[0], _path(n[1], n[2]), reasons[n]) for n in chosen)
     return Calibration(search.plans(chosen, reasons), denied, bound, before, after, search.trials)
+
+
+def _check(batches: Any, bound: float) -> None:
+    if not bound >= 0:
+        raise AmpGraphError(f"the bound must be a number that is not negative, not {bound:g}")
+    if isinstance(batches, (torch.Tensor, Mapping)):
+        raise AmpGraphError(
+            f"calibrate takes a list of batches, not a {type(batches).__name__}; give [batch]"
+        )
 
 
 @dataclass

@@ -28,7 +28,7 @@ from amp_graph.compiler import Compiler
 from amp_graph.conversion import found_conversion
 from amp_graph.errors import AmpGraphError
 from amp_graph.ir import Plan
-from amp_graph.modules import call_with, unchanged
+from amp_graph.modules import call_with, plain_code, unchanged
 from amp_graph.pins import Saved
 from amp_graph.policy import Policy, as_policy
 from amp_graph.runtime import ConversionWarning
@@ -134,6 +134,9 @@ class Rerun(Compiler):
                     raise _not_captured(self.model)
                 return self._outcome(output, loss or default_loss, loss_scale)
         except DYNAMO_ERRORS as error:
+            own = _own_error(self.model, batch, backward)
+            if own is not None:
+                raise own from None
             raise _not_captured(self.model) from error
         finally:
             for handle in self._handles:
@@ -143,7 +146,7 @@ class Rerun(Compiler):
 
     def _outcome(self, output: Any, loss: Loss, scale: float) -> Outcome:
         outputs = tuple(t.detach().clone() for t in floating(output))
-        value = loss(output) if floating(output) else None
+        value = _tensor(loss(output)) if floating(output) else None
         if value is None or not value.requires_grad:
             return Outcome(outputs, None if value is None else value.detach(), {})
         named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
@@ -175,6 +178,23 @@ class Rerun(Compiler):
         for name in filter(None, place.body.split("/")):
             plan = plan.bodies[name]
         return plan
+
+
+def _tensor(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise AmpGraphError(f"loss must return a scalar tensor, not {type(loss).__name__}")
+    return loss
+
+
+def _own_error(model: nn.Module, batch: Batch, with_gradients: bool) -> Exception | None:
+    """What the model's own code raises on a batch. Dynamo raises an error of its own when an
+    operator refuses its arguments."""
+    try:
+        with unchanged(model), torch.set_grad_enabled(with_gradients):
+            call_with(plain_code(model), batch)
+    except Exception as error:
+        return error
+    return None
 
 
 def _not_captured(model: nn.Module) -> AmpGraphError:

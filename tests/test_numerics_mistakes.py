@@ -1,0 +1,65 @@
+"""Mistakes in what comparison and calibration are given: one clear error, or the model's own."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from nets import Net
+from torch import nn
+
+import amp_graph
+from amp_graph import AmpGraphError
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def calibrate_one(model: nn.Module, batch: Any, **options: Any) -> Any:
+    return amp_graph.calibrate(model, [batch], 0.1, **options)
+
+
+LOOKS = [amp_graph.compare, amp_graph.find_nonfinite, calibrate_one]
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_model_that_refuses_a_batch_raises_its_own_error(look: Any) -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        look(Net(), torch.randn(2, 3), policy="bfloat16")
+    assert raised.value.__suppress_context__
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        look(Net(), (), policy="bfloat16")
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("value", [3.0, None])
+def test_a_loss_is_a_tensor(look: Any, value: Any) -> None:
+    with pytest.raises(AmpGraphError, match=f"loss must .*not {type(value).__name__}"):
+        look(Net(), torch.randn(2, 8), loss=lambda _: value, policy="bfloat16")
+
+
+class Random(Net):
+    """Draws from a generator that no seed of PyTorch's governs."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(x, scale) * random.random()
+
+
+def test_a_bound_that_cannot_be_met() -> None:
+    with pytest.raises(AmpGraphError, match="at least one batch"):
+        amp_graph.calibrate(Net(), [], 0.1)
+    with pytest.raises(AmpGraphError, match="cannot be met"):
+        amp_graph.calibrate(Random(), [torch.randn(4, 8)], 1e-6, policy="float16")
+
+
+@pytest.mark.parametrize("bound", [float("nan"), -1.0])
+def test_a_bound_is_a_number_that_is_not_negative(bound: float) -> None:
+    with pytest.raises(AmpGraphError, match=f"not {bound:g}"):
+        amp_graph.calibrate(Net(), [torch.randn(4, 8)], bound)
+
+
+@pytest.mark.parametrize("batch", [torch.randn(4, 8), {"x": torch.randn(4, 8)}])
+def test_a_single_batch_goes_into_a_list(batch: Any) -> None:
+    with pytest.raises(AmpGraphError, match=r"give \[batch\]"):
+        amp_graph.calibrate(Net(), batch, 0.1)
