@@ -20,7 +20,7 @@ from amp_graph.conversion import (
     conversion_of,
     found_conversion,
 )
-from amp_graph.errors import AmpGraphError, PlanError
+from amp_graph.errors import AmpGraphError, PlanError, did_you_mean
 from amp_graph.ir import Plan
 from amp_graph.modules import devices_of, unwrapped
 from amp_graph.pins import Saved
@@ -78,8 +78,9 @@ def convert(
     `plan` is a file that `save_plan` wrote, or plans: their decisions beat the lists. A graph that
     none of them is for raises PlanError when it is captured.
 
-    A model converted already stays as it is, with a warning. Raises AmpGraphError for what cannot
-    be converted and PolicyError or ListError for a policy that makes no sense.
+    A model converted already stays as it is, with a warning. A glob of the policy that matches
+    no module warns, too. Raises AmpGraphError for what cannot be converted and PolicyError or
+    ListError for a policy that makes no sense.
     """
     _check_model(model)
     inner = unwrapped(model)
@@ -93,10 +94,22 @@ def convert(
                 f"{type(inner).__name__} has a __call__ of its own that does not seem to go on to "
                 f"nn.Module's; if so, it is not converted: convert the modules that it calls"
             )
+        paths = [path for path, _ in inner.named_modules()]
+        for given, glob in policy.unmatched(paths):
+            warn(
+                f"{given} matches no path in {type(inner).__name__}.named_modules(); correct or "
+                f"remove it.{did_you_mean(glob, paths)}"
+            )
         _convert(inner, policy, None if plan is None else as_plans(plan), example_inputs)
     for each in optimizers:
         attach(each, inner.__dict__[SLOT].scale)
     return model if optimizer is None else (model, optimizer)
+
+
+def convert_at_first_call(model: nn.Module, policy: Policy) -> None:
+    """As `convert`, where one policy serves many models: its globs may match no module here."""
+    _check_model(model)
+    _convert(model, policy, None, None)
 
 
 def _convert(model: nn.Module, policy: Policy, saved: Saved | None, example_inputs: Any) -> None:

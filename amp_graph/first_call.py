@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from amp_graph.capture.dynamo import can_capture, wants_plain_code
 from amp_graph.compiler import Record
 from amp_graph.conversion import AUTOCAST_DEVICES
-from amp_graph.convert import convert, is_converted, record_of, restore
+from amp_graph.convert import convert_at_first_call, is_converted, record_of, restore
 from amp_graph.modules import unwrapped
 from amp_graph.policy import Policy
 from amp_graph.training.engine import backward_pass
@@ -142,7 +142,7 @@ class Models:
             part = earlier.module()
             if earlier.record and part is not None and part in set(inner.modules()):
                 restore(part)
-        convert(inner, policy=self._policy)
+        convert_at_first_call(inner, self._policy)
         model.record = record_of(inner)
 
     def restore_all(self) -> None:

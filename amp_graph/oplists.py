@@ -54,6 +54,17 @@ class OpLists:
             self._found[op] = next(found, None)
         return self._found[op]
 
+    def entries_for(self, name: str) -> dict[str, Listing]:
+        """The entries that decide about an operator, or one overload, named as entries are."""
+        is_overload = name.count(".") > 1
+        found: dict[str, Listing] = {}
+        for form in _spellings(name if is_overload else f"{name}."):
+            if form in self.entries:
+                return found | {form: self.entries[form]}
+            if form.endswith("."):  # all overloads
+                found |= {n: e for n, e in self.entries.items() if n.startswith(form)}
+        return found
+
     def has_kernel(self, op: Any, device_type: str, dtype: torch.dtype) -> bool:
         """False when `op`, an overload or its name, is known to fail in `dtype` on such a device,
         forward or backward."""
@@ -90,7 +101,7 @@ def load_lists(folder: Path | None = None, strict: bool = False) -> OpLists:
     Operators of other torch releases are dropped silently; `strict` raises ListError.
     """
     place = folder or _shipped_folder()
-    known = _known_names()
+    known = known_names()
     entries: dict[str, Listing] = {}
     for color in COLORS:
         table = _parse(place / f"{color}.toml")
@@ -115,7 +126,7 @@ def _spellings(name: str) -> tuple[str, ...]:
     return name, packet, f"{packet[:-1]}.{overload}", packet[:-1]
 
 
-def _known_names() -> Names:
+def known_names() -> Names:
     """Every operator and overload of the running process, as entries spell them."""
     known = {f"higher_order.{name}" for name in torch._ops._higher_order_ops}
     for name in torch._C._dispatch_get_all_op_names():
@@ -196,7 +207,7 @@ def _read_kernels(table: Mapping[str, Any], known: Names, strict: bool) -> Kerne
 
 def _read_user(user: UserLists) -> dict[str, Listing]:
     sources = (user,) if isinstance(user, (str, Path, Mapping)) else user
-    known = _known_names()
+    known = known_names()
     entries: dict[str, Listing] = {}
     for source in sources:
         file = "lists given in code" if isinstance(source, Mapping) else str(source)

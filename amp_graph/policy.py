@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from amp_graph.errors import PolicyError
+from amp_graph.errors import PolicyError, did_you_mean
 from amp_graph.inductor import options_of
 from amp_graph.ir import Color, Level, NodeFacts
-from amp_graph.oplists import OpLists, UserLists, load_lists
+from amp_graph.oplists import OpLists, UserLists, known_names, load_lists
 from amp_graph.training.loss_scale import LossScale
 
 LOW_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -43,6 +43,8 @@ class Override:
         object.__setattr__(self, "color", Color(self.color))
         if not any((self.module, self.op, self.name, self.where)):
             raise PolicyError("an override needs module=, op=, name= or where= to match nodes by")
+        if self.op is not None:
+            _check_operator(str(self.op))
 
     def matches(self, facts: NodeFacts) -> bool:
         if self.module is not None and not _inside(facts.module_path, self.module):
@@ -98,6 +100,8 @@ class Policy:
         object.__setattr__(self, "level", _level(self.level))
         if isinstance(self.keep_float32, str):
             object.__setattr__(self, "keep_float32", (self.keep_float32,))
+        if isinstance(self.overrides, Override):
+            object.__setattr__(self, "overrides", (self.overrides,))
         for override in self.overrides:
             if not isinstance(override, Override):
                 raise PolicyError(f"overrides must hold Override objects, not {override!r}")
@@ -154,6 +158,13 @@ class Policy:
                 return Color.DENY, f"keep_float32={glob}"
         return None
 
+    def unmatched(self, paths: Collection[str]) -> list[tuple[str, str]]:
+        """The globs of modules that match none of these paths, each after what it was given as."""
+        globs = [(f"keep_float32={glob!r}", glob) for glob in self.keep_float32]
+        modules = [o.module for o in self.overrides if o.module is not None]
+        globs += [(f"Override(module={glob!r})", glob) for glob in modules]
+        return [(given, g) for given, g in globs if not any(_inside(path, g) for path in paths)]
+
     def load_lists(self) -> OpLists:
         lists = load_lists()
         for color, op in self.unlisted:
@@ -173,6 +184,18 @@ def _low_dtype(dtype: torch.dtype | str) -> torch.dtype:
     if found is None:
         raise PolicyError(f"unknown policy {dtype!r}: give 'float16', 'bfloat16' or a Policy")
     return found
+
+
+def _check_operator(op: str) -> None:
+    """Refuse an operator that no node can have; other libraries' may be registered later."""
+    known = known_names()
+    is_missing = op.startswith(("aten.", "aten::")) and op not in known
+    if is_missing or f"aten.{op}" in known:
+        name = op.replace("::", ".") if is_missing else f"aten.{op}"
+        raise PolicyError(
+            f"Override(op={op!r}): torch {torch.__version__} has no operator of this name."
+            f"{did_you_mean(name, known)}"
+        )
 
 
 def _level(level: Level | str) -> Level:

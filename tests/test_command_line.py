@@ -99,6 +99,9 @@ def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lists", "gelu", "aten.softmax.int"]) == 0
     text = capsys.readouterr().out
     assert "aten.gelu: infer" in text and "deny, group 'softmax' (deny.toml)" in text
+    assert main(["lists", "relu_", "aten.pow_", "aten.add_.Tensor"]) == 0
+    text = capsys.readouterr().out
+    assert "aten.relu_ follows aten.relu: clear" in text and "aten.pow_ follows aten.pow" in text
     assert main(["lists", "aten.gelo"]) == 1
     assert "on no list" in (text := capsys.readouterr().out) and "Did you mean" in text
     assert main(["lists"]) == 0

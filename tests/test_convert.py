@@ -233,12 +233,42 @@ def test_what_cannot_be_converted(model: Any, message: str) -> None:
         lambda: Policy(overrides=("deny",)),  # type: ignore[arg-type]
         lambda: Override("purple", op="aten.add"),
         lambda: Override("deny"),
+        lambda: Override("deny", op="aten.gelu.defualt"),
+        lambda: Override("deny", op="gelu"),
         lambda: Policy(output_dtype="half"),  # type: ignore[arg-type]
     ],
 )
 def test_a_policy_that_makes_no_sense(policy: Any) -> None:
     with pytest.raises(PolicyError):
         policy()
+
+
+def test_an_operator_that_torch_has_not_is_named_with_one_that_is_close() -> None:
+    with pytest.raises(PolicyError, match=r"'aten.rleu'.*Did you mean 'aten.relu'"):
+        Override("deny", op="aten.rleu")
+    for op in ("aten.relu", "aten.softmax.int", "cond", "not_imported.operator"):
+        assert Override("deny", op=op).op == op
+
+
+def test_a_single_override_needs_no_tuple() -> None:
+    override = Override("deny", module="second")
+    assert Policy(overrides=override).overrides == (override,)  # type: ignore[arg-type]
+
+
+def test_a_glob_that_matches_no_module_warns() -> None:
+    policy = Policy(
+        dtype="bfloat16",
+        keep_float32=("secnod", "first"),
+        overrides=(Override("deny", module="layers.*"), Override("deny", name="linear")),
+    )
+    with pytest.warns(ConversionWarning) as warned:
+        model = amp_graph.convert(Net(), policy=policy)
+    said = [str(w.message) for w in warned]
+    assert len(said) == 2 and all("matches no path in Net.named_modules()" in s for s in said)
+    assert said[0].startswith("keep_float32='secnod'") and said[0].endswith("mean 'second'?")
+    assert said[1].startswith("Override(module='layers.*')")
+    assert all(w.filename == __file__ for w in warned)
+    assert amp_graph.is_converted(model)
 
 
 def test_restore_and_plans_need_a_converted_model() -> None:

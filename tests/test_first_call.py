@@ -226,7 +226,7 @@ def test_a_module_whose_parameters_cannot_be_listed_is_left_alone(start, capsys)
     assert said == "amp_graph: Odd is left as it is: TypeError: unhashable type: 'Odd'\n"
 
 
-@pytest.mark.parametrize("failing", ["convert", "_why_not", "unwrapped"])
+@pytest.mark.parametrize("failing", ["convert_at_first_call", "_why_not", "unwrapped"])
 def test_a_failure_of_ours_leaves_the_model_running(start, capsys, failing):
     model = net()
     expected = model(X)
@@ -257,6 +257,13 @@ def test_copies_and_state_dicts_of_converted_models(start):
     assert amp_graph.is_converted(average)
     installation.undo()
     assert not amp_graph.is_converted(model)
+
+
+def test_one_policy_serves_models_without_the_modules_it_skips(start, recwarn):
+    start(SKIP="2,head")
+    model = net()
+    model(X)
+    assert amp_graph.is_converted(model) and not recwarn.list
 
 
 def test_an_error_of_the_models_own_is_raised_as_it_is(start):

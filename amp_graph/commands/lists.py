@@ -44,17 +44,20 @@ def _groups(lists: OpLists) -> Table:
 def _say_where(name: str, lists: OpLists) -> bool:
     """Print where an operator stands; whether it is on a list."""
     full = name if name.startswith(("aten.", "higher_order.")) or "." in name else f"aten.{name}"
-    found = {n: e for n, e in lists.entries.items() if n == full or n.startswith(f"{full}.")}
-    packet = ".".join(full.split(".")[:2])
-    if not found and packet in lists.entries:
-        found = {packet: lists.entries[packet]}
+    found = lists.entries_for(full)
     for entry, listing in found.items():
+        named = entry if _packet(entry) == _packet(full) else f"{full} follows {entry}"
         place = f"group '{listing.group}' ({listing.file})"
-        out.print(Text(f"{entry}: {listing.color.value}, {place}: {listing.why}"), soft_wrap=True)
+        out.print(Text(f"{named}: {listing.color.value}, {place}: {listing.why}"), soft_wrap=True)
     if not found:
         hint = did_you_mean(full, lists.entries)
         out.print(Text(f"{full} is on no list, so it stays in float32.{hint}"), soft_wrap=True)
     return bool(found)
+
+
+def _packet(name: str) -> str:
+    """`aten.softmax` of `aten.softmax.int`."""
+    return ".".join(name.split(".")[:2])
 
 
 LISTS = Command(
