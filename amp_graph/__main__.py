@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
@@ -32,7 +33,8 @@ A model is named by a function without arguments that returns it with a batch to
     amp_graph run train.py --epochs 3
 
 Exit codes: 0 success, 1 the answer is no (plans differ, error above the bound, operator on no
-list), 2 something is wrong with the arguments, the model or a file.
+list), 2 something is wrong with the arguments, the model or a file. An error that the model's own
+code raises is shown with its traceback.
 """
 
 
@@ -61,8 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = args.command.run(args)
         return code
-    except (AmpGraphError, OSError) as error:
+    except AmpGraphError as error:
         Console(stderr=True).print(Text(f"error: {error}", style="red"), soft_wrap=True)
+        return 2
+    except Exception:  # the factory's or the model's own, as a rule
+        traceback.print_exc()
         return 2
     except KeyboardInterrupt:
         return 130

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -39,6 +40,18 @@ def wrong():
 
 def odd():
     return small()[0], 7
+
+def raising():
+    raise ValueError("of my own")
+
+def refused():
+    return small()[0], torch.randn(4, 3)
+
+counted = []
+
+def counting():
+    counted.append(1)
+    return small()
 
 value = 3
 """
@@ -129,6 +142,47 @@ def test_mistakes_exit_with_2(
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert message in captured.err and "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", "models_here:raising"], "ValueError: of my own"),
+        (["explain", "models_here:refused"], "shapes cannot be multiplied"),
+        (["compare", "models_here:raising", "--bound", "1"], "ValueError: of my own"),
+        (["compare", "models_here:refused", "--bound", "1"], "shapes cannot be multiplied"),
+    ],
+)
+def test_errors_of_the_models_own_exit_with_2_and_their_traceback(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" in said and message in said.splitlines()[-1]
+
+
+CALIBRATE = ["calibrate", "models_here:counting", "--bound", "0.1", "--output"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path"),
+    [
+        ([*CALIBRATE, "no/plan.json"], "no/plan.json"),
+        ([*CALIBRATE, "."], "."),
+        (["compare", "models_here:counting", "--json", "no/c.json"], "no/c.json"),
+        (["compare", "models_here:counting", "--plot", "no/c.svg"], "no/c.svg"),
+        (["explain", "models_here:counting", "--json", "no/e.json"], "no/e.json"),
+        (["dump", "models_here:counting", "models_here.py"], "models_here.py"),
+        (["dump", "models_here:counting", "models_here.py/out"], "models_here.py/out"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_the_work(
+    arguments: list[str], path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    importlib.import_module("models_here")
+    assert main(arguments) == 2
+    assert f"error: {path}: " in capsys.readouterr().err
+    assert not sys.modules["models_here"].counted
 
 
 @pytest.mark.parametrize("command", [c.name for c in COMMANDS])

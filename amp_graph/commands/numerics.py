@@ -8,6 +8,7 @@ from rich.text import Text
 
 from amp_graph.commands.command import (
     Command,
+    check_files,
     converted,
     factory_argument,
     out,
@@ -38,6 +39,7 @@ def _compare_arguments(parser: ArgumentParser) -> None:
 
 
 def _compare(args: Namespace) -> int:
+    check_files(args.json, args.plot)
     made = converted(args) if args.plan else subject(args.factory)
     with working(f"running {args.factory} in float32 and in mixed precision"):
         found = compare(
@@ -62,6 +64,7 @@ def _calibrate_arguments(parser: ArgumentParser) -> None:
 
 
 def _calibrate(args: Namespace) -> int:
+    check_files(args.output)
     made = subject(args.factory)
     with working("calibrating") as progress:
         task = progress.task_ids[0]

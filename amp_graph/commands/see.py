@@ -10,6 +10,8 @@ from rich.text import Text
 
 from amp_graph.commands.command import (
     Command,
+    check_files,
+    check_folder,
     converted,
     factory_argument,
     out,
@@ -32,6 +34,7 @@ def _explain_arguments(parser: ArgumentParser) -> None:
 
 
 def _explain(args: Namespace) -> int:
+    check_files(args.json)
     report = explain(converted(args).model, depth=args.depth)
     out.print(report)
     if args.json:
@@ -47,6 +50,7 @@ def _dump_arguments(parser: ArgumentParser) -> None:
 
 
 def _dump(args: Namespace) -> int:
+    check_folder(args.folder)
     model = converted(args).model
     with working("writing") as progress:
         task = progress.task_ids[0]
