@@ -115,14 +115,17 @@ def test_a_weight_that_is_read_outside_of_a_model_is_what_it_was(start):
 
 def test_threads_that_call_a_new_model_at_once_convert_it_once(start):
     installation, model, converted = start(), net(), []
-    convert = first_call.convert
+    convert = first_call.convert_at_first_call
 
-    def slowly(inner, **how):
+    def slowly(inner, policy):
         time.sleep(0.05)
         converted.append(inner)
-        return convert(inner, **how)
+        return convert(inner, policy)
 
-    with mock.patch.object(first_call, "convert", slowly), ThreadPoolExecutor(4) as threads:
+    with (
+        mock.patch.object(first_call, "convert_at_first_call", slowly),
+        ThreadPoolExecutor(4) as threads,
+    ):
         list(threads.map(model, [X] * 4))
     assert converted == [model] and len(installation.models.seen) == 1
 
