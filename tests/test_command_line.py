@@ -161,6 +161,14 @@ def test_errors_of_the_models_own_exit_with_2_and_their_traceback(
     assert "Traceback" in said and message in said.splitlines()[-1]
 
 
+@pytest.mark.parametrize("bound", ["nan", "-1", "x"])
+@pytest.mark.parametrize("command", ["compare", "calibrate"])
+def test_a_bound_is_a_number(command: str, bound: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "models_here:small", f"--bound={bound}"])
+    assert ended.value.code == 2 and "--bound" in capsys.readouterr().err
+
+
 CALIBRATE = ["calibrate", "models_here:counting", "--bound", "0.1", "--output"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 
 from rich.text import Text
 
@@ -34,7 +34,7 @@ def _compare_arguments(parser: ArgumentParser) -> None:
     _numerics_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures to a file, too")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw the exponents of the gradients")
-    parser.add_argument("--bound", type=float, help="exit with 1 if an error is above this")
+    parser.add_argument("--bound", type=_bound, help="exit with 1 if an error is above this")
     plan_argument(parser)
 
 
@@ -54,12 +54,22 @@ def _compare(args: Namespace) -> int:
         found.save(args.json)
     if args.plot:
         found.plot(args.plot)
-    return int(args.bound is not None and max(found.outputs, found.gradients) > args.bound)
+    if args.bound is None:
+        return 0
+    within = found.outputs <= args.bound and found.gradients <= args.bound  # NaN is not
+    return int(not within)
+
+
+def _bound(text: str) -> float:
+    bound = float(text)
+    if not bound >= 0:
+        raise ArgumentTypeError(f"must not be negative or NaN, but is {text}")
+    return bound
 
 
 def _calibrate_arguments(parser: ArgumentParser) -> None:
     _numerics_arguments(parser)
-    parser.add_argument("--bound", type=float, required=True, help="the largest error allowed")
+    parser.add_argument("--bound", type=_bound, required=True, help="the largest error allowed")
     parser.add_argument("--output", metavar="FILE", required=True, help="where to write the plan")
 
 
