@@ -66,14 +66,6 @@ class Emission:
         together = zip(self.captured.graph.nodes, self.kept, known, strict=False)
         return [Pair(old, new, f, f.name in low) for old, new, f in together]
 
-    @cached_property
-    def dtypes(self) -> dict[fx.Node, tuple[torch.dtype, ...]]:
-        """The floating types of what each node of both graphs returns."""
-        nodes = (*self.captured.graph.nodes, *self.emitted.graph.nodes)
-        return {
-            n: tuple(t.dtype for t in tensors_of(n) if t.dtype.is_floating_point) for n in nodes
-        }
-
     def origin(self, node: fx.Node) -> fx.Node:
         """The emitted node that was captured of which a node is a cast, or the node itself."""
         while node in self.added:
@@ -155,7 +147,7 @@ def low_nodes_are_low(of: Emission) -> Iterator[str]:
     """What the plan says is low reads or returns the low precision."""
     for _, new, f, is_low in of.pairs:
         if is_low and f.op != "getitem":
-            dtypes = {d for n in (new, *new.all_input_nodes) for d in of.dtypes[n]}
+            dtypes = [d for n in (new, *new.all_input_nodes) for d in _float_dtypes(n)]
             if dtypes and of.plan.dtype not in dtypes:
                 yield f"'{new.name}' is to be low and is not"
 
@@ -205,10 +197,10 @@ def colors_are_honoured(of: Emission) -> Iterator[str]:
         if color not in (Color.DENY, Color.KEEP) or is_low or f.op == "getitem":
             continue
         for was, now in zip(old.all_input_nodes, new.all_input_nodes, strict=False):
-            if of.dtypes[was] == of.dtypes[now] or was.name not in f.reads:
+            if _float_dtypes(was) == _float_dtypes(now) or was.name not in f.reads:
                 continue
             if not takes_either(facts, paints, was.name, f.name, f.reads):
-                yield f"'{f.name}' is {color.value} but reads {now.name} in {of.dtypes[now]}"
+                yield f"'{f.name}' is {color.value} but reads {now.name} in {_float_dtypes(now)}"
 
 
 def captured_precision_is_kept(of: Emission) -> Iterator[str]:
@@ -216,8 +208,12 @@ def captured_precision_is_kept(of: Emission) -> Iterator[str]:
     for old, new, f, is_low in of.pairs:
         if is_low or f.op == "getitem" or (f.written and not f.external):
             continue
-        if of.dtypes[old] != of.dtypes[new]:
-            yield f"'{old.name}' is not low but returns {of.dtypes[new]}"
+        if _float_dtypes(old) != _float_dtypes(new):
+            yield f"'{old.name}' is not low but returns {_float_dtypes(new)}"
+
+
+def _float_dtypes(node: fx.Node) -> list[torch.dtype]:
+    return [t.dtype for t in tensors_of(node) if t.dtype.is_floating_point]
 
 
 def one_cast_per_value(of: Emission) -> Iterator[str]:
