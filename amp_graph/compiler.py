@@ -25,7 +25,7 @@ from amp_graph.nonfinite import run_watched
 from amp_graph.oplists import OpLists
 from amp_graph.passes.lift_weights import lift_weights
 from amp_graph.pins import Pins, Saved, pins_for
-from amp_graph.policy import Policy
+from amp_graph.policy import ON_CHANGE, Policy
 from amp_graph.rewrite import device_types, outline, rewrite, split_where_wide
 from amp_graph.runtime import (
     Guarded,
@@ -71,7 +71,7 @@ class Compiler:
         self.policy = policy
         self.record = Record(scale=scale)
         self.lists = policy.load_lists()
-        self._weights = LowPrecisionWeights()
+        self._weights = LowPrecisionWeights(kept=policy.refresh_weights == ON_CHANGE)
         self.saved = saved
         self._graphs: dict[int, Graphs] = {}
         self._breaks: list[str] = []

@@ -17,6 +17,7 @@ from amp_graph.training.loss_scale import LossScale
 
 LOW_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 COMPILERS = ("eager", "inductor")
+REFRESH = (ALWAYS, ON_CHANGE) = "always", "on_change"
 FLOAT16_DEVICES = frozenset({"cuda", "mps"})  # elsewhere float16 arithmetic is emulated or slow
 
 
@@ -77,6 +78,10 @@ class Policy:
         range is float32's. A LossScale, or a number for a static scale, scales in either. None
         scales in neither.
     level: "safe", "balanced" or "max": how far to go for memory and speed; see Level.
+    refresh_weights: when low-precision weights are made anew: "always", before each call, or
+        "on_change", for inference and gradient accumulation: before a call after something was
+        seen to change. Seen are optimizers of PyTorch's, `load_state_dict` and all that raises a
+        parameter's version; writes through `parameter.data` are not (see `training.traces`).
     compiler: what runs the rewritten graphs: "eager", PyTorch operator by operator, or "inductor",
         which compiles them.
     compiler_options: for Inductor, a mode of `torch.compile`, such as "reduce-overhead" (CUDA
@@ -91,6 +96,7 @@ class Policy:
     output_dtype: torch.dtype | None = None
     loss_scale: LossScale | float | str | None = "dynamic"
     level: Level | str = Level.BALANCED
+    refresh_weights: str = ALWAYS
     compiler: str = "eager"
     compiler_options: str | Mapping[str, Any] | None = None
 
@@ -114,12 +120,15 @@ class Policy:
                 f"loss_scale must be 'dynamic', a number, a LossScale or None, "
                 f"not {self.loss_scale!r}"
             )
+        if self.refresh_weights not in REFRESH:
+            raise PolicyError(
+                f"refresh_weights must be {_either(REFRESH)}, not {self.refresh_weights!r}"
+            )
         self._check_compiler()
 
     def _check_compiler(self) -> None:
         if self.compiler not in COMPILERS:
-            legal = " or ".join(map(repr, COMPILERS))
-            raise PolicyError(f"compiler must be {legal}, not {self.compiler!r}")
+            raise PolicyError(f"compiler must be {_either(COMPILERS)}, not {self.compiler!r}")
         if self.compiler_options is None:
             return
         if self.compiler == "eager":
@@ -177,6 +186,10 @@ def as_policy(policy: Policy | str | torch.dtype | None) -> Policy:
     if isinstance(policy, Policy):
         return policy
     return Policy(dtype=policy)
+
+
+def _either(legal: Iterable[str]) -> str:
+    return " or ".join(map(repr, legal))
 
 
 def _low_dtype(dtype: torch.dtype | str) -> torch.dtype:

@@ -4,6 +4,7 @@
     python scripts/bench.py --models mlp ncf        some of them
     python scripts/bench.py --compile               torch.compile of each variant as well
     python scripts/bench.py --accumulate 4          four micro-batches to a step
+    python scripts/bench.py --inference --refresh-weights on_change     forward passes alone
     python scripts/bench.py --emulate-cuda          autocast by CUDA's rules, for its counters
     python scripts/bench.py --size gpu --compile --json bench.json --plot bench.svg     on a GPU
 
@@ -40,6 +41,7 @@ from rich.console import Console
 from rich.progress import track
 
 from amp_graph.ir import Level
+from amp_graph.policy import REFRESH
 
 WARM_UP = 3
 # For glibc's allocator: keep what was freed. Else it gives memory back between steps or does not,
@@ -99,6 +101,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=("cpu", "gpu"), help="default: for the device")
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches to a step")
+    parser.add_argument("--inference", action="store_true", help="forward passes for steps")
+    parser.add_argument(
+        "--refresh-weights", choices=REFRESH, default="always", help="of the policy"
+    )
     parser.add_argument("--compile", action="store_true", help="compiled variants as well")
     parser.add_argument("--mode", help="of torch.compile, such as reduce-overhead")
     parser.add_argument(

@@ -33,6 +33,8 @@ class Settings:
     mode: str | None = None
     levels: list[str] = field(default_factory=list)
     emulate_cuda: bool = False
+    refresh_weights: str = "always"
+    inference: bool = False
     cpu_time: bool = False
     variants: list[str] = field(default_factory=list)
 
@@ -43,8 +45,8 @@ class Settings:
 
 @dataclass
 class Variant:
-    """A model in one precision, and its training steps. `counted` is the region that it runs in
-    while operators and bytes are counted, if another."""
+    """A model in one precision, and its training steps, or forward passes. `counted` is the region
+    that it runs in while operators and bytes are counted, if another."""
 
     work: Workload
     model: nn.Module
@@ -54,6 +56,7 @@ class Variant:
     device: str
     tf32: bool = False
     counted: Region | None = None
+    inference: bool = False
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
@@ -65,6 +68,10 @@ class Variant:
     def step(self) -> None:
         if self.device == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.tf32
+        if self.inference:
+            with torch.inference_mode():
+                self.forward()
+            return
         for _ in range(self.accumulate):
             self.scaler.scale(self.forward() / self.accumulate).backward()
         self.scaler.unscale_(self.optimizer)
@@ -109,10 +116,12 @@ def variants(name: str, settings: Settings) -> Iterator[tuple[str, Callable[[], 
     ) -> Variant:
         model = change(copy.deepcopy(work.model))
         scaler = torch.amp.GradScaler(device, enabled=scales)
-        return Variant(work, model, region, scaler, settings.accumulate, device, tf32, counted)
+        per_step = settings.accumulate, device, tf32, counted, settings.inference
+        return Variant(work, model, region, scaler, *per_step)
 
-    def ours(**policy: Any) -> Callable[[nn.Module], nn.Module]:
-        return lambda m: amp_graph.convert(m, policy=amp_graph.Policy(dtype, **policy))
+    def ours(**given: Any) -> Callable[[nn.Module], nn.Module]:
+        policy = amp_graph.Policy(dtype, refresh_weights=settings.refresh_weights, **given)
+        return lambda m: amp_graph.convert(m, policy=policy)
 
     def low(model: nn.Module) -> nn.Module:
         return _with_low_inputs(model.to(dtype), dtype)

@@ -59,17 +59,23 @@ def test_models_of_a_script_are_compiled_if_asked(start, traced):
     assert installation.models.seen[0].record.plans[0].uncompiled is None
     assert Settings.read({"AMP_GRAPH_COMPILER": "inductor"}).policy.compiler == "inductor"
     assert Settings.read({"AMP_GRAPH_LEVEL": "max"}).policy.level is Level.MAX
+    kept = Settings.read({"AMP_GRAPH_REFRESH_WEIGHTS": "on_change"}).policy
+    assert kept.refresh_weights == "on_change"
     assert Settings.read({}).policy.compiler == "eager"
 
 
 def test_the_table_of_variables_is_what_is_read():
-    assert len(VARIABLES) == 1 + 2 + 2 * len(COLORS) + 6
+    assert len(VARIABLES) == 1 + 2 + 2 * len(COLORS) + 7
     assert Settings.read({"PATH": "x", **dict.fromkeys(VARIABLES, "")}) == Settings()
 
 
 WRONG = {
     "DTYPE": ("float8", "AMP_GRAPH_DTYPE=float8: choose one of float16, bfloat16"),
     "LEVEL": ("fast", "AMP_GRAPH_LEVEL=fast: choose one of safe, balanced, max"),
+    "REFRESH_WEIGHTS": (
+        "never",
+        "AMP_GRAPH_REFRESH_WEIGHTS=never: choose one of always, on_change",
+    ),
     "COMPILER": ("nvcc", "AMP_GRAPH_COMPILER=nvcc: choose one of eager, inductor"),
     "VERBOSE": ("2", "AMP_GRAPH_VERBOSE=2: choose one of 1, true, yes, on, 0, false, no, off"),
     "LOSS_SCALE": ("big", "AMP_GRAPH_LOSS_SCALE=big: choose dynamic, none or a number above 0"),

@@ -1,4 +1,4 @@
-"""What autograd's engine is doing, and what memory lives, by functions PyTorch does not document.
+"""What PyTorch is in the middle of, and what memory lives. Not documented are
 
 torch._C._current_graph_task_id                                     2.11, 2.13, 2.15
 torch._C._functorch.is_batchedtensor, is_legacy_batchedtensor       2.11, 2.13, 2.15
@@ -13,6 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Dynamo would capture these in a step of an optimizer that a user compiles, and capture them anew
+# at each step, for what they count.
+not_compiled = torch.compiler.disable(reason="amp_graph follows what optimizers do")
+around_compiled = torch.compiler.disable(  # what they call may be compiled
+    recursive=False, reason="amp_graph follows what optimizers do"
+)
+
 _expired: Any = torch.UntypedStorage._expired
 _free_weak_ref: Any = torch.UntypedStorage._free_weak_ref
 
@@ -21,6 +28,11 @@ def backward_pass() -> int | None:
     """The number of the backward pass that this thread is in."""
     task: int = torch._C._current_graph_task_id()
     return None if task == -1 else task
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether what runs on a device is being captured as a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def is_batched(gradient: Tensor) -> bool:

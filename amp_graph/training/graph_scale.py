@@ -22,7 +22,7 @@ from torch import Tensor
 from amp_graph.errors import OverflowAbort
 from amp_graph.nonfinite import FirstNonfinite
 from amp_graph.training.checked_gradients import CheckedGradients
-from amp_graph.training.engine import backward_pass, is_batched
+from amp_graph.training.engine import backward_pass, is_batched, is_captured
 from amp_graph.training.grad_scaler import is_grad_scaler_around
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, number, save_state
 
@@ -230,8 +230,3 @@ class _Readback:
             value = counter.to("cpu", non_blocking=True)
             arrived.record()
             self._sent = value, arrived
-
-
-def is_captured(device: torch.device) -> bool:
-    """Whether what runs on a device is being captured as a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

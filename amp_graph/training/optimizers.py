@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from amp_graph.training.engine import not_compiled
 from amp_graph.training.found_inf import parameters_of
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.step_guard import StepCounts, StepGuard
@@ -70,6 +71,7 @@ def _covering(optimizer: Optimizer) -> list[GraphScale]:
     return [scale for scale in scales if scale is not None and scale.own(parameters)]
 
 
+@not_compiled
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if not _scales or (optimizer not in _guards and not _covering(optimizer)):
         return None
@@ -77,6 +79,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return None if guard.is_stepping else guard.before_unguarded_step(optimizer, args, kwargs)
 
 
+@not_compiled
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     guard = _guards.get(optimizer)
     if guard is not None and not guard.is_stepping:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.errors import CheckpointError
+from amp_graph.training.engine import around_compiled, not_compiled
 from amp_graph.training.found_inf import found_inf, parameters_of
 from amp_graph.training.grad_scaler import is_grad_scaler_stepping
 from amp_graph.training.graph_scale import GraphScale
@@ -54,7 +55,7 @@ class StepGuard:
         self.tells = False  # whether step() returns whether it stepped
         self.is_stepping = False
         self._find_scales = find_scales
-        self._stepped: bool | Tensor = True  # a tensor if the host does not know
+        self._overflowed: bool | Tensor = False  # a tensor if the host does not know
         self._has_state = bool(optimizer.state)
         self._calls_closure_again = True  # until it is seen not to
         self._steps = 0
@@ -72,12 +73,13 @@ class StepGuard:
     def _stand_before(self, optimizer: Optimizer) -> None:
         original = optimizer.step
 
+        @around_compiled
         @functools.wraps(original)
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            self._stepped, self._unguarded = True, 0
+            self._overflowed, self._unguarded = False, 0
             with self._stepping():
                 result = self._step(optimizer, original, args, kwargs)
-            return self._stepped if result is None and self.tells else result
+            return self._overflowed == 0 if result is None and self.tells else result
 
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
@@ -89,6 +91,7 @@ class StepGuard:
         finally:
             self.is_stepping = before
 
+    @around_compiled
     def _step(
         self, optimizer: Optimizer, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
@@ -109,8 +112,9 @@ class StepGuard:
             finally:
                 del optimizer.found_inf  # type: ignore[attr-defined]
         self._record(bool(found))
-        return original(*args, **kwargs) if self._stepped else None
+        return None if self._overflowed else original(*args, **kwargs)
 
+    @not_compiled
     def _step_with_closure(
         self,
         optimizer: Optimizer,
@@ -132,6 +136,7 @@ class StepGuard:
             copies.put_back(optimizer)
         return result
 
+    @not_compiled
     def scales_to_ask(self, optimizer: Optimizer) -> list[GraphScale]:
         """The scales whose gradients are to be checked now: none if a GradScaler does it."""
         scales = self.scales(optimizer)
@@ -159,7 +164,7 @@ class StepGuard:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._record(bool(check(optimizer, scales)))
-            if not self._stepped:
+            if self._overflowed:
                 self._undo = Copies(optimizer)
                 self._undo.give_zeros()
             return None
@@ -177,20 +182,20 @@ class StepGuard:
         closure, self._closure = self._closure, None
         if closure is not None:
             self._record(closure.overflowed)
-        if undo is not None and not self._stepped:
+        if undo is not None and self._overflowed:
             undo.put_back(optimizer)
 
+    @not_compiled
     def _record(self, overflowed: bool | Tensor) -> None:
         self._steps += 1
+        self._overflowed = overflowed
         if isinstance(overflowed, Tensor):
             self._unread.append(overflowed)
             if len(self._unread) == UNREAD:
                 self._unread = [_sum(self._unread)]
-            self._stepped = overflowed == 0
         else:
             self._skipped += overflowed
-            self._stepped = not overflowed
-        self._has_state = self._has_state or self._stepped is True
+            self._has_state |= not overflowed
 
     @property
     def counts(self) -> StepCounts:
@@ -257,6 +262,7 @@ def _guarded(
     return GuardedClosure(closure, lambda: bool(check(optimizer, scales)), type(optimizer))
 
 
+@not_compiled
 def check(optimizer: Optimizer, scales: Sequence[GraphScale]) -> Tensor:
     """Whether any gradient overflowed; each scale is told of its own parameters' gradients."""
     parameters = parameters_of(optimizer)

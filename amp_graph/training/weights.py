@@ -1,9 +1,10 @@
 """Low-precision weights: the copies of float32 parameters that emitted graphs compute with.
 
 They live as long as the conversion and are brought up to date whenever a graph is about to run,
-all of a graph's in one fused call. No cheaper rule is right: fused optimizers and writes through
-`.data` change a parameter without a trace (its `_version` stays, seen in torch 2.13), so a copy
-that was kept could be stale.
+all of a graph's in one fused call. No cheaper rule is always right: writes through `.data` change a
+parameter without a trace (its `_version` stays, seen in torch 2.13), so a copy that was kept could
+be stale. Who knows that nothing does such things to a model may ask for copies that are `kept`
+until a trace of a change is seen (`Policy.refresh_weights`).
 
 All of this runs at every call of a model, so what is done for each single parameter is done in C.
 """
@@ -18,14 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.nn import Parameter
+
+from amp_graph.training.traces import Traces
 
 _version, _shape = attrgetter("_version"), attrgetter("shape")
 
 
 class LowPrecisionWeights:
-    """The low-precision copies of one model's parameters, shared by all its graphs."""
+    """The low-precision copies of one model's parameters, shared by all its graphs.
 
-    def __init__(self) -> None:
+    kept: whether they are written anew only where a parameter may have changed.
+    """
+
+    def __init__(self, kept: bool = False) -> None:
+        self.kept = kept
         self._copies: dict[tuple[int, torch.dtype], _Copy] = {}
 
     def of(self, parameter: Tensor, dtype: torch.dtype) -> _Copy:
@@ -48,13 +56,14 @@ class GraphWeights:
         self._parameters: list[Callable[[], Tensor | None]] = []
         self._shapes: list[torch.Size] = []
         self._versions: list[int] = []
+        self._traces: Traces | None = None
 
     def refreshed(self, parameters: tuple[Tensor, ...]) -> list[Tensor]:
         """Return each parameter in its dtype, as of now.
 
-        A copy is written anew even if nothing is known to have changed. Its version counts up
-        only if the parameter's did, so that autograd objects to a backward pass through weights
-        that were stepped meanwhile exactly where it would object in float32.
+        Unless copies are kept, one is written anew even if nothing is known to have changed. Its
+        version counts up only if the parameter's did, so that autograd objects to a backward pass
+        through weights that were stepped meanwhile exactly where it would object in float32.
         """
         if not self._are_of(parameters):
             self._choose(parameters)
@@ -66,8 +75,9 @@ class GraphWeights:
             changed = zip(self._copies, versions, strict=True)
             increment_version([copy.low for copy, version in changed if copy.follow(version)])
             self._versions = versions
-        with torch.no_grad():
-            torch._foreach_copy_(self._written, parameters)
+        if self._traces is None or self._traces.are_new(parameters, versions):
+            with torch.no_grad():
+                torch._foreach_copy_(self._written, parameters)
         return [copy.low for copy in self._copies]
 
     def _are_of(self, parameters: Sequence[Tensor]) -> bool:
@@ -86,6 +96,13 @@ class GraphWeights:
         self._parameters = [copy.parameter for copy in self._copies]
         self._shapes = [*map(_shape, parameters)]
         self._versions = []
+        is_kept = self._store.kept and all(map(_leaves_traces, parameters))
+        self._traces = Traces() if is_kept else None
+
+
+def _leaves_traces(parameter: Tensor) -> bool:
+    """Not an inference tensor, which has no version, or a subclass with memory of its own."""
+    return type(parameter) in (Tensor, Parameter) and not parameter.is_inference()
 
 
 class _Copy:

@@ -1,0 +1,85 @@
+"""Whether parameters may have changed, by the traces that writing to them leaves.
+
+Seen are
+- versions: in-place operators, `load_state_dict`, optimizers that are not fused raise them;
+- other memory: `parameter.data = x`;
+- steps of a `torch.optim.Optimizer`, whatever it does in them, by the hooks PyTorch has for all.
+
+Not seen, outside of an optimizer's step, are writes in place through `parameter.data`, by
+collectives, by other processes, and by kernels that raise no version. After one of those,
+`torch.autograd.graph.increment_version(parameters)` leaves the trace. What a CUDA graph replays
+leaves none either, so that from the first capture on everything may have changed.
+
+The steps of all optimizers are counted for all models: one count is all that is module-level here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from amp_graph.training.engine import Memories, is_captured, not_compiled
+
+
+class Traces:
+    """What was seen of some parameters when they were last looked at."""
+
+    def __init__(self) -> None:
+        _steps.watch()
+        self._seen: Any = None
+        self._memories = Memories()
+
+    def are_new(self, parameters: Sequence[Tensor], versions: Sequence[int]) -> bool:
+        """Whether the parameters may have changed since this was last asked."""
+        if any(map(is_captured, {p.device for p in parameters})):
+            _steps.are_replayed = True
+        seen = _steps.count, [*versions], [*map(Tensor.data_ptr, parameters)]
+        is_same = seen == self._seen and self._memories.are_alive()
+        if is_same and not _steps.may_be_unseen():
+            return False
+        self._seen, self._memories = seen, Memories()
+        self._memories.add(parameters)
+        return True
+
+
+class _Steps:
+    """The steps of all optimizers."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.are_replayed = False
+        self._under_way: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._hooks: list[Any] = []
+
+    def watch(self) -> None:
+        if not self._hooks:
+            self._hooks.append(register_optimizer_step_pre_hook(self._begins))
+            self._hooks.append(register_optimizer_step_post_hook(self._ends))
+
+    def may_be_unseen(self) -> bool:
+        """Whether parameters may be stepped by replays, or just now by what calls a closure."""
+        return self.are_replayed or bool(self._under_way)
+
+    @not_compiled
+    def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.count += 1
+        self._under_way.add(optimizer)  # for good, if the step raises: that costs time alone
+        on_cuda = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        self.are_replayed |= on_cuda
+
+    @not_compiled
+    def _ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.count += 1
+        self._under_way.discard(optimizer)
+
+
+_steps = _Steps()
