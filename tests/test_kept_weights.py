@@ -260,6 +260,35 @@ def test_a_copy_keeps_weights_of_its_own() -> None:
         assert refreshes(lambda: (model(X), other(X))) == 0
 
 
+class Batched(nn.Module):
+    """Products of a batch in several dimensions that is not contiguous by a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(4, 4), nn.Linear(4, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(2, -1, 4).transpose(0, 1)
+        return self.other(self.layer(x)[..., :4].transpose(0, 1)) @ torch.eye(2)
+
+
+def products(run: Callable[[], object]) -> list[str]:
+    kernels = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+    with torch.profiler.profile() as found:
+        run()
+    return [event.name for event in found.events() if event.name in kernels]
+
+
+@pytest.mark.parametrize("around", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_weights_are_taken_for_weights(around: Any) -> None:
+    """Not expanded and multiplied as a batch, which copies them for each matrix of it."""
+    plain = Batched()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    with around():
+        model(X), model(X)  # the second call is watched, too
+        assert products(lambda: model(X)) == products(lambda: plain(X)) != []
+
+
 def test_a_word_that_is_not_known() -> None:
     with pytest.raises(PolicyError, match="refresh_weights must be 'always' or 'on_change'"):
         Policy(refresh_weights="never")

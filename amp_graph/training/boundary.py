@@ -80,10 +80,12 @@ class Boundary:
 
     def __call__(self, *args: Any) -> Any:
         parameters = self._low_parameters(args)
-        values = [*args, *self._weights.refreshed(parameters)] if parameters else list(args)
-        if torch.is_grad_enabled():
+        is_enabled = torch.is_grad_enabled()
+        recorded = is_enabled or self._records
+        values = [*args, *self._weights.refreshed(parameters, recorded)] if parameters else [*args]
+        if is_enabled:
             return self._run_recorded(args, parameters, values, nullcontext())
-        if not self._records:
+        if not recorded:
             return self._run(*values)
         with torch.enable_grad():
             return self._run_recorded(args, parameters, values, torch.no_grad())

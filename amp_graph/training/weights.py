@@ -58,8 +58,8 @@ class GraphWeights:
         self._versions: list[int] = []
         self._traces: Traces | None = None
 
-    def refreshed(self, parameters: tuple[Tensor, ...]) -> list[Tensor]:
-        """Return each parameter in its dtype, as of now.
+    def refreshed(self, parameters: tuple[Tensor, ...], recorded: bool = True) -> list[Tensor]:
+        """Return each parameter in its dtype, as of now, for a call that autograd records or not.
 
         Unless copies are kept, one is written anew even if nothing is known to have changed. Its
         version counts up only if the parameter's did, so that autograd objects to a backward pass
@@ -78,7 +78,7 @@ class GraphWeights:
         if self._traces is None or self._traces.are_new(parameters, versions):
             with torch.no_grad():
                 torch._foreach_copy_(self._written, parameters)
-        return [copy.low for copy in self._copies]
+        return [copy.low if recorded else copy.unrecorded for copy in self._copies]
 
     def _are_of(self, parameters: Sequence[Tensor]) -> bool:
         """Whether the copies are of these: the same objects, of the same shapes. A graph is for one
@@ -110,15 +110,18 @@ class _Copy:
     parameter may be resized or moved between two calls (`model.to`, `parameter.data = ...`).
 
     `written` is the memory of `low` with a version of its own, so that to write there does not
-    count as a change.
+    count as a change. `unrecorded` is the same memory once more, as a leaf that requires a
+    gradient. Parameters do so in inference, too, where PyTorch takes it for the sign of a weight,
+    not to be copied for each matrix of a batch (`should_fold` in ATen's matmul, torch 2.13).
     """
 
-    __slots__ = ("low", "parameter", "version", "written")
+    __slots__ = ("low", "parameter", "unrecorded", "version", "written")
 
     def __init__(self, parameter: Tensor, dtype: torch.dtype, when_gone: Callable[[Any], object]):
         with torch.inference_mode(False):
             self.low = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             self.written = self.low.data
+            self.unrecorded = self.low.data.requires_grad_()
         self.parameter = weakref.ref(parameter, when_gone)
         self.version = -1
 
