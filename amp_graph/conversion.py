@@ -98,8 +98,13 @@ class Conversion(Compiler):
         around, how = self._around
         self._capture(around, *how)
 
-    @torch.compiler.disable(reason="a model converted by amp_graph captures its own graphs")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():  # by `torch.export`, for which Dynamo may read this line
+            return plain_code(self.module)(*args, **kwargs)
+        return self._mixed_call(*args, **kwargs)
+
+    @torch.compiler.disable(reason="a model converted by amp_graph captures its own graphs")
+    def _mixed_call(self, *args: Any, **kwargs: Any) -> Any:
         if wants_plain_code():
             return plain_code(self.module)(*args, **kwargs)
         if not can_capture():
