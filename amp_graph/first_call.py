@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_graph.capture.dynamo import can_capture, wants_plain_code
 from amp_graph.compiler import Record
-from amp_graph.conversion import AUTOCAST_DEVICES
+from amp_graph.conversion import AUTOCAST_DEVICES, found_conversion
 from amp_graph.convert import convert_at_first_call, is_converted, record_of, restore
 from amp_graph.modules import unwrapped
 from amp_graph.policy import Policy
@@ -114,9 +114,12 @@ class Models:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.rank = torch.distributed.get_rank()  # asked now: at exit the group may be gone
         try:
-            model.left_alone = _why_not(module, inner)
-            if not model.left_alone:
-                self._convert(model, inner)
+            if self._is_ours(inner):  # a copy of a model that was converted here
+                model.record = record_of(inner)
+            else:
+                model.left_alone = _why_not(module, inner)
+                if not model.left_alone:
+                    self._convert(model, inner)
         except Exception as error:
             model.left_alone = _in_a_line(error)
         self.seen[:] = [*(m for m in self.seen if m.module() is not inner), model]
@@ -138,12 +141,16 @@ class Models:
         self._say(f"{model.name} is left as it is from now on: {AUTOCAST}")
 
     def _convert(self, model: Model, inner: nn.Module) -> None:
-        for earlier in self.seen:  # parts of this model that were called by themselves before
-            part = earlier.module()
-            if earlier.record and part is not None and part in set(inner.modules()):
+        for part in inner.modules():  # called by itself before, or a copy of a model that was
+            if self._is_ours(part):
                 restore(part)
         convert_at_first_call(inner, self._policy)
         model.record = record_of(inner)
+
+    def _is_ours(self, module: nn.Module) -> bool:
+        """Whether it was converted here, or copied from a model that was."""
+        conversion = found_conversion(module)
+        return conversion is not None and conversion.policy is self._policy
 
     def restore_all(self) -> None:
         for model in self.seen:

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import amp_graph
 from amp_graph import first_call
@@ -258,8 +259,22 @@ def test_copies_and_state_dicts_of_converted_models(start):
     average(X)
     assert list(model.state_dict()) == keys
     assert amp_graph.is_converted(average)
+    assert [(m.left_alone, m.record is not None) for m in installation.models.seen] == [
+        ("", True)
+    ] * 2
     installation.undo()
-    assert not amp_graph.is_converted(model)
+    assert not amp_graph.is_converted(model) and not amp_graph.is_converted(average)
+
+
+def test_a_copy_of_a_converted_model_inside_of_another_model(start, recwarn):
+    installation, model = start(), net()
+    model(X)
+    average = AveragedModel(model)
+    average(X)
+    (plan,) = amp_graph.plans(average)
+    assert plan.low and not recwarn.list
+    installation.undo()
+    assert not amp_graph.is_converted(average) and not amp_graph.is_converted(average.module)
 
 
 def test_one_policy_serves_models_without_the_modules_it_skips(start, recwarn):
