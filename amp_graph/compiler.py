@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch._dynamo.exc import RestartAnalysis
 
-from amp_graph.capture.dynamo import break_in
+from amp_graph.capture.breaks import break_in
 from amp_graph.capture.grad_modes import recorded_nodes
 from amp_graph.capture.retrace import retrace
 from amp_graph.eager import eager

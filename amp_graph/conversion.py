@@ -12,15 +12,14 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_map
 
+from amp_graph.capture.breaks import depends_on_data, why_not_captured, without_words_of_dynamo
 from amp_graph.capture.dynamo import (
     DYNAMO_ERRORS,
     can_capture,
     can_watch,
     captured_call,
-    depends_on_data,
     frames_seen,
     wants_plain_code,
-    without_words_of_dynamo,
 )
 from amp_graph.compiler import Compiler
 from amp_graph.errors import AmpGraphError, PlanError
@@ -247,7 +246,7 @@ class Conversion(Compiler):
             raise cause from None
         call = self._own_code(len(self.record.plans))
         name = type(self.module).__name__
-        reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        reason = why_not_captured(error)
         not_captured = f"not captured ({reason})"
         self.record.plans.append(Plan(self._own_dtype(), fallback=not_captured, autocast=True))
         try:

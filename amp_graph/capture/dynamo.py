@@ -9,7 +9,6 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     torch._dynamo.utils.counters             whether Dynamo was at work
     TorchDispatchMode.ignore_compile_internals, set_is_in_mode_without_ignore_compile_internals
                                              let compiled code run under a dispatch mode
-    GraphModule.compile_subgraph_reason      why a graph ended; reports say nothing without it
     torch._C._functorch.peek_interpreter_stack, get_interpreter_stack
                                              whether a functorch transform is active, and which
     torch._C._get_tracing_state              whether `torch.jit.trace` is at work
@@ -164,34 +163,9 @@ def is_sharded(module: nn.Module) -> bool:
     return SHARDED is not None and isinstance(module, SHARDED)
 
 
-def break_in(graph: fx.GraphModule) -> list[str]:
-    """Where and why Dynamo ended this graph early, if it did: "net.py:12, print(x): why"."""
-    ending: Any = getattr(graph, "compile_subgraph_reason", None)
-    if not getattr(ending, "graph_break", False):
-        return []
-    frames = ending.user_stack[-1:]
-    where = [f"{f.filename.rpartition('/')[2]}:{f.lineno}, {f.line}: " for f in frames]
-    reason = str(ending.reason).strip().splitlines()
-    return [f"{''.join(where)}{reason[0] if reason else 'unknown reason'}"]
-
-
 def frames_seen() -> int:
     """How often Dynamo has begun to capture something, anywhere in this process."""
     return int(counters["frames"]["total"])
-
-
-def depends_on_data(error: Exception) -> bool:
-    """Whether Dynamo gave up at a number or a size that is not known before the data is."""
-    if isinstance(error, GuardOnDataDependentSymNode):
-        return True
-    return str(error).startswith("PendingUnbackedSymbolNotFound")  # raised as an internal error
-
-
-def without_words_of_dynamo(error: Exception) -> None:
-    """Take out of the message of a model's own error what Dynamo adds to it while it captures."""
-    text = error.args[0] if error.args else None
-    if isinstance(text, str) and "\n\nfrom user code:\n" in text:
-        error.args = (text.partition("\n\nfrom user code:\n")[0], *error.args[1:])
 
 
 def can_capture() -> bool:
