@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 import re
 import warnings
 from collections import Counter
@@ -255,3 +257,28 @@ def test_modules_deeper_than_asked_are_left_out() -> None:
     for depth in (0, 2):
         text = str(amp_graph.explain(model, depth=depth))
         assert ("encoder" in text.partition("Casts")[0]) == (depth > 0)
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> list[torch.Tensor]:
+        return [part.sum(0) for part in torch.split(self.layer(x), sizes.tolist())]
+
+
+def test_sizes_that_depend_on_data_are_explained_without_tracebacks() -> None:
+    model = amp_graph.convert(Parts())
+    model(torch.randn(6, 8), torch.tensor([2, 4]))
+    log, records = (
+        logging.getLogger("torch._subclasses.fake_tensor"),
+        logging.handlers.BufferingHandler(99),
+    )
+    log.addHandler(records)
+    try:
+        text = str(amp_graph.explain(model))
+    finally:
+        log.removeHandler(records)
+    assert "100% of FLOPs" in text
+    assert not records.buffer

@@ -215,7 +215,7 @@ def settings(chosen: Mapping[str, Any] = SETTINGS) -> Iterator[None]:
         try:
             for name, value in chosen.items():
                 setattr(dynamo_config, name, value)
-            with recurrent_layers_whole(), _quiet_logs(), warnings.catch_warnings():
+            with recurrent_layers_whole(), quiet_logs(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", module=r"torch\.")  # PyTorch's, on capturing
                 yield
         finally:
@@ -224,7 +224,8 @@ def settings(chosen: Mapping[str, Any] = SETTINGS) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet_logs() -> Iterator[None]:
+def quiet_logs() -> Iterator[None]:
+    """Without the tracebacks that PyTorch logs where an operator raises on fake tensors."""
     logs = [logging.getLogger(name) for name in CAPTURE_LOGS]
     try:
         for log in logs:

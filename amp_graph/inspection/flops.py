@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from amp_graph.capture.dynamo import quiet_logs
 from amp_graph.capture.fake import size_hint
 
 
@@ -34,7 +35,8 @@ def flops_of(node: fx.Node) -> int:
     if not isinstance(node.target, OpOverload):
         return 0
     counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
-    with FakeTensorMode(), contextlib.suppress(Exception), torch.no_grad():
+    # Sizes that depend on data are assumed, each by itself, and may not fit one another.
+    with FakeTensorMode(), quiet_logs(), contextlib.suppress(Exception), torch.no_grad():
         values = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
         args, kwargs = tree_map(_concrete, values)
         with counter:
