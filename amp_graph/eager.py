@@ -2,10 +2,12 @@
 
     torch.ops.aten.mm.default(x, w)      ->   torch.mm(x, w)
     tag_activation_checkpoint(body, x)   ->   torch.utils.checkpoint.checkpoint(body, x)
+    autograd_function_apply(f, b, x)     ->   a torch.autograd.Function of f and b
 
 The Python bindings of the ATen operators do the same as the overloads that a graph names, and take
 a shorter way into the dispatcher. The checkpoint operator is for compilers, which keep its random
 numbers themselves: run as it is, it recomputes with other ones, and dropout drops other elements.
+That of custom functions is for compilers, too (see `custom_function`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import checkpoint
 
 from amp_graph.capture.aten import CAST, SELECTIVE
+from amp_graph.custom_function import applied, can_apply, differentiable, second_halves
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 BINDINGS = (torch, torch._C._nn, torch.Tensor)  # where they are looked for; 2.11 - 2.15
@@ -33,6 +36,8 @@ def eager(module: fx.GraphModule) -> fx.GraphModule:
     itself if there is nothing to replace."""
     bodies = {name: m for name, m in module.named_children() if isinstance(m, fx.GraphModule)}
     replaced = {name: eager(body) for name, body in bodies.items()}
+    for half in second_halves(module.graph):
+        replaced[half] = differentiable(replaced[half])
     called = {n.name: call for n in module.graph.nodes if (call := _called_for(n)) is not None}
     if not called and all(replaced[name] is body for name, body in bodies.items()):
         return module
@@ -49,6 +54,8 @@ def eager(module: fx.GraphModule) -> fx.GraphModule:
 def _called_for(node: fx.Node) -> Callable[..., Any] | None:
     if node.target is CHECKPOINT:
         return _checkpointed
+    if can_apply(node):
+        return applied
     if node.target is CAST and _is_cast(node):
         return torch.Tensor.to
     return binding(node.target) if isinstance(node.target, OpOverload) else None

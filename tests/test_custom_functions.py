@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -162,3 +163,76 @@ def test_what_is_saved_is_not_handed_on(policy: Policy) -> None:
         each(X, target).backward()
     assert_same_gradients(model, plain, BFLOAT16)
     assert [plan.fallback for plan in amp_graph.plans(model)] == [None]
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("kind", CONVERTED)
+def test_second_derivatives(kind: type[nn.Module], policy: Policy) -> None:
+    plain, model = twins(kind(), policy)
+    for each in (plain, model):
+        x = X.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(each(x).square().mean(), x, create_graph=True)
+        gradient.square().sum().backward()
+    assert_same_gradients(model, plain, 2 * BFLOAT16)
+    assert [plan.fallback for plan in amp_graph.plans(model)] == [None]
+
+
+class WritesWhatWasSaved(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).cumsum(-1)  # float32, so that it is not a cast of it that is saved
+        e, s = TwoResults.apply(h)
+        h.add_(1)
+        return self.b(e) + s
+
+
+def test_what_was_saved_may_not_be_written_to() -> None:
+    plain, model = twins(WritesWhatWasSaved(), Policy("bfloat16"))
+    for each in (plain, model):
+        loss = each(X).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    assert amp_graph.plans(model)[0].converts
+
+
+@pytest.mark.parametrize("kind", CONVERTED)
+def test_what_was_saved_is_let_go_at_once(kind: type[nn.Module]) -> None:
+    """It does not wait for the garbage collector."""
+    model, x = amp_graph.convert(kind()), torch.randn(33, 8)
+
+    def alive() -> int:
+        model(x).sum().backward()
+        shapes = [t.shape for t in gc.get_objects() if type(t) is Tensor]
+        return sum(shape == x.shape for shape in shapes)
+
+    alive(), gc.collect(), gc.disable()
+    try:
+        assert len({alive() for _ in range(4)}) == 1
+    finally:
+        gc.enable()
+
+
+class Recorded(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            derivative = x.cos()
+        return gradient * derivative
+
+
+class WithRecorded(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(Recorded.apply(self.a(x)))
+
+
+def test_a_second_derivative_is_right_or_an_error() -> None:
+    model = amp_graph.convert(WithRecorded())
+    x = X.clone().requires_grad_()
+    model(x).sum().backward()
+    with pytest.raises(RuntimeError, match="a second derivative was asked for"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
