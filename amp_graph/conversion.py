@@ -19,6 +19,7 @@ from amp_graph.capture.dynamo import (
     can_watch,
     captured_call,
     frames_seen,
+    is_exporting,
     wants_plain_code,
 )
 from amp_graph.compiler import Compiler
@@ -98,8 +99,8 @@ class Conversion(Compiler):
         self._capture(around, *how)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_exporting():  # by `torch.export`, for which Dynamo may read this line
-            return plain_code(self.module)(*args, **kwargs)
+        if is_exporting():  # by `torch.export`, for which Dynamo may read this line
+            return type(self.module)._call_impl(self.module, *args, **kwargs)
         return self._mixed_call(*args, **kwargs)
 
     @torch.compiler.disable(reason="a model converted by amp_graph captures its own graphs")

@@ -92,18 +92,20 @@ def written_operands(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]
 
 def _written_by_body(body: fx.GraphModule, operands: list[fx.Node]) -> list[fx.Node]:
     """Which operands a body writes into: its inputs are the last of them. All of them count if
-    the body is not in ATen form or takes other inputs, as a backward does."""
+    the body is not in ATen form, or writes into one of its inputs and takes others, as a backward
+    does."""
     inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
     is_aten = is_retraced(body)
     written = {
         key for n in body.graph.nodes for o in written_operands(body, n) for key in storages(o)
     }
-    if is_aten and not written:
+    reached = [not written.isdisjoint(storages(i)) for i in inputs]
+    if is_aten and not any(reached):
         return []
     if not is_aten or len(inputs) > len(operands):
         return operands
     last = operands[len(operands) - len(inputs) :]
-    return [o for o, i in zip(last, inputs, strict=True) if not written.isdisjoint(storages(i))]
+    return [o for o, is_reached in zip(last, reached, strict=True) if is_reached]
 
 
 def is_retraced(module: fx.GraphModule) -> bool:

@@ -14,6 +14,7 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     torch._C._get_tracing_state              whether `torch.jit.trace` is at work
     torch.fx._symbolic_trace._is_fx_tracing_flag
                                              whether `torch.export` or `make_fx` is
+    torch.compiler._is_exporting_flag        the same of `torch.export`, for Dynamo to read
     torch._C._dynamo.eval_frame.reset_code   to have Dynamo forget what it captured of a model
 """
 
@@ -177,6 +178,12 @@ def can_capture() -> bool:
     if forward_ad._current_level >= 0:
         return False
     return torch._C._functorch.peek_interpreter_stack() is None
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` is at work. Of `torch.compiler.is_exporting()` Dynamo 2.11 thinks that
+    it is true in whatever it captures."""
+    return torch.compiler._is_exporting_flag
 
 
 def wants_plain_code() -> bool:
