@@ -117,14 +117,32 @@ class NodeFacts:
     def label(self) -> str:
         """The name to show: a parameter or buffer by its path in the model ("head.fc.weight"),
         which Dynamo calls `l_self_modules_head_modules_fc_parameters_weight_`."""
-        stored = re.search(r"_(?:parameters|buffers)_(\w+?)_*$", self.name)
+        stored = re.search(r"^(\w*?)(_dict)?_(?:parameters|buffers)_(\w+?)_*$", self.name)
         if self.op != "placeholder" or stored is None:
             return self.name
-        return f"{self.module_path}.{stored[1]}".lstrip(".")
+        chain = re.split(r"(?:_dict)?_modules_", stored[1])[1:]
+        return ".".join([*_owner(self.module_path, chain), stored[3]])
 
     @property
     def is_scalar(self) -> bool:
         return len(self.tensors) == 1 and self.tensors[0].shape == ()
+
+
+def _owner(reader: str, chain: list[str]) -> list[str]:
+    """The path of the module whose parameter a module reads. `chain` is how Dynamo spells it, from
+    the module on in which the graph begins, in snake case and without dots. Where it begins with an
+    end of the reader's path, it is that module, or inside of it."""
+    path = reader.split(".") if reader else []
+    for begin in range(len(path)):
+        end = _letters(path[begin:])
+        for length in range(1, len(chain) + 1):
+            if _letters(chain[:length]) == end:
+                return path + chain[length:]
+    return chain or path
+
+
+def _letters(path: list[str]) -> str:
+    return re.sub(r"[\W_]", "", "_modules_".join(path)).lower()
 
 
 @dataclass(frozen=True, slots=True)

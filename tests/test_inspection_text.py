@@ -4,7 +4,9 @@
 
 import torch
 from expecttest import assert_expected_inline
+from torch import nn
 
+import amp_graph
 from amp_graph.inspection.text import render
 from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan, TensorFacts
 
@@ -216,3 +218,30 @@ graph in bfloat16: 0 nodes
 
 def test_every_line_is_free_of_trailing_spaces():
     assert all(line == line.rstrip() for line in render(classifier()).splitlines())
+
+
+class Owner(nn.Module):
+    """Modules that read parameters of others, with names that Dynamo spells otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.Encoder = nn.TransformerEncoderLayer(
+            8, 2, 16, batch_first=True
+        )  # reads all of its own
+        self.by_name = nn.ModuleDict({"a_modules_b": nn.Linear(8, 8)})
+        self.table, self.scale = nn.Embedding(8, 8), nn.Parameter(torch.ones(8))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(11))
+
+    def forward(self, x):
+        x = self.layers[10](self.layers[1](self.Encoder(x))) * self.scale
+        return nn.functional.linear(self.by_name["a_modules_b"](x), self.table.weight)
+
+
+def test_parameters_are_shown_by_their_paths(fresh_dynamo):
+    model = amp_graph.convert(Owner().eval())
+    with torch.no_grad():
+        model(torch.randn(2, 3, 8))
+    (plan,) = amp_graph.plans(model)
+    shown = {f.label for f in plan.facts.values() if f.is_parameter}
+    used = {name for name, _ in model.named_parameters() if not name.startswith("layers")}
+    assert shown == used | {f"layers.{i}.{name}" for i in (1, 10) for name in ("weight", "bias")}
