@@ -130,6 +130,19 @@ def test_memory_swapped_in_and_out() -> None:
             assert torch.equal(model(X), now(model))
 
 
+def test_memory_swapped_for_evaluation_alone() -> None:
+    """The graph for training does not see what the one for evaluation saw."""
+    model = amp_graph.convert(Mlp(), policy=KEPT)
+    live = [p.data for p in model.parameters()]
+    averages = [p.data * 0.5 for p in model.parameters()]
+    for _ in range(2):
+        for values, grad in ((live, True), (averages, False)):
+            for p, value in zip(model.parameters(), values, strict=True):
+                p.data = value
+            with torch.set_grad_enabled(grad):
+                assert torch.equal(model(X), now(model))
+
+
 class ByHand(Optimizer):
     """Calls its closure twice and writes through `.data` in between."""
 
@@ -194,7 +207,8 @@ def test_a_step_that_raises_half_way() -> None:
 
 
 PROGRAM = st.lists(
-    st.sampled_from(["train", "look", "step", "load", "halve", "replace", "freeze"]), max_size=12
+    st.sampled_from(["train", "look", "step", "load", "halve", "replace", "swap", "freeze"]),
+    max_size=12,
 )
 
 
@@ -212,12 +226,16 @@ class Course:
     def __init__(self, plain: nn.Module, policy: Policy):
         self.model = amp_graph.convert(copy.deepcopy(plain), policy=policy)
         self.optimizer = SGD(self.model.parameters(), lr=0.1, fused=True)
+        self.others = [p.detach() * 0.5 for p in self.model.parameters()]
 
     def do(self, what: str) -> Tensor:
         model = self.model
         with torch.no_grad():
             if what == "look":
                 return model(X)
+            if what == "swap":
+                for p, other in zip(model.parameters(), self.others, strict=True):
+                    p.data, other.data = other.data, p.data
             if what == "load":
                 model.load_state_dict(OTHER)
             for p in model.parameters():

@@ -75,10 +75,20 @@ class GraphWeights:
             changed = zip(self._copies, versions, strict=True)
             increment_version([copy.low for copy, version in changed if copy.follow(version)])
             self._versions = versions
-        if self._traces is None or self._traces.are_new(parameters, versions):
+        if self._traces is None or self._may_be_stale(self._traces, parameters, versions):
             with torch.no_grad():
                 torch._foreach_copy_(self._written, parameters)
+            for copy in self._copies if self._traces is not None else ():
+                copy.writer = self._traces
         return [copy.low if recorded else copy.unrecorded for copy in self._copies]
+
+    def _may_be_stale(
+        self, traces: Traces, parameters: Sequence[Tensor], versions: Sequence[int]
+    ) -> bool:
+        """Whether a parameter may have changed since this graph last wrote the copies, or another
+        graph wrote them since, perhaps from other memory that was a parameter's meanwhile."""
+        are_new = traces.are_new(parameters, versions)
+        return are_new or not all(copy.writer is traces for copy in self._copies)
 
     def _are_of(self, parameters: Sequence[Tensor]) -> bool:
         """Whether the copies are of these: the same objects, of the same shapes. A graph is for one
@@ -115,7 +125,7 @@ class _Copy:
     not to be copied for each matrix of a batch (`should_fold` in ATen's matmul, torch 2.13).
     """
 
-    __slots__ = ("low", "parameter", "unrecorded", "version", "written")
+    __slots__ = ("low", "parameter", "unrecorded", "version", "writer", "written")
 
     def __init__(self, parameter: Tensor, dtype: torch.dtype, when_gone: Callable[[Any], object]):
         with torch.inference_mode(False):
@@ -124,6 +134,7 @@ class _Copy:
             self.unrecorded = self.low.data.requires_grad_()
         self.parameter = weakref.ref(parameter, when_gone)
         self.version = -1
+        self.writer: Traces | None = None  # of the graph that wrote it, where copies are kept
 
     def follow(self, version: int) -> bool:
         """Take over the parameter's version; whether it is another than before."""
