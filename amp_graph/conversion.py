@@ -100,7 +100,7 @@ class Conversion(Compiler):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_exporting():  # by `torch.export`, for which Dynamo may read this line
-            return type(self.module)._call_impl(self.module, *args, **kwargs)
+            return plain_code(self.module)(*args, **kwargs)
         return self._mixed_call(*args, **kwargs)
 
     @torch.compiler.disable(reason="a model converted by amp_graph captures its own graphs")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_graph.capture.aten import SET_GRAD_ENABLED
+from amp_graph.capture.grad_modes import grad_modes
 
 FUNCTION = torch.ops.higher_order.autograd_function_apply
 # What its marks are called in 2.13; a version that calls them otherwise keeps its operator.
@@ -56,7 +56,7 @@ class _Applied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        if torch.is_grad_enabled() and _grad_modes(ctx.backward_graph.graph):
+        if torch.is_grad_enabled() and grad_modes(ctx.backward_graph.graph):
             raise RuntimeError(
                 "a second derivative was asked for of a custom autograd function whose backward "
                 "turns autograd on or off; amp_graph captures no more of it than the first. Keep "
@@ -77,14 +77,10 @@ def differentiable(backward: fx.GraphModule) -> fx.GraphModule:
     Dynamo turned it off at its begin and on at its end; a `no_grad` in between left no trace."""
     graph = copy.deepcopy(backward.graph)
     calls = [n for n in graph.nodes if n.op == "call_function"]
-    modes = _grad_modes(graph)
+    modes = [*grad_modes(graph)]
     if len(modes) < 2 or (modes[0], modes[-1]) != (calls[0], calls[-1]):
         return backward
     if (modes[0].args, modes[-1].args) != ((False,), (True,)):
         return backward
     graph.erase_node(modes[0]), graph.erase_node(modes[-1])
     return fx.GraphModule(backward, graph)
-
-
-def _grad_modes(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if n.target is SET_GRAD_ENABLED]

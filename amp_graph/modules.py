@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,7 @@ def devices_of(module: nn.Module) -> frozenset[str]:
 
 def plain_code(module: nn.Module) -> Run:
     """What `module(...)` ran before conversion."""
-    call: Run = type(module)._call_impl.__get__(module)
-    return call
+    return partial(type(module)._call_impl, module)
 
 
 def call_with(call: Run, batch: Any) -> Any:

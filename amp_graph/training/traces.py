@@ -16,10 +16,9 @@ The steps of all optimizers are counted for all models: one count is all that is
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -28,6 +27,7 @@ from torch.optim.optimizer import (
 )
 
 from amp_graph.training.engine import Memories, is_captured, not_compiled
+from amp_graph.training.found_inf import parameters_of
 
 
 class Traces:
@@ -40,8 +40,7 @@ class Traces:
 
     def are_new(self, parameters: Sequence[Tensor], versions: Sequence[int]) -> bool:
         """Whether the parameters may have changed since this was last asked."""
-        if any(map(is_captured, {p.device for p in parameters})):
-            _steps.are_replayed = True
+        _steps.note_captures(parameters)
         seen = _steps.count, [*versions], [*map(Tensor.data_ptr, parameters)]
         is_same = seen == self._seen and self._memories.are_alive()
         if is_same and not _steps.may_be_unseen():
@@ -65,6 +64,10 @@ class _Steps:
             self._hooks.append(register_optimizer_step_pre_hook(self._begins))
             self._hooks.append(register_optimizer_step_post_hook(self._ends))
 
+    def note_captures(self, parameters: Iterable[Tensor]) -> None:
+        """A call or a step on these may be captured as a CUDA graph, and replayed from then on."""
+        self.are_replayed |= any(map(is_captured, {p.device for p in parameters}))
+
     def may_be_unseen(self) -> bool:
         """Whether parameters may be stepped by replays, or just now by what calls a closure."""
         return self.are_replayed or bool(self._under_way)
@@ -73,8 +76,7 @@ class _Steps:
     def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.count += 1
         self._under_way.add(optimizer)  # for good, if the step raises: that costs time alone
-        on_cuda = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        self.are_replayed |= on_cuda
+        self.note_captures(parameters_of(optimizer))
 
     @not_compiled
     def _ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
