@@ -244,27 +244,6 @@ def test_a_model_dynamo_cannot_capture_runs_under_autocast(
     assert counter.low_share == 1
 
 
-class DiffersWhenCompiled(nn.Module):
-    """Like masks of transformers, which are made otherwise while a compiler looks on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.layer(x)
-        return y + torch.ones(3) if torch.compiler.is_compiling() else y
-
-
-def test_why_a_model_is_not_captured_says_where_and_what() -> None:
-    model = amp_graph.convert(DiffersWhenCompiled())
-    where_and_what = r"test_faults.py:\d+, return y \+ torch.ones\(3\).*: .*broadcast a dimension"
-    with pytest.warns(ConversionWarning, match=where_and_what):
-        model(torch.randn(4, 8))
-    (plan,) = amp_graph.plans(model)
-    assert plan.autocast and "\n" not in plan.fallback
-
-
 def test_what_was_captured_in_part_is_not_tried_again(
     pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from training import Mlp, X
-from weight_changes import CHANGES, OTHER, SCALED, by_data, now
+from weight_changes import CHANGES, OTHER, SCALED, assert_seen, by_data, now
 
 import amp_graph
 from amp_graph import Policy, PolicyError
@@ -62,15 +62,7 @@ def refreshes(run: Callable[[], object]) -> int:
 @pytest.mark.parametrize("change", SEEN.values(), ids=SEEN.keys())
 @pytest.mark.parametrize("around", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_is_made_anew_after_a_change(change: Callable[[nn.Module], Any], around: Any) -> None:
-    model = amp_graph.convert(Mlp(), policy=KEPT)
-    with around():
-        model(X)
-        before = model(X).clone()
-    change(model)
-    with around():
-        after = model(X)
-    assert torch.equal(after, now(model))
-    assert not torch.equal(after, before)
+    assert_seen(amp_graph.convert(Mlp(), policy=KEPT), change, around)
 
 
 @pytest.mark.parametrize("name", LEAVE_NO_TRACE)
@@ -276,35 +268,6 @@ def test_a_copy_keeps_weights_of_its_own() -> None:
         assert torch.equal(other(X), now(other))
         assert torch.equal(model(X), before)
         assert refreshes(lambda: (model(X), other(X))) == 0
-
-
-class Batched(nn.Module):
-    """Products of a batch in several dimensions that is not contiguous by a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.other = nn.Linear(4, 4), nn.Linear(4, 2, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.view(2, -1, 4).transpose(0, 1)
-        return self.other(self.layer(x)[..., :4].transpose(0, 1)) @ torch.eye(2)
-
-
-def products(run: Callable[[], object]) -> list[str]:
-    kernels = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-    with torch.profiler.profile() as found:
-        run()
-    return [event.name for event in found.events() if event.name in kernels]
-
-
-@pytest.mark.parametrize("around", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_weights_are_taken_for_weights(around: Any) -> None:
-    """Not expanded and multiplied as a batch, which copies them for each matrix of it."""
-    plain = Batched()
-    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
-    with around():
-        model(X), model(X)  # the second call is watched, too
-        assert products(lambda: model(X)) == products(lambda: plain(X)) != []
 
 
 def test_a_word_that_is_not_known() -> None:

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel
 from training import FLOAT16, Mlp, X, assert_same_gradients, distance, twins
-from weight_changes import CHANGES, SCALED, now
+from weight_changes import CHANGES, SCALED, assert_seen, now
 
 import amp_graph
 
@@ -30,14 +30,8 @@ def test_is_never_stale(change: Callable[[nn.Module], Any], mode: str) -> None:
     model = amp_graph.convert(Mlp(), policy=SCALED)
     around = {"training": torch.enable_grad, "eval": torch.no_grad}.get(mode, torch.inference_mode)
     model.train(mode == "training")
-    before = model(X).detach()
-    with around():
-        before = model(X).clone()
-    change(model)
-    with around():
-        after = model(X)
-    assert torch.equal(after, now(model))
-    assert not torch.equal(after, before)
+    model(X)
+    assert_seen(model, change, around)
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
@@ -174,3 +168,32 @@ def test_a_parametrization_added_later() -> None:
     after = model(X)
     bias = model.second.bias.detach()
     torch.testing.assert_close(after - bias, 2 * (before - bias), rtol=1e-3, atol=1e-3)
+
+
+class Batched(nn.Module):
+    """Products of a batch in several dimensions that is not contiguous by a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(4, 4), nn.Linear(4, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(2, -1, 4).transpose(0, 1)
+        return self.other(self.layer(x)[..., :4].transpose(0, 1)) @ torch.eye(2)
+
+
+def products(run: Callable[[], object]) -> list[str]:
+    kernels = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+    with torch.profiler.profile() as found:
+        run()
+    return [event.name for event in found.events() if event.name in kernels]
+
+
+@pytest.mark.parametrize("around", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_weights_are_taken_for_weights(around: Any) -> None:
+    """Not expanded and multiplied as a batch, which copies them for each matrix of it."""
+    plain = Batched()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    with around():
+        model(X), model(X)  # the second call is watched, too
+        assert products(lambda: model(X)) == products(lambda: plain(X)) != []

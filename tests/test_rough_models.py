@@ -14,7 +14,6 @@ import torch
 from nets import Net, low_share
 from torch import Tensor, fx, nn
 from torch.func import functional_call, grad, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
@@ -260,42 +259,6 @@ def test_scaled_gradients_of_code_that_runs_again_in_backward_are_true() -> None
             m(X).square().mean().backward()
         for a, b in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=0.05, atol=1e-3)
-
-
-def test_a_traced_program_is_the_model_s_own() -> None:
-    plain = Net().eval()
-    model = amp_graph.convert(copy.deepcopy(plain))
-    x = torch.randn(4, 8)
-    model(x)
-    traced = torch.jit.trace(model, x, check_trace=False)
-    assert torch.equal(traced(x), plain(x))
-    assert low_share(model, x) == 1
-
-
-PROGRAMS = {
-    "export": lambda model, x: torch.export.export(model, (x,)).module(),
-    "dynamic export": lambda model, x: torch.export.export(
-        model, (x,), dynamic_shapes=({0: torch.export.Dim("n")},)
-    ).module(),
-    "strict export": lambda model, x: torch.export.export(model, (x,), strict=True).module(),
-    "make_fx": lambda model, x: make_fx(lambda x: model(x))(x),
-}
-
-
-@pytest.mark.parametrize("was_called", [False, True])
-@pytest.mark.parametrize("kind", PROGRAMS)
-@pytest.mark.parametrize("records", [False, True])
-def test_an_exported_program_is_the_model_s_own(kind: str, was_called: bool, records: bool) -> None:
-    plain = Net().eval()
-    model = amp_graph.convert(copy.deepcopy(plain))
-    x = torch.randn(4, 8)
-    if was_called:
-        model(x)
-    with torch.set_grad_enabled(records):
-        programs = [PROGRAMS[kind](model, x) for _ in range(2)]
-    assert all(torch.equal(program(x), plain(x)) for program in programs)
-    assert low_share(model, x) == 1
-    assert not any(plan.fallback for plan in amp_graph.plans(model))
 
 
 class Router(nn.Module):

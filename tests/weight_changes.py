@@ -25,6 +25,18 @@ def now(model: nn.Module, policy: Any = SCALED) -> Tensor:
         return amp_graph.convert(new, policy=policy)(X)
 
 
+def assert_seen(model: nn.Module, change: Callable[[nn.Module], Any], around: Any) -> None:
+    """What runs in `around` after a change computes with the parameters as they are then."""
+    with around():
+        model(X)
+        before = model(X).clone()
+    change(model)
+    with around():
+        after = model(X)
+    assert torch.equal(after, now(model))
+    assert not torch.equal(after, before)
+
+
 def by_optimizer(kind: Any, **options: Any) -> Callable[[nn.Module], None]:
     def change(model: nn.Module) -> None:
         optimizer = kind(model.parameters(), lr=0.1, **options)
