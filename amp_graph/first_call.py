@@ -19,10 +19,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_graph.capture.dynamo import can_capture, wants_plain_code
 from amp_graph.compiler import Record
-from amp_graph.conversion import AUTOCAST_DEVICES, found_conversion
+from amp_graph.conversion import found_conversion
 from amp_graph.convert import convert_at_first_call, is_converted, record_of, restore
 from amp_graph.modules import unwrapped
 from amp_graph.policy import Policy
+from amp_graph.runtime import AUTOCAST_DEVICES
 from amp_graph.training.engine import backward_pass
 from amp_graph.training.grad_scaler import is_grad_scaler_around
 

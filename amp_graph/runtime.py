@@ -15,6 +15,8 @@ from amp_graph.ir import Color
 from amp_graph.modules import Kept, KeptRandomState, Run
 from amp_graph.oplists import OpLists
 
+AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
 
 class ConversionWarning(UserWarning):
     """Part of a model runs otherwise than asked, with the same results as before conversion."""

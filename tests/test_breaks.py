@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import amp_graph
 from amp_graph import ConversionWarning
+from amp_graph.captured_calls import MAX_CAPTURES_IN_A_ROW
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -31,3 +32,19 @@ def test_why_a_model_is_not_captured_says_where_and_what() -> None:
         model(torch.randn(4, 8))
     (plan,) = amp_graph.plans(model)
     assert plan.autocast and "\n" not in plan.fallback
+
+
+@pytest.mark.filterwarnings("error::amp_graph.ConversionWarning")
+def test_what_others_capture_meanwhile_is_not_held_against_it() -> None:
+    model = amp_graph.convert(DiffersWhenCompiled())
+    with pytest.warns(ConversionWarning, match="not captured"):
+        model(torch.randn(4, 8))
+    numbers = iter(range(2 * MAX_CAPTURES_IN_A_ROW))
+
+    def capture(*_: object) -> None:
+        torch.compile(eval(f"lambda x: x + {next(numbers)}"), backend="eager")(torch.ones(1))
+
+    model.register_forward_hook(capture)
+    for _ in range(MAX_CAPTURES_IN_A_ROW + 1):
+        model(torch.randn(4, 8))
+    assert len(amp_graph.plans(model)) == 1

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import amp_graph
 from amp_graph import ConversionWarning, Policy
 from amp_graph.capture.dynamo import CAPTURE_LOGS
-from amp_graph.conversion import MAX_CAPTURES_IN_A_ROW
+from amp_graph.captured_calls import MAX_CAPTURES_IN_A_ROW
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 X = torch.randn(20, 16)

@@ -1,0 +1,217 @@
+"""The calls of a converted model, and what runs where it cannot be captured.
+
+    by its graphs          until Dynamo cannot capture it, or has to at every single call;
+                           the code between them under autocast, once it was seen to matter
+    by its own code        from then on, under autocast
+
+Where autocast fails, code runs in float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_graph.capture.breaks import depends_on_data, why_not_captured, without_words_of_dynamo
+from amp_graph.capture.dynamo import DYNAMO_ERRORS, can_watch, captured_call, frames_seen
+from amp_graph.compiler import Compiler
+from amp_graph.errors import PlanError
+from amp_graph.inspection.reasons import why_nothing_is_low
+from amp_graph.ir import Plan
+from amp_graph.modules import Kept, Run, devices_of, plain_code
+from amp_graph.runtime import (
+    AUTOCAST_DEVICES,
+    Outside,
+    or_else,
+    under_autocast,
+    warn,
+    without_autocast,
+)
+
+MAX_CAPTURES_IN_A_ROW = 16
+# Of Dynamo, for models that choose by a number or a size that depends on data.
+BREAK_AT_DATA = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
+
+
+class CapturedCalls:
+    """Calls a model by the graphs that its compiler makes of what is captured."""
+
+    def __init__(self, module: nn.Module, compiler: Compiler):
+        self._module = module
+        self._compiler = compiler
+        self._record = compiler.record
+        self._watch = Outside(compiler.lists) if can_watch() else None  # in the next call
+        self._is_watched = self._watch is not None  # again, when something is captured
+        self._is_new = True
+        self._captures_in_a_row = 0
+        self._settings: Mapping[str, Any] = {}  # of Dynamo, other than usual
+        self._around: Callable[[Run], Run] = _no_autocast_around
+        self._own_code: Run | None = None  # once it is not captured any more
+        self._capture()
+
+    def _capture(self) -> None:
+        """Capture anew, from the next call on."""
+        self._captured_as = type(self._module)
+        captured = captured_call(self._module, self._compiler.compile_graph, **self._settings)
+        self._run = self._around(captured)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._own_code is not None:
+            return self._own_code(*args, **kwargs)
+        if type(self._module) is not self._captured_as:  # fully_shard() changes it
+            self._capture()
+        frames, uncaptured = frames_seen(), None
+        kept = Kept(self._module) if self._is_new else None
+        try:
+            with self._watch or contextlib.nullcontext():
+                result = self._run(*args, **kwargs)
+        except DYNAMO_ERRORS as error:
+            uncaptured = error
+        except Exception as error:
+            if frames_seen() != frames:  # Dynamo never again captures code that raised meanwhile
+                without_words_of_dynamo(error)
+                self._capture()
+            if self._watch is not None:
+                self._watch = Outside(self._compiler.lists)
+            raise
+        if uncaptured is not None:  # outside of the handler: its error is no part of the user's own
+            if kept is not None:
+                kept.put_back()
+            result = self._run_uncaptured(uncaptured, args, kwargs)
+        self._look_back(has_captured=frames_seen() != frames)
+        return result
+
+    def of_graph(self, run: Run, index: int) -> Run:
+        """What runs a graph in such a call; plan `index` is its."""
+
+        def counted(*args: Any) -> Any:
+            self._record.runs[index] += 1
+            if self._watch is None:
+                return run(*args)
+            with self._watch.paused():
+                return run(*args)
+
+        return counted
+
+    def by_own_code(self, index: int | None = None) -> Run:
+        """The model's own code under autocast if it can be: for what is never to be captured, or
+        for what cannot be and plan `index` stands for."""
+        plain, report = plain_code(self._module), partial(self._not_under_autocast, index)
+        model = None if index is None else self._module  # inside of a functorch transform it stays
+        return or_else(self._under_autocast(plain), lambda: plain, report, model)
+
+    def own_dtype(self) -> torch.dtype:
+        """The precision of code that is not captured. It has no boundary at which gradients could
+        be scaled, so where they have to be it is the one that does without."""
+        if self._record.scale is not None:
+            return torch.bfloat16
+        return self._compiler.policy.dtype_for(devices_of(self._module))
+
+    def _look_back(self, has_captured: bool) -> None:
+        """After a call: whether all that was asked for happened, and whether to go on so."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            self._judge(watch)
+        if self._is_new:
+            self._is_new = False
+            if not any(plan.converts for plan in self._record.plans):
+                why = why_nothing_is_low(self._record.plans)
+                warn(f"nothing of {self._name} was converted: {why}")
+        if not has_captured:
+            self._captures_in_a_row = 0
+            return
+        self._captures_in_a_row += 1
+        if self._is_watched:
+            self._watch = Outside(self._compiler.lists)
+        if self._captures_in_a_row == MAX_CAPTURES_IN_A_ROW:
+            self._stop_capturing()
+
+    def _judge(self, watch: Outside) -> None:
+        """Run the code between graphs under autocast if it did what belongs in low precision."""
+        policy = self._compiler.policy
+        says_what_stays_float32 = policy.keep_float32 or policy.overrides
+        if not watch.found or says_what_stays_float32:
+            return
+        self._is_watched = False
+        found = ", ".join(sorted(watch.found))
+        reason = f"code between graphs ({found}) is not captured"
+        index = self._stand_in(reason, autocast=not watch.met_sparse)
+        if not watch.met_sparse:
+            self._around = partial(self._autocast_around, index=index)
+            self._capture()
+
+    def _stop_capturing(self) -> None:
+        """Something of Python is another at each call, a list that grows, say, and the model's own
+        code is faster than capturing it each time."""
+        reason = f"each of the last {MAX_CAPTURES_IN_A_ROW} calls was captured anew"
+        advice = "TORCH_LOGS=recompiles tells what changes in it at each call"
+        self._own_code = self.by_own_code(self._stand_in(reason))
+        warn(f"{self._name} is no longer captured and runs under autocast: {reason}. {advice}")
+
+    def _run_uncaptured(self, error: Exception, args: Any, kwargs: Any) -> Any:
+        """Run the model's own code under autocast, and go on so. If it raises, nothing could have
+        been captured, and the next call is."""
+        if depends_on_data(error) and not self._settings:
+            self._settings = BREAK_AT_DATA
+            self._capture()
+            return self(*args, **kwargs)
+        cause = getattr(error, "inner_exception", None)
+        if isinstance(cause, PlanError):
+            self._capture()
+            raise cause from None
+        reason = why_not_captured(error)
+        index = self._stand_in(f"not captured ({reason})")
+        own_code = self.by_own_code(index)
+        try:
+            result = own_code(*args, **kwargs)
+        except Exception:
+            del self._record.plans[index]
+            self._capture()
+            raise
+        if self._record.plans[index].autocast:
+            warn(f"{self._name} was not captured and runs under autocast: {reason}")
+        self._own_code, self._watch = own_code, None
+        return result
+
+    def _stand_in(self, reason: str, autocast: bool = True) -> int:
+        """Keep a plan that stands for code without a graph; its index."""
+        self._record.plans.append(Plan(self.own_dtype(), fallback=reason, autocast=autocast))
+        return len(self._record.plans) - 1
+
+    def _autocast_around(self, run: Run, index: int) -> Run:
+        """A captured call, with the code between its graphs, for which plan `index` stands, under
+        autocast if it can be."""
+        report = partial(self._not_under_autocast, index)
+        run = self._under_autocast(run)
+        return or_else(run, self._capture_in_float32, report, self._module, DYNAMO_ERRORS)
+
+    def _capture_in_float32(self) -> Run:
+        self._around = _no_autocast_around
+        self._capture()
+        return self._run
+
+    def _under_autocast(self, run: Run) -> Run:
+        return under_autocast(run, devices_of(self._module), self.own_dtype())
+
+    def _not_under_autocast(self, index: int | None, reason: str) -> None:
+        if index is not None:
+            plan = self._record.plans[index]
+            why = f"{plan.fallback}; autocast fails ({reason})"
+            self._record.plans[index] = replace(plan, fallback=why, autocast=False)
+        warn(
+            f"code of {self._name} that is not captured runs in float32: autocast fails ({reason})"
+        )
+
+    @property
+    def _name(self) -> str:
+        return type(self._module).__name__
+
+
+def _no_autocast_around(run: Run) -> Run:
+    return without_autocast(run, AUTOCAST_DEVICES)
