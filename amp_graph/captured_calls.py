@@ -18,13 +18,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_graph.capture.breaks import depends_on_data, why_not_captured, without_words_of_dynamo
-from amp_graph.capture.dynamo import DYNAMO_ERRORS, can_watch, captured_call, frames_seen
+from amp_graph.capture.breaks import why_not_captured, without_words_of_dynamo
+from amp_graph.capture.dynamo import (
+    CAPTURED_TOO_OFTEN,
+    DYNAMO_ERRORS,
+    can_watch,
+    captured_call,
+    frames_seen,
+)
 from amp_graph.compiler import Compiler
 from amp_graph.errors import PlanError
 from amp_graph.inspection.reasons import why_nothing_is_low
 from amp_graph.ir import Plan
-from amp_graph.modules import Kept, Run, devices_of, plain_code
+from amp_graph.modules import Kept, Run, devices_of, has_backward_hooks, plain_code
 from amp_graph.runtime import (
     AUTOCAST_DEVICES,
     Outside,
@@ -35,7 +41,8 @@ from amp_graph.runtime import (
 )
 
 MAX_CAPTURES_IN_A_ROW = 16
-# Of Dynamo, for models that choose by a number or a size that depends on data.
+# Of Dynamo, for what it cannot capture: that is often where a number or a size that depends on data
+# is asked for its value, of which it tells in many ways.
 BREAK_AT_DATA = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
 
 
@@ -103,6 +110,8 @@ class CapturedCalls:
         """The model's own code under autocast if it can be: for what is never to be captured, or
         for what cannot be and plan `index` stands for."""
         plain, report = plain_code(self._module), partial(self._not_under_autocast, index)
+        if index is not None and not self._record.plans[index].autocast:
+            return plain
         model = None if index is None else self._module  # inside of a functorch transform it stays
         return or_else(self._under_autocast(plain), lambda: plain, report, model)
 
@@ -141,8 +150,8 @@ class CapturedCalls:
         self._is_watched = False
         found = ", ".join(sorted(watch.found))
         reason = f"code between graphs ({found}) is not captured"
-        index = self._stand_in(reason, autocast=not watch.met_sparse)
-        if not watch.met_sparse:
+        index = self._stand_in(reason, watch.met_sparse)
+        if self._record.plans[index].autocast:
             self._around = partial(self._autocast_around, index=index)
             self._capture()
 
@@ -151,22 +160,24 @@ class CapturedCalls:
         code is faster than capturing it each time."""
         reason = f"each of the last {MAX_CAPTURES_IN_A_ROW} calls was captured anew"
         advice = "TORCH_LOGS=recompiles tells what changes in it at each call"
-        self._own_code = self.by_own_code(self._stand_in(reason))
-        warn(f"{self._name} is no longer captured and runs under autocast: {reason}. {advice}")
+        index = self._stand_in(reason)
+        self._own_code = self.by_own_code(index)
+        plan = self._record.plans[index]
+        warn(f"{self._name} is no longer captured and {plan.otherwise}. {advice}")
 
     def _run_uncaptured(self, error: Exception, args: Any, kwargs: Any) -> Any:
-        """Run the model's own code under autocast, and go on so. If it raises, nothing could have
-        been captured, and the next call is."""
-        if depends_on_data(error) and not self._settings:
-            self._settings = BREAK_AT_DATA
-            self._capture()
-            return self(*args, **kwargs)
+        """Capture with more breaks. If that was tried, run the model's own code under autocast, and
+        go on so; if it raises, nothing could have been captured, and the next call is."""
         cause = getattr(error, "inner_exception", None)
         if isinstance(cause, PlanError):
             self._capture()
             raise cause from None
-        reason = why_not_captured(error)
-        index = self._stand_in(f"not captured ({reason})")
+        if not self._settings and not isinstance(error, CAPTURED_TOO_OFTEN):
+            self._settings = BREAK_AT_DATA
+            self._capture()
+            return self(*args, **kwargs)
+        index = self._stand_in(f"not captured ({why_not_captured(error)})")
+        planned = self._record.plans[index]
         own_code = self.by_own_code(index)
         try:
             result = own_code(*args, **kwargs)
@@ -174,14 +185,20 @@ class CapturedCalls:
             del self._record.plans[index]
             self._capture()
             raise
-        if self._record.plans[index].autocast:
-            warn(f"{self._name} was not captured and runs under autocast: {reason}")
+        if self._record.plans[index] is planned:  # else it was told that autocast fails
+            warn(f"{self._name} {planned.otherwise}")
         self._own_code, self._watch = own_code, None
         return result
 
-    def _stand_in(self, reason: str, autocast: bool = True) -> int:
+    def _stand_in(self, reason: str, met_sparse: bool = False) -> int:
         """Keep a plan that stands for code without a graph; its index."""
-        self._record.plans.append(Plan(self.own_dtype(), fallback=reason, autocast=autocast))
+        not_autocast = ""
+        if met_sparse:
+            not_autocast = "; it has sparse tensors, which autocast does not know"
+        elif has_backward_hooks(self._module):  # no call of ours, where an error could be mended
+            not_autocast = "; hooks of modules would see gradients in low precision"
+        plan = Plan(self.own_dtype(), fallback=f"{reason}{not_autocast}", autocast=not not_autocast)
+        self._record.plans.append(plan)
         return len(self._record.plans) - 1
 
     def _autocast_around(self, run: Run, index: int) -> Run:

@@ -15,7 +15,7 @@ from torch._dynamo.exc import RestartAnalysis
 from amp_graph.capture.breaks import break_in
 from amp_graph.capture.grad_modes import recorded_nodes
 from amp_graph.capture.retrace import retrace
-from amp_graph.eager import eager
+from amp_graph.eager import code_of, eager
 from amp_graph.errors import PlanError
 from amp_graph.inductor import compile_graph as inductor
 from amp_graph.inductor import options_of
@@ -100,7 +100,7 @@ class Compiler:
         a graph that cannot be retraced runs under autocast, one that cannot be rewritten as it
         was captured."""
         devices = _devices_of(example_inputs)
-        original = restoring_grad_mode(eager(graph).forward)
+        original = restoring_grad_mode(code_of(eager(graph)))
         self._breaks += break_in(graph)
         try:
             aten = retrace(graph, self.module_names())

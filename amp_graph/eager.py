@@ -51,6 +51,18 @@ def eager(module: fx.GraphModule) -> fx.GraphModule:
     return changed
 
 
+def code_of(module: fx.GraphModule) -> Callable[..., Any]:
+    """What runs a graph that Dynamo made."""
+
+    def run(*args: Any) -> Any:
+        # FX compiles it when its code is asked for. Without, `forward` is a call of the module, by
+        # which FX prints where in the graph an error is.
+        assert module.code
+        return module.forward(*args)
+
+    return run
+
+
 def _called_for(node: fx.Node) -> Callable[..., Any] | None:
     if node.target is CHECKPOINT:
         return _checkpointed

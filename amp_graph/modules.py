@@ -27,6 +27,11 @@ def devices_of(module: nn.Module) -> frozenset[str]:
     return frozenset(p.device.type for p in module.parameters())
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether code of the user's is given gradients of what a module, or one in it, computes."""
+    return any(m._backward_hooks or m._backward_pre_hooks for m in module.modules())
+
+
 def plain_code(module: nn.Module) -> Run:
     """What `module(...)` ran before conversion."""
     return partial(type(module)._call_impl, module)
@@ -63,11 +68,11 @@ class Kept:
         ]
         self._random = KeptRandomState()
 
-    @torch.no_grad()
     def put_back(self) -> None:
         for buffers, name, buffer, value in self._buffers:
             if buffer is not None and value is not None:
-                with torch.inference_mode(buffer.is_inference()):
+                # To leave inference mode turns recording on.
+                with torch.inference_mode(buffer.is_inference()), torch.no_grad():
                     buffer.copy_(value)
             buffers[name] = buffer
         self._random.put_back()

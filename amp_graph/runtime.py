@@ -49,16 +49,18 @@ class Guarded:
         try:
             result = self._emitted(*args)
         except Exception as error:
-            with torch.no_grad():
-                for i, value in saved:
-                    if not torch.equal(args[i], value):
-                        args[i].copy_(value)
-            random.put_back()
-            result = self._original(*args)
-            self._run = self._original
-            self._report(f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+        else:
+            self._run = self._emitted
             return result
-        self._run = self._emitted
+        with torch.no_grad():
+            for i, value in saved:
+                if not torch.equal(args[i], value):
+                    args[i].copy_(value)
+        random.put_back()
+        result = self._original(*args)  # outside of the handler: its error is the user's own
+        self._run = self._original
+        self._report(reason)
         return result
 
 
@@ -114,9 +116,9 @@ def or_else(
     not_these: tuple[type[Exception], ...] = (),
 ) -> Run:
     """`run` until a call in which it raises a RuntimeError, as operators do that do not take a
-    dtype. That call and all later ones are run by the other one, unless it raises as well: then the
-    error is the user's own. If it is the first call, what it did to `model` is undone before.
-    `not_these` are passed on."""
+    dtype, or a TypeError, as `Tensor.numpy` does. That call and all later ones are run by the other
+    one, unless it raises as well: then the error is the user's own. If it is the first call, what
+    it did to `model` is undone before. `not_these` are passed on."""
     chosen, has_run = run, False
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -126,7 +128,7 @@ def or_else(
         kept = None if has_run or model is None else Kept(model)
         try:
             result = run(*args, **kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             if isinstance(error, (torch.OutOfMemoryError, *not_these)):
                 raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())

@@ -12,7 +12,13 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +32,7 @@ WAYS = (
     "convert around fsdp",
 )
 BY_HAND = "by hand: all skip"
+IN_PARTS = "tensor parallel: true gradients"
 CHECKS = ("gradients agree", "skipped together", "converted, one scale", "ranks agree")
 
 
@@ -106,6 +113,7 @@ def main(dtype: str, backend: str) -> None:
         print(f"{way}:", flush=True)
         train(way, dtype, backend)
     train_by_hand(dtype, backend)
+    train_in_parts(dtype, backend)
     # gloo may hang in a last collective if its peer is gone right after (torch 2.13).
     store.set(f"done {rank}", "")
     store.wait([f"done {r}" for r in range(ranks)])
@@ -189,6 +197,28 @@ def train_by_hand(dtype: str, backend: str) -> None:
         assert bool(optimizer.step()) is not overflows
         assert all(bool(p.isfinite().all()) for p in model.parameters())
     print(BY_HAND, flush=True)
+
+
+def train_in_parts(dtype: str, backend: str) -> None:
+    """Weights are DTensors, parts of which lie on each rank."""
+    kind = "cuda" if backend == "nccl" else "cpu"
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).to(kind)
+    model = copy.deepcopy(reference)
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    amp_graph.convert(model, optimizer, policy=dtype)
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).to(kind)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for each in (reference, model):
+            each(x).square().mean().backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            assert (whole(p.grad) - q.grad).norm() / q.grad.norm() < 0.02
+            q.grad = None
+    assert optimizer.step()
+    print(IN_PARTS, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""What is said of a model that cannot be captured."""
+"""Models that Dynamo cannot capture, or not as a whole: what is done, and what is said."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
+from nets import low_share
 from torch import Tensor, nn
 
 import amp_graph
@@ -48,3 +51,51 @@ def test_what_others_capture_meanwhile_is_not_held_against_it() -> None:
     for _ in range(MAX_CAPTURES_IN_A_ROW + 1):
         model(torch.randn(4, 8))
     assert len(amp_graph.plans(model)) == 1
+
+
+class Seeded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seed = torch.randint(0, 1000, ()).item()
+        for _ in range(random.Random(seed).randrange(1, 4)):
+            x = self.layer(x)
+        return x
+
+
+@pytest.mark.filterwarnings("error::amp_graph.ConversionWarning")
+def test_what_dynamo_cannot_do_with_a_drawn_number_is_left_between_graphs() -> None:
+    model, x = amp_graph.convert(Seeded()), torch.randn(4, 8)
+    torch.manual_seed(0)
+    y = model(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(y, Seeded.forward(model, x), rtol=0.02, atol=0.02)
+    assert low_share(model, x) == 1
+
+
+def images() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 2))
+
+
+@pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_numpy_that_knows_no_low_precision_is_given_none(dtype: str) -> None:
+    """As those do who show what a layer saw: NumPy in a forward hook and in a backward hook."""
+    model, seen = images(), []
+    model[1].register_forward_hook(lambda _, __, out: seen.append(out.detach().numpy()))
+    model[1].register_full_backward_hook(lambda _, __, grads: seen.append(grads[0].numpy()))
+    amp_graph.convert(model, policy=dtype)
+    for _ in range(3):
+        model(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert len(seen) == 6 and {str(array.dtype) for array in seen} == {"float32"}
+
+
+def test_a_hook_that_knows_no_low_precision_costs_it_once() -> None:
+    model = images()
+    model[1].register_forward_hook(lambda _, __, out: print(out.detach().numpy().dtype))
+    with pytest.warns(ConversionWarning, match="runs in float32: autocast fails .TypeError"):
+        amp_graph.convert(model)
+        for _ in range(3):
+            model(torch.randn(1, 3, 8, 8))

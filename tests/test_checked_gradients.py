@@ -185,3 +185,37 @@ def test_no_gradient_is_kept_alive() -> None:
     assert not any(check.memories.are_alive() for check in checked._checks)
     backward(model)
     assert len(checked._checks) == 1
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("is_conj", [False, True])
+def test_complex_gradients_are_checked_and_unscaled(by_hand: bool, is_conj: bool) -> None:
+    class Phases(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phases = nn.Parameter(torch.rand(2, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (super().forward(x) * self.phases).abs()
+
+    model = Phases()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    amp_graph.convert(model, optimizer, policy=scaled(2.0**10))
+    scaler = amp_graph.GradScaler("cpu", init_scale=2.0**10)
+    for gradient in (1 + 2j, complex(1, math.inf)):
+        before = snapshot(model)
+        backward(model)
+        gradients = torch.full((2,), gradient * (2.0**10 if by_hand else 1), dtype=torch.complex64)
+        model.phases.grad = gradients.conj() if is_conj else gradients
+        if by_hand:
+            for p in model.parameters():
+                p.grad = p.grad * 2.0**10 if p is not model.phases else p.grad
+            scaler.scale(torch.ones(()))
+            scaler.unscale_(optimizer)
+            if math.isfinite(abs(gradient)):
+                assert torch.equal(model.phases.grad.resolve_conj().abs(), torch.full((2,), 5**0.5))
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        assert same(snapshot(model), before) == (not math.isfinite(abs(gradient)))

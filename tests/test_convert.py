@@ -67,6 +67,14 @@ def test_example_inputs_capture_at_once_and_leave_buffers_alone() -> None:
     model(torch.randn(4, 8), scale=1.0)
 
 
+def test_a_buffer_may_require_a_gradient() -> None:
+    model = Net()
+    model.register_buffer("table", torch.randn(3, requires_grad=True))
+    table = model.table.detach().clone()
+    amp_graph.convert(model, example_inputs=(torch.randn(4, 8),))
+    assert model.table.requires_grad and model.table.is_leaf and torch.equal(model.table, table)
+
+
 @pytest.mark.parametrize("save", ["pickle", "torch.save"])
 def test_pickle_carries_the_plain_model(save: str) -> None:
     model, x = amp_graph.convert(Net().eval()), torch.randn(4, 8)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_training import BY_HAND, CHECKS, WAYS
+from distributed_training import BY_HAND, CHECKS, IN_PARTS, WAYS
 
 SCRIPT = Path(__file__).with_name("distributed_training.py")
 
@@ -20,7 +20,7 @@ def assert_two_ranks_agree(dtype: str, backend: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr[-6000:]
     for check in CHECKS:
         assert result.stdout.count(check) == 2 * len(WAYS), result.stdout
-    assert result.stdout.count(BY_HAND) == 2, result.stdout
+    assert result.stdout.count(BY_HAND) == result.stdout.count(IN_PARTS) == 2, result.stdout
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -226,43 +226,42 @@ def test_a_kernel_that_refuses_low_precision_is_given_float32(color: str, writte
         assert plan.low >= {"linear", "linear_1"} and "picky" not in plan.low
 
 
-def test_a_model_dynamo_cannot_capture_runs_under_autocast(
-    pair: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def broken_capture(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Dynamo raises in the middle of whatever it captures, after the code before ran. The list is
+    of what it was asked for."""
     from torch._dynamo.exc import InternalTorchDynamoError
 
+    asked: list[str] = []
+
     def broken(*args: Any, **kwargs: Any) -> Any:
+        asked.append("call")
+        torch.mm(X, X.t())
         raise InternalTorchDynamoError("planted in Dynamo")
 
-    _, converted = pair
-    conversion = converted.__dict__["_call_impl"]
-    monkeypatch.setattr(conversion, "_call", broken)
-    with pytest.warns(ConversionWarning, match="was not captured and runs under autocast"):
+    monkeypatch.setattr("amp_graph.captured_calls.captured_call", lambda *_, **__: broken)
+    return asked
+
+
+def test_a_model_dynamo_cannot_capture_runs_under_autocast(broken_capture: list[str]) -> None:
+    converted = amp_graph.convert(Net())
+    with pytest.warns(ConversionWarning, match="runs under autocast: not captured .planted in Dyn"):
         converted(X)
     with MatmulCounter() as counter:
         converted(X)
     assert counter.low_share == 1
 
 
-def test_what_was_captured_in_part_is_not_tried_again(
-    pair: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Dynamo may raise in the middle of a model, after the code before ran."""
-    from torch._dynamo.exc import InternalTorchDynamoError
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        torch.mm(X, X.t())
-        raise InternalTorchDynamoError("planted in Dynamo")
-
-    _, converted = pair
-    conversion = converted.__dict__["_call_impl"]
-    monkeypatch.setattr(conversion, "_call", broken)
+def test_what_cannot_be_captured_is_tried_twice_and_not_again(broken_capture: list[str]) -> None:
+    """The second time with breaks at what depends on data."""
+    converted = amp_graph.convert(Net())
     with pytest.warns(ConversionWarning, match="planted in Dynamo"):
         converted(X)
+    assert len(broken_capture) == 2 and converted.calls == 1
     (plan,) = amp_graph.plans(converted)
     with warnings.catch_warnings(action="error"):
         converted(X)
-    assert amp_graph.plans(converted) == (plan,)
+    assert amp_graph.plans(converted) == (plan,) and len(broken_capture) == 2
 
 
 def test_the_recompile_limit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

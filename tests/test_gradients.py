@@ -51,6 +51,20 @@ def test_without_a_scale_small_gradients_are_lost() -> None:
     assert not any(g.any() for g in gradients(model)[:2])
 
 
+class Divided(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) - Y).square().mean() * 1e-6
+
+
+def test_the_weight_of_a_loss_says_little_about_gradients() -> None:
+    """Brought down to 1 it would take the gradients of what the loss divides beneath float16."""
+    plain = Divided()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="float16")
+    for each in (plain, model):
+        (each(X) * 1e6).backward()
+    assert_same_gradients(model, plain)
+
+
 class Large(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 1000

@@ -120,6 +120,15 @@ def test_the_message_of_an_error_of_the_model_is_its_own() -> None:
     assert low_share(model, X) == 1
 
 
+def test_so_is_one_in_the_first_run_of_a_graph(capfd: pytest.CaptureFixture[str]) -> None:
+    model = amp_graph.convert(Net())
+    model(X[:, :8])
+    model.double()
+    with pytest.raises(RuntimeError, match="same dtype") as raised:
+        model(X[:, :8])
+    assert raised.value.__context__ is None and capfd.readouterr().err == ""
+
+
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 
 def break_in(graph: fx.GraphModule) -> list[str]:
@@ -37,13 +36,6 @@ def why_not_captured(error: Exception) -> str:
 def _at(frames: Sequence[Any], reason: str) -> str:
     where = [f"{f.filename.rpartition('/')[2]}:{f.lineno}, {f.line}: " for f in frames[-1:]]
     return f"{''.join(where)}{reason}"
-
-
-def depends_on_data(error: Exception) -> bool:
-    """Whether Dynamo gave up at a number or a size that is not known before the data is."""
-    if isinstance(error, GuardOnDataDependentSymNode):
-        return True
-    return str(error).startswith("PendingUnbackedSymbolNotFound")  # raised as an internal error
 
 
 def without_words_of_dynamo(error: Exception) -> None:

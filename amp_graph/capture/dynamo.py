@@ -67,7 +67,8 @@ _abandoned: deque[types.CodeType] = deque()  # of calls that are no more
 
 GraphCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
-DYNAMO_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit, GuardOnDataDependentSymNode)
+CAPTURED_TOO_OFTEN = FailOnRecompileLimitHit
+DYNAMO_ERRORS = (TorchDynamoException, CAPTURED_TOO_OFTEN, GuardOnDataDependentSymNode)
 
 SETTINGS: dict[str, Any] = {
     "allow_rnn": True,  # else nn.LSTM, nn.GRU and nn.RNN break the graph and stay in float32

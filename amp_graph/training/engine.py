@@ -42,10 +42,12 @@ def is_batched(gradient: Tensor) -> bool:
 
 
 def are_plain(gradients: Sequence[Tensor]) -> bool:
-    """Whether fused calls take these: they are dense, and none is batched."""
+    """Whether fused calls take these: they are dense, none is batched, and none is of a subclass,
+    which may know no such calls (DTensor)."""
     functorch = torch._C._functorch
     return (
-        all(gradient.layout is torch.strided for gradient in gradients)
+        {*map(type, gradients)} <= {Tensor}
+        and all(gradient.layout is torch.strided for gradient in gradients)
         and not any(map(functorch.is_batchedtensor, gradients))
         and not any(map(functorch.is_legacy_batchedtensor, gradients))
     )

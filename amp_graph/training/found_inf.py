@@ -40,7 +40,8 @@ def found_inf(
         if type(gradient) is not Tensor and hasattr(gradient, "device_mesh"):
             meshes[id(gradient.device_mesh)] = gradient.device_mesh
             gradient = gradient.to_local()  # type: ignore[attr-defined]
-        gradients.append(gradient if gradient.layout is torch.strided else gradient._values())
+        gradient = gradient if gradient.layout is torch.strided else gradient._values()
+        gradients.append(_as_real(gradient) if gradient.is_complex() else gradient)
     if not gradients:
         return torch.zeros((), dtype=torch.float32)
     flags: list[Tensor] = []
@@ -65,6 +66,11 @@ def found_inf(
                 found, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dimension)
             )
     return found
+
+
+def _as_real(gradient: Tensor) -> Tensor:
+    """The numbers of a complex one in its memory, for kernels that know no complex ones."""
+    return torch.view_as_real(gradient.conj() if gradient.is_conj() else gradient)
 
 
 def _is_one_of_several_processes() -> bool:

@@ -82,13 +82,16 @@ class GraphScale:
     def _be_cautious(self, gradient: Tensor) -> None:
         """While no optimizer is known that would skip a step, take a scale per backward pass that
         is no larger than its first incoming gradient needs: a power of 2, so that it rounds
-        nothing. A pass may run inside of another, or beside one in another thread."""
+        nothing. That of a single number, a loss times some weight, says little about the gradients
+        of what it was made from, so that they are not made smaller for it. A pass may run inside of
+        another, or beside one in another thread."""
         running = backward_pass()
         if running is None or running in self._cautious or is_batched(gradient):
             return
         peak = gradient.detach().abs().amax().float() if gradient.numel() else self._state.scale
         enough = torch.exp2(torch.floor(torch.log2(CAUTIOUS_PEAK / peak)))
-        bounded = enough.clamp(self.config.floor, self.config.ceiling)
+        least = max(self.config.floor, 1.0) if gradient.dim() == 0 else self.config.floor
+        bounded = enough.clamp(min(least, self.config.ceiling), self.config.ceiling)
         if len(self._cautious) == CAUTIOUS_PASSES:
             self._forget(next(iter(self._cautious)))
         self._cautious[running] = torch.fmin(self._state.scale.to(peak.device), bounded)
