@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_graph.capture.breaks import why_not_captured, without_words_of_dynamo
+from amp_graph.capture.breaks import why_not_captured
 from amp_graph.capture.dynamo import (
     CAPTURED_TOO_OFTEN,
     DYNAMO_ERRORS,
     can_watch,
     captured_call,
     frames_seen,
+    is_of_capture,
 )
 from amp_graph.compiler import Compiler
 from amp_graph.errors import PlanError
@@ -78,15 +79,14 @@ class CapturedCalls:
         try:
             with self._watch or contextlib.nullcontext():
                 result = self._run(*args, **kwargs)
-        except DYNAMO_ERRORS as error:
-            uncaptured = error
         except Exception as error:
-            if frames_seen() != frames:  # Dynamo never again captures code that raised meanwhile
-                without_words_of_dynamo(error)
-                self._capture()
-            if self._watch is not None:
-                self._watch = Outside(self._compiler.lists)
-            raise
+            if not is_of_capture(error):
+                if frames_seen() != frames:  # Dynamo never again captures what raised meanwhile
+                    self._capture()
+                if self._watch is not None:
+                    self._watch = Outside(self._compiler.lists)
+                raise
+            uncaptured = error
         if uncaptured is not None:  # outside of the handler: its error is no part of the user's own
             if kept is not None:
                 kept.put_back()

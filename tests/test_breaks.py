@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from nets import low_share
@@ -99,3 +100,20 @@ def test_a_hook_that_knows_no_low_precision_costs_it_once() -> None:
         amp_graph.convert(model)
         for _ in range(3):
             model(torch.randn(1, 3, 8, 8))
+
+
+class Gathering(nn.Module):
+    """Dynamo fails in an assertion of its own (torch 2.13)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.index = nn.Linear(8, 8), np.arange(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[:, self.index]
+
+
+@pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning")
+def test_an_assertion_inside_of_dynamo_costs_no_more_than_capture() -> None:
+    with torch.inference_mode():
+        assert amp_graph.convert(Gathering())(torch.ones(2, 8)).shape == (2, 4)

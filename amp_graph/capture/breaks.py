@@ -36,10 +36,3 @@ def why_not_captured(error: Exception) -> str:
 def _at(frames: Sequence[Any], reason: str) -> str:
     where = [f"{f.filename.rpartition('/')[2]}:{f.lineno}, {f.line}: " for f in frames[-1:]]
     return f"{''.join(where)}{reason}"
-
-
-def without_words_of_dynamo(error: Exception) -> None:
-    """Take out of the message of a model's own error what Dynamo adds to it while it captures."""
-    text = error.args[0] if error.args else None
-    if isinstance(text, str) and "\n\nfrom user code:\n" in text:
-        error.args = (text.partition("\n\nfrom user code:\n")[0], *error.args[1:])

@@ -7,6 +7,7 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     torch._dynamo.optimize, the callback of what it returns
                                              to have the settings in force while it captures
     torch._dynamo.utils.counters             whether Dynamo was at work
+    torch._dynamo.convert_frame              whether an error comes from there
     TorchDispatchMode.ignore_compile_internals, set_is_in_mode_without_ignore_compile_internals
                                              let compiled code run under a dispatch mode
     torch._C._functorch.peek_interpreter_stack, get_interpreter_stack
@@ -23,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import traceback
 import types
 import warnings
 import weakref
@@ -36,7 +38,7 @@ import torch._dynamo.config as dynamo_config
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._C._functorch import TransformType
-from torch._dynamo import disallow_in_graph
+from torch._dynamo import convert_frame, disallow_in_graph
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
@@ -163,6 +165,15 @@ def is_sharded(module: nn.Module) -> bool:
     """Whether `fully_shard` was applied to the module itself. Its hooks gather the parameters, in
     communication that breaks graphs, so they run outside of what is captured."""
     return SHARDED is not None and isinstance(module, SHARDED)
+
+
+def is_of_capture(error: Exception) -> bool:
+    """Whether it was raised while Dynamo captured, rather than by what it had captured. Not all
+    such errors are of a class of its own: some are assertions that fail inside of it."""
+    if isinstance(error, DYNAMO_ERRORS):
+        return True
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_filename == convert_frame.__file__ for frame, _ in frames)
 
 
 def frames_seen() -> int:

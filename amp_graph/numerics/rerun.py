@@ -23,7 +23,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.aten import get_attribute
-from amp_graph.capture.dynamo import DYNAMO_ERRORS, captured_call
+from amp_graph.capture.dynamo import captured_call, is_of_capture
 from amp_graph.compiler import Compiler
 from amp_graph.conversion import found_conversion
 from amp_graph.errors import AmpGraphError
@@ -133,7 +133,9 @@ class Rerun(Compiler):
                 if not self.plans:
                     raise _not_captured(self.model)
                 return self._outcome(output, loss or default_loss, loss_scale)
-        except DYNAMO_ERRORS as error:
+        except Exception as error:
+            if not is_of_capture(error):
+                raise
             own = _own_error(self.model, batch, backward)
             if own is not None:
                 raise own from None
