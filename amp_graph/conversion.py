@@ -73,7 +73,7 @@ class Conversion(Compiler):
     def compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         compile_graph = without_autocast(super().compile_graph, AUTOCAST_DEVICES)
         # Saved-tensor hooks of the user (checkpoint's, say) are not for the tensors of a trace.
-        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
             run = compile_graph(graph, example_inputs)
         counted = self._calls.of_graph(run, len(self.record.plans) - 1)
         self._runs.append(counted)

@@ -51,35 +51,6 @@ def test_without_a_scale_small_gradients_are_lost() -> None:
     assert not any(g.any() for g in gradients(model)[:2])
 
 
-class Divided(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return (super().forward(x) - Y).square().mean() * 1e-6
-
-
-def test_the_weight_of_a_loss_says_little_about_gradients() -> None:
-    """Brought down to 1 it would take the gradients of what the loss divides beneath float16."""
-    plain = Divided()
-    model = amp_graph.convert(copy.deepcopy(plain), policy="float16")
-    for each in (plain, model):
-        (each(X) * 1e6).backward()
-    assert_same_gradients(model, plain)
-
-
-class Large(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 1000
-
-
-@pytest.mark.parametrize("magnitude", [1.0, 1e3])
-def test_large_gradients_without_an_optimizer(magnitude: float) -> None:
-    """Nobody would notice an overflow, or lower the scale."""
-    plain = Large()
-    model = amp_graph.convert(copy.deepcopy(plain), policy="float16")
-    for each in (plain, model):
-        (each(X) * magnitude).sum().backward()
-    assert_same_gradients(model, plain)
-
-
 @pytest.mark.parametrize("wrt", ["parameters", "input", "both", "one of the parameters"])
 def test_autograd_grad(wrt: str) -> None:
     found = []

@@ -193,6 +193,15 @@ assert torch.__spec__.loader.exec_module.__func__ is type(torch.__spec__.loader)
     assert len(done.said) == 1
 
 
+def test_random_numbers_are_as_ever(script):
+    beginning = "import random\nrandom.seed(0)\n"
+    outs = [
+        run(python(script("print(random.random())", beginning)), AMP_GRAPH_ENABLE=on).out
+        for on in "01"
+    ]
+    assert outs[0].replace("False", "True") == outs[1]
+
+
 ENDS = {
     "an exit code": ("sys.exit(3)", 3),
     "an exit message": ("sys.exit('no data')", 1),

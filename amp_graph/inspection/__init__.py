@@ -1,5 +1,18 @@
 """Views of a plan for people and programs. Nothing here decides or changes anything."""
 
+import random
+
 from amp_graph.inspection.text import render
 
 __all__ = ["render"]
+
+
+def _import_rich() -> None:
+    """It draws from Python's random numbers while it is imported, and those are the script's."""
+    state = random.getstate()
+    import rich.style  # noqa: F401
+
+    random.setstate(state)
+
+
+_import_rich()

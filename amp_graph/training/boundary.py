@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.training.crossing import (
+    ModelScale,
     Scale,
     carries_gradient,
     carries_none,
@@ -59,7 +60,7 @@ class Boundary:
         self,
         run: Callable[..., Any],
         store: LowPrecisionWeights,
-        scale: Scale | None,
+        scale: ModelScale | None,
         weights: Sequence[tuple[int, torch.dtype]] = (),
         parameters: Mapping[int, bool] = MappingProxyType({}),
         watched: Callable[..., Any] | None = None,
@@ -70,7 +71,7 @@ class Boundary:
         self._scale = scale
         self._records = records
         self._positions = [position for position, _ in weights]
-        self._of_weights = frozenset(self._positions)
+        self._parameters = frozenset([*self._positions, *parameters])
         self._weights = GraphWeights(store, [dtype for _, dtype in weights])
         self._read_wide = parameters
         self._low_parameters = _picker(self._positions)
@@ -98,30 +99,34 @@ class Boundary:
         begin: AbstractContextManager[Any],
     ) -> Any:
         """Let gradients of parameters out. The graph itself begins inside of `begin`."""
-        scale = self._scale if self._scale is not None and self._scale.is_on() else None
+        scale: Scale | None = None
+        inputs: list[int] = []
+        if self._scale is not None and self._scale.is_on():
+            inputs = [i for i, x in enumerate(args) if self._is_input(i, x)]
+            scale = self._scale.for_call([args[i] for i in inputs])
         for group in self._groups_of(args, parameters, scale):
             lows, tensors = group.pick_values(values), group.pick_tensors(args)
             entered = enter(scale, lows, group.owners, tensors, group.fresh)
             for slot, value in zip(group.slots, entered, strict=True):
                 values[slot] = value
         if scale is not None:
-            return self._run_scaled(scale, args, values, begin)
+            return self._run_scaled(scale, args, inputs, values, begin)
         with begin:
             return self._run(*values)
+
+    def _is_input(self, i: int, value: Any) -> bool:
+        """Whether it is not a parameter, and its gradient is scaled for itself."""
+        return carries_gradient(value) and i not in self._parameters
 
     def _run_scaled(
         self,
         scale: Scale,
         args: Sequence[Any],
+        inputs: Sequence[int],
         values: list[Any],
         begin: AbstractContextManager[Any],
     ) -> Any:
         """Run with gradients of inputs and outputs scaled too."""
-        inputs = [
-            i
-            for i, value in enumerate(args)
-            if values[i] is value and i not in self._of_weights and carries_gradient(value)
-        ]
         for i in inputs:
             (values[i],) = enter(scale, [args[i]], (0,), [args[i]])
         constants = [*filter(carries_none, args)]

@@ -28,15 +28,23 @@ from amp_graph.training.engine import are_plain
 not_captured = torch.compiler.disable(reason="the boundary of a graph of amp_graph")
 
 
-class Scale(Protocol):
-    """What a boundary asks of a loss scale."""
+class ModelScale(Protocol):
+    """What the boundaries of a model's graphs ask of its loss scale."""
 
     def is_on(self) -> bool:
         """Whether gradients are scaled in graphs that run from now on."""
 
-    def factor(self, gradient: Tensor) -> Tensor:
+    def for_call(self, inputs: Sequence[Tensor]) -> Scale:
+        """What scales them in a call of a graph that has these inputs with gradients."""
+
+
+class Scale(Protocol):
+    """What one call of a graph asks of it."""
+
+    def factor(self, gradient: Tensor, again: bool) -> Tensor:
         """S for a gradient that comes in, 0-dimensional, float32; the same for all gradients of
-        one backward pass. What is to outlive it has to be a copy."""
+        one backward pass. What is to outlive it has to be a copy. `again`: it is of a gradient, or
+        one that is to be differentiated again."""
 
     def inverse(self, device: torch.device) -> Tensor:
         """1/S, 0-dimensional, float32."""
@@ -90,6 +98,11 @@ def leave(
         for key, value in unique.items()
     }
     return [left.get(id(value), value) for value in results]
+
+
+def has_left(node: Any) -> bool:
+    """Whether an autograd node is that of a result which has left a graph."""
+    return isinstance(node, _Leave._backward_cls)
 
 
 def write_back(scale: Scale, written: Tensor, value: Tensor) -> None:
@@ -221,14 +234,15 @@ class _Cross(Function):
         if ctx.is_coming_in:
             factor = ctx.factor * ctx.scale.inverse(gradient.device)
         else:
-            factor = ctx.factor * ctx.scale.factor(gradient)
+            factor = ctx.factor * ctx.scale.factor(gradient, again=True)
         back = _apply(_Cross, gradient, factor, ctx.dtype, ctx.scale, not ctx.is_coming_in)
         return back, None, None, None, None
 
 
 def _come_in(scale: Scale, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    factor = scale.factor(gradient)
-    if torch.is_grad_enabled():
+    again = torch.is_grad_enabled()
+    factor = scale.factor(gradient, again)
+    if again:
         crossed: Tensor = _apply(_Cross, gradient, factor.clone(), dtype, scale, True)
         return crossed
     return _times(gradient, factor, dtype)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +21,12 @@ from torch import Tensor
 
 from amp_graph.errors import OverflowAbort
 from amp_graph.nonfinite import FirstNonfinite
+from amp_graph.training.caution import Caution, Factors, are_wanted
 from amp_graph.training.checked_gradients import CheckedGradients
-from amp_graph.training.engine import backward_pass, is_batched, is_captured
+from amp_graph.training.engine import backward_pass, is_captured
 from amp_graph.training.grad_scaler import is_grad_scaler_around
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, number, save_state
 
-CAUTIOUS_PEAK = 1.0  # what a cautious scale brings the largest incoming gradient to
-CAUTIOUS_PASSES = 32  # backward passes that may run inside of, or beside, one another
 _serials = itertools.count()
 
 
@@ -51,55 +50,43 @@ class GraphScale:
         self._skips = number(0.0)
         self._found_inf = number(0.0)  # of the round that has not ended
         self._is_pending = False  # whether an optimizer stepped in it
-        self._factors: dict[tuple[torch.device, int | None], tuple[Tensor, Tensor]] = {}
+        self._factors: dict[torch.device, Factors] = {}
+        self._alone, self._exposed = Caution(self), Caution(self)
+        self._is_exposed = False
         self._parameters = weakref.WeakMethod(parameters)
         self._known: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
         self._skipped = _Readback()
-        self._cautious: dict[int | None, Tensor] = {}  # by the backward pass that it was taken for
 
     def is_on(self) -> bool:
         return not self.driven_by_grad_scaler
 
-    def factor(self, gradient: Tensor) -> Tensor:
+    def factor(self, gradient: Tensor, again: bool) -> Tensor:
         """S for a gradient that comes in, on its device, written to when a round ends."""
-        if not self.has_optimizer:
-            self._be_cautious(gradient)
-        return self._factors_on(gradient.device)[0]
+        if not self.has_optimizer or self._alone.rules():
+            return self._alone.factor(gradient, again)
+        return self.factors_on(gradient.device)[0]
 
     def inverse(self, device: torch.device) -> Tensor:
         """1/S on a device."""
-        return self._factors_on(device)[1]
+        if self._alone.rules():
+            return self._alone.inverse(device)
+        return self.factors_on(device)[1]
 
-    def _factors_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        running = backward_pass() if self._cautious else None
-        found = self._factors.get((device, running))
+    def factors_on(self, device: torch.device) -> Factors:
+        """S and 1/S as they are in this round."""
+        found = self._factors.get(device)
         if found is None:
-            scale = self._cautious.get(running, self._state.scale).to(device, non_blocking=True)
-            found = self._factors[device, running] = scale, scale.reciprocal()
+            scale = self._state.scale.to(device, non_blocking=True)
+            found = self._factors[device] = scale, scale.reciprocal()
         return found
 
-    @torch.no_grad()
-    def _be_cautious(self, gradient: Tensor) -> None:
-        """While no optimizer is known that would skip a step, take a scale per backward pass that
-        is no larger than its first incoming gradient needs: a power of 2, so that it rounds
-        nothing. That of a single number, a loss times some weight, says little about the gradients
-        of what it was made from, so that they are not made smaller for it. A pass may run inside of
-        another, or beside one in another thread."""
-        running = backward_pass()
-        if running is None or running in self._cautious or is_batched(gradient):
-            return
-        peak = gradient.detach().abs().amax().float() if gradient.numel() else self._state.scale
-        enough = torch.exp2(torch.floor(torch.log2(CAUTIOUS_PEAK / peak)))
-        least = max(self.config.floor, 1.0) if gradient.dim() == 0 else self.config.floor
-        bounded = enough.clamp(min(least, self.config.ceiling), self.config.ceiling)
-        if len(self._cautious) == CAUTIOUS_PASSES:
-            self._forget(next(iter(self._cautious)))
-        self._cautious[running] = torch.fmin(self._state.scale.to(peak.device), bounded)
-
-    def _forget(self, running: int | None) -> None:
-        """A backward pass that ended long ago."""
-        del self._cautious[running]
-        self._factors = {key: f for key, f in self._factors.items() if key[1] != running}
+    def for_call(self, inputs: Sequence[Tensor]) -> GraphScale | Caution:
+        """What scales the gradients of a graph's call. If those of inputs of the model are wanted,
+        no step that is skipped would keep an overflow from being used; and so in the graphs that
+        the same call of the model runs later. What runs again in a backward pass is a part."""
+        if inputs and not self._is_exposed and backward_pass() is None:
+            self._is_exposed = are_wanted(inputs)
+        return self._exposed if self._is_exposed else self
 
     def parameters_changed(self) -> None:
         self._known.clear()
@@ -141,8 +128,9 @@ class GraphScale:
         if not self._looked_around:
             self._looked_around = True
             self.driven_by_grad_scaler = is_grad_scaler_around()
+        self._is_exposed = False
         if is_captured(self._found_inf.device):
-            self._factors.clear()  # replayed, they are those of then
+            self._forget_factors()  # replayed, they are those of then
         self.end_round()
 
     def end_round(self) -> None:
@@ -151,9 +139,9 @@ class GraphScale:
             return
         self._skips += self._found_inf
         self.config.adjust_(self._state, self._found_inf)
-        self._is_pending, self._cautious = False, {}
+        self._is_pending = False
         self._stepped_by.clear()
-        self._factors.clear()
+        self._forget_factors()
         self._skipped.follow(self._state.skipped, self.config.abort_after)
         if self.config.abort_after is None or self._skipped.latest < self.config.abort_after:
             self.watch = None
@@ -198,9 +186,14 @@ class GraphScale:
 
     def go_on_from(self, config: LossScale, state: ScaleState) -> None:
         self.config, self._state = config, state.copy(self._found_inf.device)
-        self._is_pending, self._cautious = False, {}
+        self._is_pending = False
         self._skipped = _Readback(math.inf)
+        self._forget_factors()
+
+    def _forget_factors(self) -> None:
         self._factors.clear()
+        self._alone.forget()
+        self._exposed.forget()
 
 
 class _Readback:

@@ -1,0 +1,127 @@
+"""The loss scale of backward passes that nobody watches over.
+
+An optimizer that finds an overflow skips its step, and the scale is lowered. Where there is none to
+do so, because none is known, or because what is wanted are gradients of inputs (adversarial
+examples, saliency maps, Langevin dynamics), the scale of a pass is no larger than the gradient that
+comes in first allows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from amp_graph.nonfinite import FirstNonfinite
+from amp_graph.training.checked_gradients import CheckedGradients
+from amp_graph.training.crossing import has_left
+from amp_graph.training.engine import backward_pass, is_batched
+from amp_graph.training.loss_scale import LossScale
+
+PEAK = 1.0  # what the largest incoming gradient is brought to
+PASSES = 32  # backward passes that may run inside of, or beside, one another
+
+LOOKED_AT = 64  # autograd nodes behind the inputs of a call
+
+Factors = tuple[Tensor, Tensor]
+
+
+def are_wanted(inputs: Sequence[Tensor]) -> bool:
+    """Whether gradients of inputs go on to a tensor that is no parameter, perhaps by way of what a
+    script did to it first. What comes from a graph, or from a long computation, is a part of a
+    model, whose optimizer will look at its gradients."""
+    if any(x.is_leaf and not isinstance(x, Parameter) for x in inputs):
+        return True
+    behind = deque[Any](x.grad_fn for x in inputs if not x.is_leaf)
+    for _ in range(LOOKED_AT):
+        if not behind:
+            break
+        node = behind.popleft()
+        if not isinstance(getattr(node, "variable", None), Parameter | None):
+            return True
+        if not has_left(node):
+            behind.extend(before for before, _ in node.next_functions if before is not None)
+    return False
+
+
+class Watched(Protocol):
+    """The loss scale that is used where somebody watches."""
+
+    config: LossScale
+    checked: CheckedGradients
+    watch: FirstNonfinite | None
+    has_optimizer: bool
+
+    def factors_on(self, device: torch.device) -> Factors: ...
+    def parameters_changed(self) -> None: ...
+
+
+class Caution:
+    """A loss scale that is chosen per backward pass. What goes out of a pass is divided by what
+    came in was multiplied by, also if an optimizer turns up meanwhile."""
+
+    def __init__(self, scale: Watched):
+        self._scale = scale
+        self._factors: dict[int | None, dict[torch.device, Factors]] = {}  # by pass
+
+    @property
+    def checked(self) -> CheckedGradients:
+        return self._scale.checked
+
+    @property
+    def watch(self) -> FirstNonfinite | None:
+        return self._scale.watch
+
+    def parameters_changed(self) -> None:
+        self._scale.parameters_changed()
+
+    def factor(self, gradient: Tensor, again: bool) -> Tensor:
+        """S for a gradient that comes in. If gradients are differentiated again, what comes of it
+        is trained on, so that it is the watched one, if somebody watches."""
+        running = backward_pass()
+        if running is not None and running not in self._factors and not is_batched(gradient):
+            if len(self._factors) == PASSES:
+                del self._factors[next(iter(self._factors))]  # ended long ago
+            watched = self._scale.factors_on(gradient.device)
+            is_watched = again and self._scale.has_optimizer
+            chosen = watched if is_watched else self._bounded(watched[0], gradient)
+            self._factors[running] = {gradient.device: chosen}
+        return self._factors_on(gradient.device)[0]
+
+    def inverse(self, device: torch.device) -> Tensor:
+        """1/S."""
+        return self._factors_on(device)[1]
+
+    def rules(self) -> bool:
+        """Whether it was chosen for the pass that is running."""
+        return bool(self._factors) and backward_pass() in self._factors
+
+    def forget(self) -> None:
+        """Passes that ended."""
+        self._factors.clear()
+
+    @torch.no_grad()
+    def _bounded(self, watched: Tensor, gradient: Tensor) -> Factors:
+        """A power of 2, so that it rounds nothing. The gradient of a single number, a loss times
+        some weight, says little about the gradients of what it was made from, so that they are not
+        made smaller for it."""
+        config = self._scale.config
+        least = max(config.floor, 1.0) if gradient.dim() == 0 else config.floor
+        peak = gradient.detach().abs().amax().float() if gradient.numel() else watched
+        enough = torch.exp2(torch.floor(torch.log2(PEAK / peak)))
+        bounded = enough.clamp(min(least, config.ceiling), config.ceiling)
+        scale = torch.fmin(watched, bounded)
+        return scale, scale.reciprocal()
+
+    def _factors_on(self, device: torch.device) -> Factors:
+        chosen = self._factors.get(backward_pass()) if self._factors else None
+        if chosen is None:
+            return self._scale.factors_on(device)
+        if device not in chosen:
+            scale = next(iter(chosen.values()))[0].to(device, non_blocking=True)
+            chosen[device] = scale, scale.reciprocal()
+        return chosen[device]

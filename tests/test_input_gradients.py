@@ -1,0 +1,101 @@
+"""Gradients that no optimizer looks at: the loss scale is no larger than what comes in allows."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from training import FLOAT16, Mlp, X, Y, assert_same_gradients, distance, twins
+
+import amp_graph
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+class Divided(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) - Y).square().mean() * 1e-6
+
+
+def test_the_weight_of_a_loss_says_little_about_gradients() -> None:
+    """Brought down to 1 it would take the gradients of what the loss divides beneath float16."""
+    plain = Divided()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="float16")
+    for each in (plain, model):
+        (each(X) * 1e6).backward()
+    assert_same_gradients(model, plain)
+
+
+class Large(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 1000
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 1e3])
+def test_large_gradients_without_an_optimizer(magnitude: float) -> None:
+    """Nobody would notice an overflow, or lower the scale."""
+    plain = Large()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="float16")
+    for each in (plain, model):
+        (each(X) * magnitude).sum().backward()
+    assert_same_gradients(model, plain)
+
+
+class Broken(Mlp):
+    """In two graphs, of which the inputs of the second are results of the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        return self.second(x) * 2
+
+
+def gradient(model: nn.Module, kind: str) -> Tensor:
+    """Of an input; 1 comes in, which times 2^16 is no float16."""
+    x = X.clone().requires_grad_()
+    if kind == "saliency":
+        model(x)[:, 0].sum().backward()
+    elif kind == "adversarial":
+        F.cross_entropy(-1e4 * model(x[:1]), model(x[:1]).argmax(1)).backward()
+    else:
+        return torch.autograd.grad(model(x).sum(), x)[0]
+    return x.grad
+
+
+@pytest.mark.parametrize("make", [Mlp, Broken])
+@pytest.mark.parametrize("kind", ["saliency", "adversarial", "energy"])
+def test_gradients_of_inputs_are_finite_beside_training(make: type[Mlp], kind: str) -> None:
+    plain, model = twins(make())
+    for each in (plain, model):
+        (each(X) - Y).square().mean().backward()
+        each.zero_grad()
+    for _ in range(2):
+        expected = gradient(plain, kind)
+        assert expected.any() and distance(gradient(model, kind), expected) <= FLOAT16
+    assert amp_graph.scale_of(model).get_scale() == 2.0**16
+
+
+def test_one_pass_through_both_kinds_of_calls() -> None:
+    plain, model = twins(Mlp())
+    x, expected = X.clone().requires_grad_(), X.clone().requires_grad_()
+    for each, attacked in ((plain, expected), (model, x)):
+        loss = (each(X) * 1e-6).sum() + each(attacked).sum() + (each(X + 1) * 1e-6).sum()
+        loss.backward()
+    assert distance(x.grad, expected.grad) <= FLOAT16
+    assert_same_gradients(model, plain)
+
+
+def test_the_small_gradients_of_training_keep_their_scale() -> None:
+    """After a call of the other kind, and with a penalty on the gradient of an input."""
+    plain, model = twins(Mlp())
+    for each in (plain, model):
+        gradient(each, "saliency")
+        each.zero_grad()
+        (each(X).square().mean() * 1e-7).backward()
+        x = X.clone().requires_grad_()
+        (found,) = torch.autograd.grad(each(x).sum() * 1e-6, x, create_graph=True)
+        found.sum().backward()
+    assert_same_gradients(model, plain)
