@@ -98,6 +98,9 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         whys = "; ".join(f"{m['model']}: {m['why']}" for m in models)
         whys = whys or "no module with parameters was called in this process"
         yield f"NOTHING WAS CONVERTED, because {whys}"
+    else:  # what was left alone was told of when it was first called
+        tried = [m for m in models if "graphs" in m and not m["converted"]]
+        yield from (f"{m['model']}: nothing was converted, because {m['why']}" for m in tried)
     for m in models:
         if not m["converted"]:
             continue

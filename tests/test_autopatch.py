@@ -238,3 +238,22 @@ def test_casts_inside_of_a_checkpoint_are_in_the_report(start):
     after = describe(installation.models.seen[0])
     assert after["casts"] - before["casts"] == casts.forward.casts == 6
     assert after["cast_bytes"] - before["cast_bytes"] == casts.forward.bytes
+
+
+class SparseNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.sparse.mm(torch.eye(len(x)).to_sparse(), self.layer(x))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_report_leaves_no_model_out(start):
+    installation, tried, model = start(), SparseNet(), net()
+    for each in (tried, model):
+        each(X)
+    first, second = report_of(installation).splitlines()[:2]
+    assert first.startswith("amp_graph: SparseNet: nothing was converted, because code between")
+    assert second.startswith("amp_graph: Sequential: ")

@@ -13,7 +13,7 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     torch._C._functorch.peek_interpreter_stack, get_interpreter_stack
                                              whether a functorch transform is active, and which
     torch._C._get_tracing_state              whether `torch.jit.trace` is at work
-    torch.fx._symbolic_trace._is_fx_tracing_flag
+    torch.fx._symbolic_trace._is_fx_tracing_flag, _get_is_fx_tracing since 2.15
                                              whether `torch.export` or `make_fx` is
     torch.compiler._is_exporting_flag        the same of `torch.export`, for Dynamo to read
     torch._C._dynamo.eval_frame.reset_code   to have Dynamo forget what it captured of a model
@@ -202,10 +202,16 @@ def wants_plain_code() -> bool:
     """Whether what runs now is to be the model's own code in its own precision: `torch.jit.trace`,
     `torch.export` or `make_fx` makes a program of it, and `torch.func.grad` under autocast fails in
     many a backward."""
-    if torch._C._get_tracing_state() is not None or fx._symbolic_trace._is_fx_tracing_flag:
+    if torch._C._get_tracing_state() is not None or _is_fx_tracing():
         return True
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return any(interpreter.key() == TransformType.Grad for interpreter in stack)
+
+
+def _is_fx_tracing() -> bool:
+    tracing: Any = fx._symbolic_trace
+    flag = getattr(tracing, "_get_is_fx_tracing", None)
+    return bool(flag() if flag is not None else tracing._is_fx_tracing_flag)
 
 
 def can_watch() -> bool:

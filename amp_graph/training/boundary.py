@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_graph.training.aliases import enter_inputs, leave_results, record_writes
 from amp_graph.training.crossing import (
     ModelScale,
     Scale,
@@ -30,8 +31,6 @@ from amp_graph.training.crossing import (
     carries_none,
     enter,
     follow,
-    leave,
-    write_back,
 )
 from amp_graph.training.weights import GraphWeights, LowPrecisionWeights
 
@@ -127,20 +126,22 @@ class Boundary:
         begin: AbstractContextManager[Any],
     ) -> Any:
         """Run with gradients of inputs and outputs scaled too."""
-        for i in inputs:
-            (values[i],) = enter(scale, [args[i]], (0,), [args[i]])
+        given = [args[i] for i in inputs]
+        for i, value in zip(inputs, enter_inputs(scale, given), strict=True):
+            values[i] = value
         constants = [*filter(carries_none, args)]
-        versions = [args[i]._version for i in inputs]
+        versions = [x._version for x in given]
         with begin:
             if scale.watch is not None and self._watched is not None:
                 results = self._watched(scale.watch, *values)
             else:
                 results = self._run(*values)
-        for i, version in zip(inputs, versions, strict=True):
-            if args[i]._version != version:
-                write_back(scale, args[i], values[i])
+        now = [x._version for x in given]
+        written = [i for i, a, b in zip(inputs, versions, now, strict=True) if a != b]
+        record_writes(scale, [args[i] for i in written], [values[i] for i in written])
+        for i in inputs:
             follow(args[i], values[i])
-        return leave(scale, results, [args[i] for i in inputs], constants)
+        return leave_results(scale, results, given, constants)
 
     def _groups_of(
         self, args: Sequence[Any], parameters: Sequence[Tensor], scale: Scale | None

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from amp_graph.nonfinite import FirstNonfinite
 from amp_graph.training.checked_gradients import CheckedGradients
-from amp_graph.training.engine import are_plain
+from amp_graph.training.engine import are_plain, keeping_version
 
 # Of a model that takes gradients inside, Dynamo would capture what runs in them.
 not_captured = torch.compiler.disable(reason="the boundary of a graph of amp_graph")
@@ -76,28 +76,11 @@ def enter(
     return entered
 
 
-def leave(
-    scale: Scale,
-    results: Sequence[Any],
-    inputs: Sequence[Tensor],
-    constants: Sequence[Tensor] = (),
-) -> list[Any]:
-    """Hand results out; their gradients come in times S. A tensor returned twice stays one.
-
-    `inputs`: tensors that entered, some of which a result may share memory with. `constants`:
-    tensors that did not, as they required no gradient; what was written into one leaves in it, and
-    so do results that are views of it.
-    """
-    written = {_memory(t): t for t in constants if carries_gradient(t) and not t.is_leaf}
-    for tensor in written.values():
-        write_back(scale, tensor, tensor)
-    unique = {id(t): t for t in results if carries_gradient(t) and _memory(t) not in written}
-    memories = [_memory(t) for t in (*unique.values(), *inputs)]
-    left = {
-        key: _apply(_Leave, scale, value, memories.count(_memory(value)) > 1)
-        for key, value in unique.items()
-    }
-    return [left.get(id(value), value) for value in results]
+def leave(scale: Scale, result: Tensor, shares: bool = False) -> Tensor:
+    """Hand a result out; its gradient comes in times S. If it shares memory with another it cannot
+    be written to, since a write would reach the other unseen."""
+    left: Tensor = _apply(_Leave, scale, result, shares)
+    return left
 
 
 def has_left(node: Any) -> bool:
@@ -107,9 +90,11 @@ def has_left(node: Any) -> bool:
 
 def write_back(scale: Scale, written: Tensor, value: Tensor) -> None:
     """Record that a graph wrote into a tensor, by way of the value that had entered for it: itself,
-    if none had. Into a leaf that requires a gradient it can only have done so unrecorded."""
+    if none had. Into a leaf that requires a gradient it can only have done so unrecorded. To record
+    it is no write: what the graph saved after its own is as it was."""
     if not (written.is_leaf and written.requires_grad):
-        _apply(_WriteBack, scale, written, value)
+        with keeping_version(written):
+            _apply(_WriteBack, scale, written, value)
 
 
 def follow(tensor: Tensor, value: Tensor) -> None:
@@ -121,6 +106,11 @@ def follow(tensor: Tensor, value: Tensor) -> None:
 
 def carries_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
+
+
+def memory(tensor: Tensor) -> int:
+    """What tensors have in common that share their memory."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def carries_none(value: Any) -> bool:
@@ -189,8 +179,7 @@ class _Leave(Function):
     def forward(ctx: Any, scale: Scale, value: Tensor, shares: bool) -> Tensor:
         ctx.scale, ctx.dtype = scale, value.dtype
         # A detached alias may be written to in place. Returned as it is, the value becomes a view
-        # that autograd refuses to have written to: right where outputs share memory, since a
-        # write would reach the others unseen.
+        # that autograd refuses to have written to.
         return value if shares else value.detach()
 
     @staticmethod
@@ -268,7 +257,3 @@ def _times(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _apply(function: type[Function], *args: Any) -> Any:
     return function.apply(*args)
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)

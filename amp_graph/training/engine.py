@@ -3,6 +3,8 @@
 torch._C._current_graph_task_id                                     2.11, 2.13, 2.15
 torch._C._functorch.is_batchedtensor, is_legacy_batchedtensor       2.11, 2.13, 2.15
 torch.UntypedStorage._weak_ref, _expired, _free_weak_ref            2.11, 2.13, 2.15
+torch.Tensor._view_func                                             2.11, 2.13, 2.15
+torch.autograd._unsafe_preserve_version_counter                     2.11, 2.13, 2.15
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ around_compiled = torch.compiler.disable(  # what they call may be compiled
     recursive=False, reason="amp_graph follows what optimizers do"
 )
 
+keeping_version: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 _expired: Any = torch.UntypedStorage._expired
 _free_weak_ref: Any = torch.UntypedStorage._free_weak_ref
 
@@ -51,6 +54,12 @@ def are_plain(gradients: Sequence[Tensor]) -> bool:
         and not any(map(functorch.is_batchedtensor, gradients))
         and not any(map(functorch.is_legacy_batchedtensor, gradients))
     )
+
+
+def view_of(base: Tensor, like: Tensor) -> Tensor:
+    """The view of a tensor that `like` is of another one."""
+    view: Tensor = like._view_func(base)  # type: ignore[attr-defined]
+    return view
 
 
 class Memories:

@@ -1,0 +1,85 @@
+"""Inputs and results that share their memory cross a boundary together.
+
+Views of one tensor enter, and leave, as views of what enters, or leaves, for that one. So autograd
+knows of a write into one of them what it would have known without the boundary: the others change,
+too. What shares memory in another way crosses alone, and as a result cannot be written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from amp_graph.training.crossing import Scale, carries_gradient, enter, leave, memory, write_back
+from amp_graph.training.engine import view_of
+
+
+def enter_inputs(scale: Scale, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Hand inputs in that carry gradients, to which these go out divided by S."""
+    entered: dict[int, Tensor] = {}
+    for sharing in _by_memory(inputs):
+        base = _common_base(sharing)
+        whole = sharing if base is None else [base]
+        crossed = {id(x): enter(scale, [x], (0,), [x])[0] for x in whole}
+        entered |= crossed if base is None else _views(sharing, base, crossed[id(base)])
+    return [entered[id(x)] for x in inputs]
+
+
+def record_writes(scale: Scale, inputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Record what a graph wrote into these inputs by way of the values that had entered for them.
+    Of a view it follows from what was written into its base."""
+    known = {id(x) for x in inputs}
+    for written, value in zip(inputs, values, strict=True):
+        if written._base is None or id(written._base) not in known:
+            write_back(scale, written, value)
+
+
+def leave_results(
+    scale: Scale,
+    results: Sequence[Any],
+    inputs: Iterable[Tensor],
+    constants: Iterable[Tensor] = (),
+) -> list[Any]:
+    """Hand results out; their gradients come in times S. A tensor returned twice stays one.
+
+    `inputs`: tensors that entered, some of which a result may share memory with. `constants`:
+    tensors that did not, as they required no gradient; what was written into one leaves in it, and
+    so do results that are views of it.
+    """
+    written = {memory(t): t for t in constants if carries_gradient(t) and not t.is_leaf}
+    for tensor in written.values():
+        write_back(scale, tensor, tensor)
+    of_inputs = {memory(t) for t in inputs}
+    left: dict[int, Tensor] = {}
+    crossing = (x for x in results if carries_gradient(x) and memory(x) not in written)
+    for sharing in _by_memory(crossing):
+        is_of_input = memory(sharing[0]) in of_inputs
+        base = None if is_of_input or len(sharing) == 1 else _common_base(sharing)
+        if base is not None:
+            left |= _views(sharing, base, leave(scale, base))
+        else:
+            shares = is_of_input or len(sharing) > 1
+            left |= {id(x): leave(scale, x, shares) for x in sharing}
+    return [left.get(id(value), value) for value in results]
+
+
+def _by_memory(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    found: dict[int, dict[int, Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(memory(tensor), {})[id(tensor)] = tensor
+    return [[*sharing.values()] for sharing in found.values()]
+
+
+def _common_base(sharing: Sequence[Tensor]) -> Tensor | None:
+    """What several tensors are views of, or one of them is and the others are views of; None if
+    there is no such tensor, or none that carries a gradient."""
+    bases = {id(b): b for b in (x if x._base is None else x._base for x in sharing)}
+    base, *others = bases.values()
+    return None if len(sharing) == 1 or others or not base.requires_grad else base
+
+
+def _views(of: Sequence[Tensor], base: Tensor, crossed: Tensor) -> dict[int, Tensor]:
+    """By their ids, what tensors are in what has crossed for their base."""
+    return {id(x): crossed if x is base else view_of(crossed, x) for x in of}

@@ -1,0 +1,126 @@
+"""Inputs and results of scaled graphs that share memory, and writes into them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import FLOAT16, assert_same_gradients, distance
+
+import amp_graph
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("error::amp_graph.ConversionWarning"),
+]
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Halves(nn.Module):
+    """The parts of one tensor, as many a policy or an autoencoder returns them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.first(x)
+        return h, h[:, :5], h[:, 3:]
+
+
+def write_a_part(h: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    scale.clamp_(min=-0.5)
+    return mean.square().sum() + scale.exp().sum()
+
+
+def write_the_whole(h: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    before = mean + scale
+    h.mul_(0.5)
+    return (before + mean * scale).sum()
+
+
+def write_two_parts(h: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    scale /= 2
+    mean += 1
+    return (h.square().sum() + mean * scale).sum()
+
+
+def write_what_was_used(h: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    loss = mean.square().sum()
+    scale /= 2
+    return loss
+
+
+WRITES = [write_a_part, write_the_whole, write_two_parts]
+Use = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@pytest.mark.parametrize("use", WRITES)
+def test_results_are_written_to(use: Use) -> None:
+    plain = Halves()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="float16")
+    for each in (plain, model):
+        use(*each(X)).backward()
+    assert_same_gradients(model, plain)
+
+
+def test_so_are_parts_of_what_is_not_returned() -> None:
+    class Parts(Halves):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            return super().forward(x)[1:]
+
+    plain = Parts()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="float16")
+    for each in (plain, model):
+        write_two_parts(torch.zeros(()), *each(X)).backward()
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("use", WRITES)
+def test_the_next_graph_writes_to_them(use: Use) -> None:
+    class Broken(Halves):
+        def forward(self, x: Tensor) -> Tensor:
+            parts = super().forward(x)
+            torch._dynamo.graph_break()
+            return use(*parts) + self.second(parts[1]).sum()
+
+    plain = Broken()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="float16")
+    for each in (plain, model):
+        each(X).backward()
+    assert_same_gradients(model, plain)
+    assert all(plan.fallback is None for plan in amp_graph.plans(model))
+
+
+def test_a_write_that_autograd_objects_to_is_objected_to() -> None:
+    plain = Halves()
+    for each in (plain, amp_graph.convert(copy.deepcopy(plain), policy="float16")):
+        loss = write_what_was_used(*each(X))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, part: Tensor) -> Tensor:
+        part *= 2
+        return self.layer(x) * x * part.sum()
+
+
+def test_inputs_are_views_of_one_another() -> None:
+    plain = Scaled()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="float16")
+    gradients = []
+    for each in (plain, model):
+        leaf = X.clone().requires_grad_()
+        x = leaf * 3
+        each(x, x[:, :2]).sum().backward()
+        gradients.append(leaf.grad)
+    assert distance(gradients[1], gradients[0]) <= FLOAT16
+    assert_same_gradients(model, plain)
