@@ -65,14 +65,14 @@ class CapturedCalls:
 
     def _capture(self) -> None:
         """Capture anew, from the next call on."""
-        self._captured_as = type(self._module)
+        self._captured_as = _code_of(self._module)
         captured = captured_call(self._module, self._compiler.compile_graph, **self._settings)
         self._run = self._around(captured)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._own_code is not None:
             return self._own_code(*args, **kwargs)
-        if type(self._module) is not self._captured_as:  # fully_shard() changes it
+        if _code_of(self._module) != self._captured_as:  # fully_shard() changes the class
             self._capture()
         frames, uncaptured = frames_seen(), None
         kept = Kept(self._module) if self._is_new else None
@@ -228,6 +228,11 @@ class CapturedCalls:
     @property
     def _name(self) -> str:
         return type(self._module).__name__
+
+
+def _code_of(module: nn.Module) -> tuple[Any, Any]:
+    """What Dynamo does not guard of the code that a call of the module runs."""
+    return type(module), type(module).forward
 
 
 def _no_autocast_around(run: Run) -> Run:

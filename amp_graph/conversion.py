@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map
 
 from amp_graph.capture.dynamo import can_capture, is_exporting, wants_plain_code
+from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.captured_calls import CapturedCalls
 from amp_graph.compiler import Compiler
 from amp_graph.errors import AmpGraphError
@@ -71,10 +72,14 @@ class Conversion(Compiler):
         return tree_map(self._as_output, result)
 
     def compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        widened = widen_inputs(graph)
+        example_inputs = [x.float() if i in widened else x for i, x in enumerate(example_inputs)]
         compile_graph = without_autocast(super().compile_graph, AUTOCAST_DEVICES)
         # Saved-tensor hooks of the user (checkpoint's, say) are not for the tensors of a trace.
         with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
             run = compile_graph(graph, example_inputs)
+        if widened:
+            run = taking_narrow(run, widened)
         counted = self._calls.of_graph(run, len(self.record.plans) - 1)
         self._runs.append(counted)
         return counted

@@ -14,6 +14,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+LOW = (torch.float16, torch.bfloat16)  # the precisions that count as low
+
 
 class Color(enum.Enum):
     """Which list an operator is on and, after `paint`, what was decided for a node.

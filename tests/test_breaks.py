@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from nets import low_share
 from torch import Tensor, nn
+from training import assert_same_gradients
 
 import amp_graph
 from amp_graph import ConversionWarning
@@ -117,3 +119,61 @@ class Gathering(nn.Module):
 def test_an_assertion_inside_of_dynamo_costs_no_more_than_capture() -> None:
     with torch.inference_mode():
         assert amp_graph.convert(Gathering())(torch.ones(2, 8)).shape == (2, 4)
+
+
+class Skipped(nn.Module):
+    """Between two graphs a layer that is never captured; from the second call on its results are
+    in low precision."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm, self.writes = nn.LayerNorm(8), writes
+
+    @torch._dynamo.disable
+    def run_middle(self, x: Tensor) -> Tensor:
+        return self.middle(x)
+
+    @torch._dynamo.disable
+    def run_last(self, x: Tensor) -> Tensor:
+        return x.float() * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.run_middle(self.first(x).relu())
+        if self.writes:
+            x += 1
+        y = self.last(self.norm(x).relu())
+        return self.run_last(x) + y
+
+
+@pytest.mark.filterwarnings("error::amp_graph.ConversionWarning")
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_graph_behind_code_under_autocast_is_rewritten(dtype: str, writes: bool) -> None:
+    plain = Skipped(writes)
+    model, x = amp_graph.convert(copy.deepcopy(plain), policy=dtype), torch.randn(4, 8)
+    for _ in range(3):
+        outs = []
+        for each in (plain, model):
+            each.zero_grad()
+            outs.append(each(x))
+            outs[-1].square().mean().backward()
+        torch.testing.assert_close(*outs, rtol=0.02, atol=0.05)
+        assert_same_gradients(model, plain, within=0.03)
+    assert all(plan.fallback is None for plan in amp_graph.plans(model) if plan.facts)
+    assert low_share(model, x) == 1
+
+
+def test_a_class_gets_another_forward() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    model, x = amp_graph.convert(Net()), torch.randn(4, 8)
+    y = model(x)
+    Net.forward = lambda self, x: self.layer(x) + 100
+    torch.testing.assert_close(model(x), y + 100, rtol=0.01, atol=0)

@@ -65,12 +65,30 @@ def drop_if_active(tensor: Tensor, p: float, train: bool) -> Any:
     return NotImplemented if train and p != 0 else tensor
 
 
+def spell_out_if_no_product(equation: str, tensors: Any, *, path: Any = None) -> Any:
+    """An einsum that contracts nothing, in parts: element-wise products, sums and views. PyTorch
+    multiplies no matrices there, so that it is in float32 under autocast: an outer product, as of
+    positions and frequencies in rotary embeddings, or a trace."""
+    if _contracts(equation):
+        return NotImplemented
+    return aten.einsum.default.decompose(equation, tensors, path=path)
+
+
+def _contracts(equation: str) -> bool:
+    """Whether an index of several operands is summed over."""
+    operands, arrow, result = equation.replace(" ", "").partition("->")
+    indices = set(filter(str.isalpha, operands))
+    kept = set(result) if arrow else {i for i in indices if operands.count(i) == 1}
+    return any(sum(i in each for each in operands.split(",")) > 1 for i in indices - kept)
+
+
 aten = torch.ops.aten
 DROPOUTS = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout)
 
 DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
     **{packet.default: drop_if_active for packet in DROPOUTS},
     ATTENTION: note_kernel,
+    aten.einsum.default: spell_out_if_no_product,
     torch.ops.aten.to.other: convert_like,
     torch.ops.aten.type_as.default: convert_like,
 }

@@ -24,13 +24,11 @@ from amp_graph.inspection.flops import flops_of
 from amp_graph.inspection.reasons import Reason, chain, short_reason
 from amp_graph.inspection.spelling import byte_count, dtype_name, input_kind, shapes
 from amp_graph.inspection.spelling import op_name as short_op
-from amp_graph.ir import Cast, NodeFacts, Plan
+from amp_graph.ir import LOW, Cast, NodeFacts, Plan
 from amp_graph.listing import Listing
 from amp_graph.oplists import OpLists
 from amp_graph.passes.annotate import tensor_facts
 from amp_graph.passes.written_casts import is_switch
-
-LOW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,66 @@
+"""An einsum is a matrix product only if it contracts an index; `torch.autocast` is the measure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import amp_graph
+
+SIZES = {"a": 2, "b": 3, "c": 4}
+
+
+@st.composite
+def equations(draw: st.DrawFn) -> str:
+    operands = draw(st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, max_size=2))
+    given = sorted({i for operand in operands for i in operand})
+    kept = draw(st.lists(st.sampled_from(given), unique=True))
+    result = draw(st.sampled_from(["->" + "".join(kept), ""]))
+    return ",".join(operands) + result
+
+
+@given(equations())
+@settings(max_examples=60, deadline=None)
+def test_einsum_is_low_where_autocast_has_it_low(equation: str) -> None:
+    torch._dynamo.reset()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            operands = equation.partition("->")[0].split(",")
+            sizes = [[SIZES[i] for i in operand] for operand in operands]
+            self.operands = nn.ParameterList(nn.Parameter(torch.rand(s)) for s in sizes)
+
+        def forward(self) -> Tensor:
+            return torch.einsum(equation, *self.operands) * 2
+
+    model = Net()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model()
+    amp_graph.convert(model, policy=amp_graph.Policy("bfloat16", level="safe"), example_inputs=())
+    (plan,) = amp_graph.plans(model)
+    products = {"einsum", "bmm", "mm", "matmul"}
+    is_low = any(name.rstrip("_0123456789") in products for name in plan.low)
+    assert is_low == (expected.dtype is torch.bfloat16), equation
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_rotary_angles_are_exact() -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+            self.register_buffer("frequencies", 1e4 ** -torch.linspace(0, 1, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            positions = torch.arange(x.shape[1], dtype=torch.float32)
+            angles = torch.einsum("i,j->ij", positions, self.frequencies)
+            return self.layer(x) * torch.cat([angles.cos(), angles.sin()], -1)
+
+    model, x = Rotary(), torch.randn(2, 2048, 32)
+    expected = model(x)
+    amp_graph.convert(model, policy="bfloat16")
+    assert float((model(x) - expected).norm() / expected.norm()) < 0.01
