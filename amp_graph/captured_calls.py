@@ -69,6 +69,14 @@ class CapturedCalls:
         captured = captured_call(self._module, self._compiler.compile_graph, **self._settings)
         self._run = self._around(captured)
 
+    def _begin_again(self, has_captured: bool = True) -> None:
+        """After a call that raised: it tells nothing of the model, and what Dynamo was capturing
+        meanwhile it would never capture again."""
+        if has_captured:
+            self._capture()
+        if self._watch is not None:
+            self._watch = Outside(self._compiler.lists)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._own_code is not None:
             return self._own_code(*args, **kwargs)
@@ -80,11 +88,8 @@ class CapturedCalls:
             with self._watch or contextlib.nullcontext():
                 result = self._run(*args, **kwargs)
         except Exception as error:
-            if not is_of_capture(error):
-                if frames_seen() != frames:  # Dynamo never again captures what raised meanwhile
-                    self._capture()
-                if self._watch is not None:
-                    self._watch = Outside(self._compiler.lists)
+            if kept is None and not is_of_capture(error):
+                self._begin_again(has_captured=frames_seen() != frames)
                 raise
             uncaptured = error
         if uncaptured is not None:  # outside of the handler: its error is no part of the user's own
@@ -166,13 +171,15 @@ class CapturedCalls:
         warn(f"{self._name} is no longer captured and {plan.otherwise}. {advice}")
 
     def _run_uncaptured(self, error: Exception, args: Any, kwargs: Any) -> Any:
-        """Capture with more breaks. If that was tried, run the model's own code under autocast, and
-        go on so; if it raises, nothing could have been captured, and the next call is."""
+        """Capture with more breaks. If that was tried, or would not help, run the model's own code
+        under autocast, and go on so: it may raise no such error, or catch it. If it raises, nothing
+        could have been captured, and the next call is."""
         cause = getattr(error, "inner_exception", None)
         if isinstance(cause, PlanError):
-            self._capture()
+            self._begin_again()
             raise cause from None
-        if not self._settings and not isinstance(error, CAPTURED_TOO_OFTEN):
+        may_help = is_of_capture(error) and not isinstance(error, CAPTURED_TOO_OFTEN)
+        if may_help and not self._settings:
             self._settings = BREAK_AT_DATA
             self._capture()
             return self(*args, **kwargs)
@@ -183,7 +190,7 @@ class CapturedCalls:
             result = own_code(*args, **kwargs)
         except Exception:
             del self._record.plans[index]
-            self._capture()
+            self._begin_again()
             raise
         if self._record.plans[index] is planned:  # else it was told that autocast fails
             warn(f"{self._name} {planned.otherwise}")

@@ -177,3 +177,46 @@ def test_a_class_gets_another_forward() -> None:
     y = model(x)
     Net.forward = lambda self, x: self.layer(x) + 100
     torch.testing.assert_close(model(x), y + 100, rtol=0.01, atol=0)
+
+
+class Catching(nn.Module):
+    def __init__(self, asks: str) -> None:
+        super().__init__()
+        self.layer, self.asks = nn.Linear(8, 8), asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        try:
+            if self.asks == "an axis":
+                h = h.mean(2)
+            elif self.asks == "an attribute":
+                h = h.mask
+            else:
+                h = torch.linalg.cholesky(-h @ h.T)
+        except (IndexError, AttributeError, torch.linalg.LinAlgError):
+            return h * 2
+        return h
+
+
+@pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning")
+@pytest.mark.parametrize("asks", ["an axis", "an attribute", "a factorization"])
+def test_a_model_may_catch_what_it_raises(asks: str) -> None:
+    model, x = amp_graph.convert(Catching(asks)), torch.randn(4, 8)
+    for _ in range(3):
+        torch.testing.assert_close(model(x), Catching.forward(model, x), rtol=0.02, atol=0.02)
+
+
+def test_what_a_model_does_not_catch_is_its_own() -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    model, x = amp_graph.convert(nn.Sequential(nn.Linear(8, 8), nn.ReLU())), torch.randn(4, 8)
+    for _ in range(2):
+        handle = model[0].register_forward_hook(stop)
+        with pytest.raises(Stop):
+            model(x)
+        handle.remove()
+    assert low_share(model, x) == 1
