@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -224,13 +223,11 @@ class CapturedCalls:
         return under_autocast(run, devices_of(self._module), self.own_dtype())
 
     def _not_under_autocast(self, index: int | None, reason: str) -> None:
-        if index is not None:
-            plan = self._record.plans[index]
-            why = f"{plan.fallback}; autocast fails ({reason})"
-            self._record.plans[index] = replace(plan, fallback=why, autocast=False)
-        warn(
-            f"code of {self._name} that is not captured runs in float32: autocast fails ({reason})"
-        )
+        what = f"code of {self._name} that is not captured"
+        if index is None:
+            warn(f"{what} runs in float32: autocast fails ({reason})")
+        else:
+            self._record.not_under_autocast(index, what, reason)
 
     @property
     def _name(self) -> str:

@@ -54,6 +54,12 @@ class Record:
         self.plans[index] = replace(plan, low=frozenset(), casts=(), fallback=reason)
         warn(f"graph {index} runs as it was captured, in its own precision: {reason}")
 
+    def not_under_autocast(self, index: int, what: str, reason: str) -> None:
+        plan = self.plans[index]
+        why = f"{plan.fallback}; autocast fails ({reason})"
+        self.plans[index] = replace(plan, fallback=why, autocast=False)
+        warn(f"{what} runs in float32: autocast fails ({reason})")
+
     def not_compiled(self, index: int, reason: str) -> None:
         reason = " ".join(reason.split())
         self.plans[index] = replace(self.plans[index], uncompiled=reason)
@@ -106,7 +112,7 @@ class Compiler:
             aten = retrace(graph, self.module_names())
             aten = split_where_wide(aten, self.policy, self.lists)
         except Exception as error:
-            return self._not_retraced(original, devices, error)
+            return self._not_retraced(original, example_inputs, error)
         devices |= device_types(aten)
         pins = self._pins_for(aten)
         try:
@@ -178,11 +184,18 @@ class Compiler:
         self._graphs[index] = (captured, emitted)
         return index
 
-    def _not_retraced(self, original: Run, devices: frozenset[str], error: Exception) -> Run:
+    def _not_retraced(self, original: Run, example_inputs: Sequence[Any], error: Exception) -> Run:
+        devices = _devices_of(example_inputs)
         dtype = self.policy.dtype_for(devices)
         reason = " ".join(f"not retraced to ATen ({type(error).__name__}: {error})".split())
         self.record.plans.append(Plan(dtype, fallback=reason, autocast=True))
-        run = under_autocast(original, devices, dtype)
+        index = len(self.record.plans) - 1
+        run: Run = Guarded(
+            under_autocast(original, devices, dtype),
+            original,
+            [i for i, x in enumerate(example_inputs) if isinstance(x, torch.Tensor)],
+            partial(self.record.not_under_autocast, index, f"graph {index}"),
+        )
         return Boundary(run, self._weights, self.record.scale) if self.record.scale else run
 
 

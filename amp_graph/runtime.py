@@ -1,4 +1,9 @@
-"""What runs in place of a captured graph, and the ways back to the user's own code."""
+"""What runs in place of a captured graph, and the ways back to the user's own code.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+
+    torch.utils._python_dispatch._get_current_dispatch_mode_stack, _pop_mode_temporarily
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode_temporarily,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_graph.ir import Color
@@ -174,9 +183,14 @@ class Outside(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
+        """For a graph. It leaves the stack of modes where it can: under one, in inference mode,
+        operators are taken apart beneath autocast, which then does not see the parts."""
+        modes = _get_current_dispatch_mode_stack()
+        without = _pop_mode_temporarily if modes and modes[-1] is self else contextlib.nullcontext
         before, self._inside = self._inside, True
         try:
-            yield
+            with without():
+                yield
         finally:
             self._inside = before
 
