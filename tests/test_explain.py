@@ -213,6 +213,21 @@ def test_breaks_and_fallbacks_are_named() -> None:
     assert "0% of operators" in text
 
 
+def test_what_the_figures_leave_out_is_said() -> None:
+    class Skips(Net):
+        @torch._dynamo.disable
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    for make, is_whole in ((Net, True), (Skips, False)):
+        model = amp_graph.convert(nn.Sequential(make()), policy="bfloat16")
+        for _ in range(2):
+            model(torch.randn(4, 8))
+        report = amp_graph.explain(model)
+        for text in (" ".join(str(report).split()), report._repr_html_()):
+            assert ("code that is not captured is not counted" not in text) == is_whole
+
+
 def test_the_suggestions_free_what_they_say() -> None:
     """Following the first one makes its operators low, and moves the bytes that it says."""
     x = torch.randn(4, 8)

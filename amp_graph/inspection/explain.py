@@ -106,7 +106,8 @@ def _in_one_line(data: ReportData) -> str:
         (total.bytes, "activation bytes"),
     )
     shares = [f"{percent(share.low, share.total)} of {name}" for share, name in figures]
-    return f"{', '.join(shares)} in low precision; {count(len(data.graphs), 'graph')}"
+    graphs = count(len(data.graphs), "graph")
+    return f"{', '.join(shares)} in low precision; {graphs}{data.note}"
 
 
 def _cast_title(data: ReportData) -> str:

@@ -85,6 +85,12 @@ class ReportData:
     fallbacks: tuple[str, ...]
     suggestions: tuple[Suggestion, ...]
 
+    @property
+    def note(self) -> str:
+        """What the figures leave out, if anything."""
+        uncaptured = any(not graph.nodes and graph.fallback for graph in self.graphs)
+        return "; code that is not captured is not counted" if uncaptured else ""
+
 
 def report_data(model: AnnotatedModel) -> ReportData:
     """The figures of all graphs of a model together."""

@@ -71,6 +71,7 @@ class Boundary:
         self._records = records
         self._positions = [position for position, _ in weights]
         self._parameters = frozenset([*self._positions, *parameters])
+        self._others: list[int] = []  # the other positions, once it is known how many there are
         self._weights = GraphWeights(store, [dtype for _, dtype in weights])
         self._read_wide = parameters
         self._low_parameters = _picker(self._positions)
@@ -101,7 +102,9 @@ class Boundary:
         scale: Scale | None = None
         inputs: list[int] = []
         if self._scale is not None and self._scale.is_on():
-            inputs = [i for i, x in enumerate(args) if self._is_input(i, x)]
+            if not self._others:
+                self._others = [i for i in range(len(args)) if i not in self._parameters]
+            inputs = [i for i in self._others if carries_gradient(args[i])]
             scale = self._scale.for_call([args[i] for i in inputs])
         for group in self._groups_of(args, parameters, scale):
             lows, tensors = group.pick_values(values), group.pick_tensors(args)
@@ -112,10 +115,6 @@ class Boundary:
             return self._run_scaled(scale, args, inputs, values, begin)
         with begin:
             return self._run(*values)
-
-    def _is_input(self, i: int, value: Any) -> bool:
-        """Whether it is not a parameter, and its gradient is scaled for itself."""
-        return carries_gradient(value) and i not in self._parameters
 
     def _run_scaled(
         self,
