@@ -24,7 +24,6 @@ from amp_graph.training.loss_scale import LossScale
 
 PEAK = 1.0  # what the largest incoming gradient is brought to
 PASSES = 32  # backward passes that may run inside of, or beside, one another
-
 LOOKED_AT = 64  # autograd nodes behind the inputs of a call
 
 Factors = tuple[Tensor, Tensor]
