@@ -139,6 +139,7 @@ class Compiler:
             parameters,
             without_autocast(watched, devices),
             records=_records_some(lifted),
+            written=_written_inputs(plan),
         )
         return Guarded(
             restoring_grad_mode(boundary),
@@ -196,7 +197,9 @@ class Compiler:
             [i for i, x in enumerate(example_inputs) if isinstance(x, torch.Tensor)],
             partial(self.record.not_under_autocast, index, f"graph {index}"),
         )
-        return Boundary(run, self._weights, self.record.scale) if self.record.scale else run
+        if self.record.scale is None:
+            return run
+        return Boundary(run, self._weights, self.record.scale, written=range(len(example_inputs)))
 
 
 def _records_some(module: fx.GraphModule) -> bool:
@@ -216,6 +219,11 @@ def _parameters_read(module: fx.GraphModule, lists: OpLists) -> dict[int, bool]:
     read = {i: [*n.users] for i, n in inputs if n.meta.get("is_parameter") and n.users}
     entries = {i: lists.lookup(by[0].target) for i, by in read.items() if len(by) == 1}
     return {i: bool((entry := entries.get(i)) and entry.own_gradients) for i in read}
+
+
+def _written_inputs(plan: Plan) -> frozenset[int]:
+    inputs = (f for f in plan.facts.values() if f.op == "placeholder")
+    return frozenset(i for i, f in enumerate(inputs) if f.written)
 
 
 def _inputs_at_risk(plan: Plan) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -123,4 +124,106 @@ def test_inputs_are_views_of_one_another() -> None:
         each(x, x[:, :2]).sum().backward()
         gradients.append(leaf.grad)
     assert distance(gradients[1], gradients[0]) <= FLOAT16
+    assert_same_gradients(model, plain)
+
+
+class Reverse(torch.autograd.Function):
+    """As the one between a network and the adversary of its features (Ganin et al. 2016)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -3 * gradient
+
+
+class Product(nn.Module):
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        self.layer, self.writes = nn.Linear(4, 4), writes
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.writes:
+            x = x.mul_(2)
+        return (self.layer(x) * y[:, :4]).sum()
+
+
+def reversed_view(h: Tensor) -> tuple[Tensor, Tensor]:
+    return h, Reverse.apply(h)
+
+
+def hooked_view(h: Tensor) -> tuple[Tensor, Tensor]:
+    view = h[:, :4]
+    view.register_hook(lambda gradient: 3 * gradient)
+    return h, view
+
+
+def leaf_view(h: Tensor) -> tuple[Tensor, Tensor]:
+    return h, h.detach().view_as(h).requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("make", "writes"),
+    [(reversed_view, False), (hooked_view, False), (leaf_view, False)]
+    + [(hooked_view, True), (leaf_view, True)],  # a reversed one may not be written to
+)
+def test_views_are_no_more_than_views(make: Callable[[Tensor], Any], writes: bool) -> None:
+    """Where they are, their gradients go on to what they are views of by way of them."""
+    plain = Product(writes)
+    model = amp_graph.convert(copy.deepcopy(plain), policy="float16")
+    gradients = []
+    for each in (plain, model):
+        leaf = X.clone().requires_grad_()
+        each(*make(leaf * 3)).backward()
+        gradients.append(leaf.grad)
+    assert distance(gradients[1], gradients[0]) <= FLOAT16
+
+
+def test_a_gradient_of_a_view_alone() -> None:
+    plain = Product()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="float16")
+    found = []
+    for each in (plain, model):
+        h = X.clone().requires_grad_() * 3
+        parts = h[:, :], h[:2].expand(3, 2, 4)[:, 0]
+        found.append(torch.autograd.grad(each(*parts), parts))
+    assert all(distance(a, b) <= FLOAT16 for a, b in zip(found[1], found[0], strict=True))
+
+
+def test_a_graph_returns_a_view_with_a_gradient_of_its_own() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return reversed_view(self.layer(x))
+
+    plain = Both()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="float16")
+    for each in (plain, model):
+        h, view = each(X)
+        (h.square().sum() + view.sum()).backward()
+    assert_same_gradients(model, plain)
+
+
+def test_two_parts_of_a_buffer_are_filled() -> None:
+    class Fills(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, upper: Tensor, lower: Tensor) -> None:
+            upper.copy_(self.first(x))
+            lower.copy_(self.second(x))
+
+    plain = Fills()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="float16")
+    for each in (plain, model):
+        buffer = torch.zeros(6, 4)
+        parts = buffer[:3].detach(), buffer[3:].detach()  # views of nothing, for autograd
+        each(X, *parts)
+        sum(part.square().sum() for part in parts).backward()
     assert_same_gradients(model, plain)

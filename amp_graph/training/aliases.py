@@ -1,8 +1,9 @@
-"""Inputs and results that share their memory cross a boundary together.
+"""Inputs and results that share their memory cross a boundary together, where writes ask for it.
 
-Views of one tensor enter, and leave, as views of what enters, or leaves, for that one. So autograd
-knows of a write into one of them what it would have known without the boundary: the others change,
-too. What shares memory in another way crosses alone, and as a result cannot be written to.
+Views of one tensor enter a graph that writes into one of them, and leave any, as views of what
+enters, or leaves, for that tensor. So autograd knows of a write what it would have known without
+the boundary: the others change, too. What shares memory in another way, or is given more than a
+view's gradient, crosses alone, and as a result cannot be written to.
 """
 
 from __future__ import annotations
@@ -11,24 +12,32 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from amp_graph.training.crossing import Scale, carries_gradient, enter, leave, memory, write_back
 from amp_graph.training.engine import view_of
 
+VIEWS_OF_VIEWS = 64  # followed down to their base
 
-def enter_inputs(scale: Scale, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Hand inputs in that carry gradients, to which these go out divided by S."""
+
+def enter_inputs(
+    scale: Scale, inputs: Sequence[Tensor], are_written: Sequence[bool]
+) -> list[Tensor]:
+    """Hand inputs in that carry gradients, to which these go out divided by S. `are_written`: to
+    which of them the graph writes."""
+    written = {memory(x) for x, is_written in zip(inputs, are_written, strict=True) if is_written}
     entered: dict[int, Tensor] = {}
     for sharing in _by_memory(inputs):
-        base = _common_base(sharing)
-        whole = sharing if base is None else [base]
-        crossed = {id(x): enter(scale, [x], (0,), [x])[0] for x in whole}
-        entered |= crossed if base is None else _views(sharing, base, crossed[id(base)])
+        base = _common_base(sharing) if memory(sharing[0]) in written else None
+        if base is None:
+            entered |= {id(x): enter(scale, [x], (0,), [x])[0] for x in sharing}
+        else:
+            entered |= _views(sharing, base, enter(scale, [base], (0,), [base])[0])
     return [entered[id(x)] for x in inputs]
 
 
 def record_writes(scale: Scale, inputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Record what a graph wrote into these inputs by way of the values that had entered for them.
+    """Record what a graph wrote into these tensors by way of the values that had entered for them.
     Of a view it follows from what was written into its base."""
     known = {id(x) for x in inputs}
     for written, value in zip(inputs, values, strict=True):
@@ -48,20 +57,19 @@ def leave_results(
     tensors that did not, as they required no gradient; what was written into one leaves in it, and
     so do results that are views of it.
     """
-    written = {memory(t): t for t in constants if carries_gradient(t) and not t.is_leaf}
-    for tensor in written.values():
-        write_back(scale, tensor, tensor)
-    of_inputs = {memory(t) for t in inputs}
+    filled = [t for t in constants if carries_gradient(t) and not t.is_leaf]
+    record_writes(scale, filled, filled)
+    of_filled, of_inputs = {*map(memory, filled)}, {*map(memory, inputs)}
     left: dict[int, Tensor] = {}
-    crossing = (x for x in results if carries_gradient(x) and memory(x) not in written)
+    crossing = (x for x in results if carries_gradient(x) and memory(x) not in of_filled)
     for sharing in _by_memory(crossing):
         is_of_input = memory(sharing[0]) in of_inputs
-        base = None if is_of_input or len(sharing) == 1 else _common_base(sharing)
-        if base is not None:
-            left |= _views(sharing, base, leave(scale, base))
-        else:
+        base = None if is_of_input else _common_base(sharing)
+        if base is None:
             shares = is_of_input or len(sharing) > 1
             left |= {id(x): leave(scale, x, shares) for x in sharing}
+        else:
+            left |= _views(sharing, base, leave(scale, base))
     return [left.get(id(value), value) for value in results]
 
 
@@ -77,7 +85,26 @@ def _common_base(sharing: Sequence[Tensor]) -> Tensor | None:
     there is no such tensor, or none that carries a gradient."""
     bases = {id(b): b for b in (x if x._base is None else x._base for x in sharing)}
     base, *others = bases.values()
-    return None if len(sharing) == 1 or others or not base.requires_grad else base
+    if len(sharing) == 1 or others or not base.requires_grad:
+        return None
+    return base if all(_is_but_a_view(x, base) for x in sharing) else None
+
+
+def _is_but_a_view(tensor: Tensor, base: Tensor) -> bool:
+    """Whether its gradient does nothing but go on to the base: it does not end here, and no function
+    of the user's has made the view (one whose gradient is reversed, say)."""
+    if tensor is base:
+        return True
+    if tensor.is_leaf:
+        return False
+    node: Any = tensor.grad_fn
+    for _ in range(VIEWS_OF_VIEWS):
+        if node is base.grad_fn or getattr(node, "variable", None) is base:
+            return True
+        if isinstance(node, BackwardCFunction) or len(node.next_functions) != 1:
+            return False
+        ((node, _),) = node.next_functions
+    return False
 
 
 def _views(of: Sequence[Tensor], base: Tensor, crossed: Tensor) -> dict[int, Tensor]:

@@ -49,6 +49,7 @@ class Boundary:
 
     run: the graph; it takes the captured inputs and then the low-precision weights.
     watched: runs the graph under a FirstNonfinite, which it takes first.
+    written: positions of the inputs that the graph may write to.
     records: whether autograd records some of it though it was called under `no_grad`.
     weights: position among the captured inputs and dtype of each low-precision weight.
     parameters: positions of the inputs that are parameters and read in float32 as well; and of
@@ -64,11 +65,13 @@ class Boundary:
         parameters: Mapping[int, bool] = MappingProxyType({}),
         watched: Callable[..., Any] | None = None,
         records: bool = False,
+        written: Container[int] = (),
     ):
         self._run = run
         self._watched = watched
         self._scale = scale
         self._records = records
+        self._written = written
         self._positions = [position for position, _ in weights]
         self._parameters = frozenset([*self._positions, *parameters])
         self._others: list[int] = []  # the other positions, once it is known how many there are
@@ -126,7 +129,8 @@ class Boundary:
     ) -> Any:
         """Run with gradients of inputs and outputs scaled too."""
         given = [args[i] for i in inputs]
-        for i, value in zip(inputs, enter_inputs(scale, given), strict=True):
+        are_written = [i in self._written for i in inputs]
+        for i, value in zip(inputs, enter_inputs(scale, given, are_written), strict=True):
             values[i] = value
         constants = [*filter(carries_none, args)]
         versions = [x._version for x in given]
