@@ -30,17 +30,17 @@ def test_einsum_is_low_where_autocast_has_it_low(equation: str) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            operands = equation.partition("->")[0].split(",")
-            sizes = [[SIZES[i] for i in operand] for operand in operands]
-            self.operands = nn.ParameterList(nn.Parameter(torch.rand(s)) for s in sizes)
+            self.scale = nn.Parameter(torch.ones(()))
 
-        def forward(self) -> Tensor:
-            return torch.einsum(equation, *self.operands) * 2
+        def forward(self, *operands: Tensor) -> Tensor:
+            return torch.einsum(equation, *operands) * self.scale
 
-    model = Net()
+    operands = equation.partition("->")[0].split(",")
+    batch = [torch.rand([SIZES[i] for i in operand]) for operand in operands]
     with torch.autocast("cpu", torch.bfloat16):
-        expected = model()
-    amp_graph.convert(model, policy=amp_graph.Policy("bfloat16", level="safe"), example_inputs=())
+        expected = torch.einsum(equation, *batch)
+    policy = amp_graph.Policy("bfloat16", level="safe")
+    model = amp_graph.convert(Net(), policy=policy, example_inputs=batch)
     (plan,) = amp_graph.plans(model)
     products = {"einsum", "bmm", "mm", "matmul"}
     is_low = any(name.rstrip("_0123456789") in products for name in plan.low)
