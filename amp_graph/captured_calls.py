@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_graph.capture.breaks import why_not_captured
+from amp_graph.capture.breaks import depends_on_data, why_not_captured
 from amp_graph.capture.dynamo import (
     CAPTURED_TOO_OFTEN,
     DYNAMO_ERRORS,
@@ -25,6 +25,7 @@ from amp_graph.capture.dynamo import (
     captured_call,
     frames_seen,
     is_of_capture,
+    is_of_graph,
 )
 from amp_graph.compiler import Compiler
 from amp_graph.errors import PlanError
@@ -81,20 +82,22 @@ class CapturedCalls:
             return self._own_code(*args, **kwargs)
         if _code_of(self._module) != self._captured_as:  # fully_shard() changes the class
             self._capture()
-        frames, uncaptured = frames_seen(), None
+        frames, runs, uncaptured = frames_seen(), self._record.runs.total(), None
         kept = Kept(self._module) if self._is_new else None
         try:
             with self._watch or contextlib.nullcontext():
                 result = self._run(*args, **kwargs)
         except Exception as error:
-            if kept is None and not is_of_capture(error):
+            is_ours = is_of_capture(error) or (kept is not None and is_of_graph(error))
+            if not is_ours:
                 self._begin_again(has_captured=frames_seen() != frames)
                 raise
             uncaptured = error
         if uncaptured is not None:  # outside of the handler: its error is no part of the user's own
             if kept is not None:
                 kept.put_back()
-            result = self._run_uncaptured(uncaptured, args, kwargs)
+            has_begun = self._record.runs.total() != runs
+            result = self._run_uncaptured(uncaptured, has_begun, args, kwargs)
         self._look_back(has_captured=frames_seen() != frames)
         return result
 
@@ -169,15 +172,17 @@ class CapturedCalls:
         plan = self._record.plans[index]
         warn(f"{self._name} is no longer captured and {plan.otherwise}. {advice}")
 
-    def _run_uncaptured(self, error: Exception, args: Any, kwargs: Any) -> Any:
-        """Capture with more breaks. If that was tried, or would not help, run the model's own code
-        under autocast, and go on so: it may raise no such error, or catch it. If it raises, nothing
-        could have been captured, and the next call is."""
+    def _run_uncaptured(self, error: Exception, has_begun: bool, args: Any, kwargs: Any) -> Any:
+        """Capture with more breaks. If that was tried, or is not likely to help a model that would
+        begin for the third time, run its own code under autocast, and go on so: it may raise no
+        such error, or catch it. If it raises, nothing could have been captured, and the next call
+        is."""
         cause = getattr(error, "inner_exception", None)
         if isinstance(cause, PlanError):
             self._begin_again()
             raise cause from None
-        may_help = is_of_capture(error) and not isinstance(error, CAPTURED_TOO_OFTEN)
+        is_other = is_of_capture(error) and not isinstance(error, CAPTURED_TOO_OFTEN)
+        may_help = depends_on_data(error) or (is_other and not has_begun)
         if may_help and not self._settings:
             self._settings = BREAK_AT_DATA
             self._capture()

@@ -227,3 +227,71 @@ def test_two_parts_of_a_buffer_are_filled() -> None:
         each(X, *parts)
         sum(part.square().sum() for part in parts).backward()
     assert_same_gradients(model, plain)
+
+
+class Hooked(Halves):
+    """A gradient is changed on its way from a result to what it is a view of."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h, mean, scale = super().forward(x)
+        scale.register_hook(lambda gradient: -2 * gradient)
+        return h, mean, scale
+
+
+class Rows(nn.Module):
+    """Writes into a view, of which the caller holds the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.layer = nn.Parameter(torch.tensor(0.8)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = x * 1
+        part = h[1:]
+        torch._dynamo.graph_break()
+        part.mul_(self.factor)
+        part.tanh_()
+        return h, self.layer(part)
+
+
+class Cache(nn.Module):
+    """Fills a part of what requires no gradient, and returns the part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        cache = torch.zeros(5, 4)
+        torch._dynamo.graph_break()
+        part = cache[1:4]
+        part.copy_(self.layer(x))
+        return part, cache[2:] * 2, cache
+
+
+class Detached(nn.Module):
+    """Two tensors of one memory, of which autograd knows nothing in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.layer(x)
+        alias = h.detach()
+        torch._dynamo.graph_break()
+        alias[:1].mul_(self.layer.bias)
+        return (h[1],)
+
+
+@pytest.mark.parametrize("make", [Hooked, Rows, Cache, Detached])
+def test_gradients_of_results(make: type[nn.Module]) -> None:
+    plain = make()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="float16")
+    inputs = []
+    for each in (plain, model):
+        leaf = X.clone().requires_grad_()
+        sum((result * (i + 1)).square().sum() for i, result in enumerate(each(leaf))).backward()
+        inputs.append(leaf.grad)
+    assert distance(inputs[1], inputs[0]) <= FLOAT16
+    assert_same_gradients(model, plain)

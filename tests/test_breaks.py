@@ -188,19 +188,14 @@ class Catching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.layer(x)
         try:
-            if self.asks == "an axis":
-                h = h.mean(2)
-            elif self.asks == "an attribute":
-                h = h.mask
-            else:
-                h = torch.linalg.cholesky(-h @ h.T)
-        except (IndexError, AttributeError, torch.linalg.LinAlgError):
+            h = h.mean(2) if self.asks == "an axis" else torch.linalg.cholesky(-h @ h.T)
+        except (IndexError, torch.linalg.LinAlgError):
             return h * 2
         return h
 
 
 @pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning")
-@pytest.mark.parametrize("asks", ["an axis", "an attribute", "a factorization"])
+@pytest.mark.parametrize("asks", ["an axis", "a factorization"])
 def test_a_model_may_catch_what_it_raises(asks: str) -> None:
     model, x = amp_graph.convert(Catching(asks)), torch.randn(4, 8)
     for _ in range(3):
@@ -211,7 +206,10 @@ def test_what_a_model_does_not_catch_is_its_own() -> None:
     class Stop(Exception):
         pass
 
+    seen = []
+
     def stop(*_: object) -> None:
+        seen.append(1)
         raise Stop
 
     model, x = amp_graph.convert(nn.Sequential(nn.Linear(8, 8), nn.ReLU())), torch.randn(4, 8)
@@ -220,6 +218,7 @@ def test_what_a_model_does_not_catch_is_its_own() -> None:
         with pytest.raises(Stop):
             model(x)
         handle.remove()
+    assert len(seen) == 2  # the hook ran once for each call
     assert low_share(model, x) == 1
 
 

@@ -99,3 +99,63 @@ def test_the_small_gradients_of_training_keep_their_scale() -> None:
         (found,) = torch.autograd.grad(each(x).sum() * 1e-6, x, create_graph=True)
         found.sum().backward()
     assert_same_gradients(model, plain)
+
+
+def derivative(kind: str, model: nn.Module, x: Tensor, direction: Tensor) -> Tensor:
+    functional = torch.autograd.functional
+    if kind == "jacobian":
+        return functional.jacobian(model, x, vectorize=True)
+    if kind == "jvp":
+        return functional.jvp(model, x, direction)[1]
+
+    def loss(x: Tensor) -> Tensor:
+        return model(x).square().sum()
+
+    if kind == "hessian":
+        return functional.hessian(loss, x, vectorize=True)
+    return functional.hvp(loss, x, direction)[1]
+
+
+@pytest.mark.parametrize("kind", ["jacobian", "hessian", "hvp", "jvp"])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_functional_derivatives(kind: str, is_known: bool) -> None:
+    plain = Mlp()
+    model = twins(plain)[1] if is_known else copy.deepcopy(plain)
+    if not is_known:
+        amp_graph.convert(model, policy="float16")
+    expected, found = (derivative(kind, each, X[:1], X[1:2]) for each in (plain, model))
+    assert distance(found, expected) <= 2 * FLOAT16  # of two passes
+
+
+class Two(Mlp):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), super().forward(x * 2)
+
+
+def test_the_first_gradient_is_zero() -> None:
+    plain, model = twins(Two())
+    found = []
+    for each in (plain, model):
+        x = X.clone().requires_grad_()
+        first, second = each(x)
+        found += torch.autograd.grad(first.square().sum() * 10 + (0 * second).sum(), x)
+    assert distance(found[1], found[0]) <= FLOAT16
+
+
+def test_a_sparse_gradient_comes_in() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.layer = nn.Parameter(torch.rand(6, 4)), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.weight * 2, self.layer(x)
+
+    plain = Table()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="float16")
+    for each in (plain, model):
+        table, _ = each(X)
+        F.embedding(torch.tensor([[0, 1, 1]]), table, sparse=True).square().sum().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    for p, q in ((p.grad, q.grad) for p, q in pairs if q.grad is not None):
+        assert distance(p.to_dense(), q.to_dense()) <= FLOAT16

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 
 def break_in(graph: fx.GraphModule) -> list[str]:
@@ -31,6 +32,14 @@ def why_not_captured(error: Exception) -> str:
     if got:
         reason = f"{reason}: {raised.splitlines()[0]}"
     return _at(getattr(error, "real_stack", None) or (), reason)
+
+
+def depends_on_data(error: Exception) -> bool:
+    """Whether Dynamo says that it gave up at a number or a size that is not known before the data
+    is. It gives up there in other words, too."""
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return True
+    return str(error).startswith("PendingUnbackedSymbolNotFound")  # raised as an internal error
 
 
 def _at(frames: Sequence[Any], reason: str) -> str:

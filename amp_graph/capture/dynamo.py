@@ -176,6 +176,12 @@ def is_of_capture(error: Exception) -> bool:
     return any(frame.f_code.co_filename == convert_frame.__file__ for frame, _ in frames)
 
 
+def is_of_graph(error: Exception) -> bool:
+    """Whether an operator of a graph raised it, of which the model's own code may catch it."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_filename.startswith("<eval_with_key>") for frame, _ in frames)
+
+
 def frames_seen() -> int:
     """How often Dynamo has begun to capture something, anywhere in this process."""
     return int(counters["frames"]["total"])

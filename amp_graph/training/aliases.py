@@ -59,12 +59,13 @@ def leave_results(
     """
     filled = [t for t in constants if carries_gradient(t) and not t.is_leaf]
     record_writes(scale, filled, filled)
-    of_filled, of_inputs = {*map(memory, filled)}, {*map(memory, inputs)}
+    of_filled, of_inputs = {id(_base(t)) for t in filled}, {memory(t) for t in inputs}
     left: dict[int, Tensor] = {}
-    crossing = (x for x in results if carries_gradient(x) and memory(x) not in of_filled)
+    crossing = (x for x in results if carries_gradient(x) and id(_base(x)) not in of_filled)
     for sharing in _by_memory(crossing):
         is_of_input = memory(sharing[0]) in of_inputs
-        base = None if is_of_input else _common_base(sharing)
+        is_heard = any(x._backward_hooks or x.retains_grad for x in sharing)
+        base = None if is_of_input or is_heard else _common_base(sharing)
         if base is None:
             shares = is_of_input or len(sharing) > 1
             left |= {id(x): leave(scale, x, shares) for x in sharing}
@@ -80,10 +81,14 @@ def _by_memory(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     return [[*sharing.values()] for sharing in found.values()]
 
 
+def _base(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
 def _common_base(sharing: Sequence[Tensor]) -> Tensor | None:
     """What several tensors are views of, or one of them is and the others are views of; None if
     there is no such tensor, or none that carries a gradient."""
-    bases = {id(b): b for b in (x if x._base is None else x._base for x in sharing)}
+    bases = {id(b): b for b in map(_base, sharing)}
     base, *others = bases.values()
     if len(sharing) == 1 or others or not base.requires_grad:
         return None
@@ -91,8 +96,8 @@ def _common_base(sharing: Sequence[Tensor]) -> Tensor | None:
 
 
 def _is_but_a_view(tensor: Tensor, base: Tensor) -> bool:
-    """Whether its gradient does nothing but go on to the base: it does not end here, and no function
-    of the user's has made the view (one whose gradient is reversed, say)."""
+    """Whether its gradient does nothing but go on to the base: it does not end here, and no
+    function of the user's has made the view (one whose gradient is reversed, say)."""
     if tensor is base:
         return True
     if tensor.is_leaf:

@@ -82,7 +82,7 @@ class Caution:
         """S for a gradient that comes in. If gradients are differentiated again, what comes of it
         is trained on, so that it is the watched one, if somebody watches."""
         running = backward_pass()
-        if running is not None and running not in self._factors and not is_batched(gradient):
+        if running is not None and running not in self._factors:
             if len(self._factors) == PASSES:
                 del self._factors[next(iter(self._factors))]  # ended long ago
             watched = self._scale.factors_on(gradient.device)
@@ -107,10 +107,14 @@ class Caution:
     def _bounded(self, watched: Tensor, gradient: Tensor) -> Factors:
         """A power of 2, so that it rounds nothing. The gradient of a single number, a loss times
         some weight, says little about the gradients of what it was made from, so that they are not
-        made smaller for it."""
+        made smaller for it. One that is all zero, or batched, tells nothing."""
         config = self._scale.config
         least = max(config.floor, 1.0) if gradient.dim() == 0 else config.floor
-        peak = gradient.detach().abs().amax().float() if gradient.numel() else watched
+        peak = torch.ones_like(watched)
+        if gradient.numel() and not is_batched(gradient):
+            values = gradient if gradient.layout is torch.strided else gradient._values()
+            found = values.detach().abs().amax().float()
+            peak = torch.where(found == 0, peak, found)
         enough = torch.exp2(torch.floor(torch.log2(PEAK / peak)))
         bounded = enough.clamp(min(least, config.ceiling), config.ceiling)
         scale = torch.fmin(watched, bounded)

@@ -13,6 +13,7 @@ factors.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -91,9 +92,10 @@ def has_left(node: Any) -> bool:
 def write_back(scale: Scale, written: Tensor, value: Tensor) -> None:
     """Record that a graph wrote into a tensor, by way of the value that had entered for it: itself,
     if none had. Into a leaf that requires a gradient it can only have done so unrecorded. To record
-    it is no write: what the graph saved after its own is as it was."""
+    it is no write: what the graph saved of the value after its own is as it was. But views of the
+    tensor itself that the graph made have yet to see it."""
     if not (written.is_leaf and written.requires_grad):
-        with keeping_version(written):
+        with nullcontext() if value is written else keeping_version(written):
             _apply(_WriteBack, scale, written, value)
 
 
@@ -192,13 +194,15 @@ class _WriteBack(Function):
     @staticmethod
     def forward(ctx: Any, scale: Scale, written: Tensor, value: Tensor) -> Tensor:
         ctx.mark_dirty(written)
-        ctx.scale, ctx.dtype = scale, value.dtype
+        ctx.scale, ctx.dtype, ctx.is_of_view = scale, value.dtype, written._is_view()
         return written
 
     @staticmethod
     @not_captured
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, None, _come_in(ctx.scale, gradient, ctx.dtype)
+        # Of a view autograd would take None for all of its base (torch 2.13).
+        overwritten = torch.zeros_like(gradient) if ctx.is_of_view else None
+        return None, overwritten, _come_in(ctx.scale, gradient, ctx.dtype)
 
 
 class _Cross(Function):
@@ -223,7 +227,7 @@ class _Cross(Function):
         if ctx.is_coming_in:
             factor = ctx.factor * ctx.scale.inverse(gradient.device)
         else:
-            factor = ctx.factor * ctx.scale.factor(gradient, again=True)
+            factor = ctx.factor * ctx.scale.factor(gradient * ctx.factor, again=True)
         back = _apply(_Cross, gradient, factor, ctx.dtype, ctx.scale, not ctx.is_coming_in)
         return back, None, None, None, None
 
