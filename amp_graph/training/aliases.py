@@ -1,9 +1,10 @@
-"""Inputs and results that share their memory cross a boundary together, where writes ask for it.
+"""Inputs and results that share their memory cross a boundary as autograd knows them.
 
 Views of one tensor enter a graph that writes into one of them, and leave any, as views of what
-enters, or leaves, for that tensor. So autograd knows of a write what it would have known without
-the boundary: the others change, too. What shares memory in another way, or is given more than a
-view's gradient, crosses alone, and as a result cannot be written to.
+enters, or leaves, for that tensor; and views of an input leave as that. So autograd knows of a
+write what it would have known without the boundary: the others change, too. What shares memory in
+another way, or is given more than a view's gradient, crosses alone, and as a result cannot be
+written to.
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ def enter_inputs(
     scale: Scale, inputs: Sequence[Tensor], are_written: Sequence[bool]
 ) -> list[Tensor]:
     """Hand inputs in that carry gradients, to which these go out divided by S. `are_written`: to
-    which of them the graph writes."""
+    which of them the graph writes. What enters for those has a version of its own, so that to
+    record the graph's writes does not count as another one after what it saved."""
     written = {memory(x) for x, is_written in zip(inputs, are_written, strict=True) if is_written}
     entered: dict[int, Tensor] = {}
     for sharing in _by_memory(inputs):
-        base = _common_base(sharing) if memory(sharing[0]) in written else None
-        if base is None:
-            entered |= {id(x): enter(scale, [x], (0,), [x])[0] for x in sharing}
-        else:
-            entered |= _views(sharing, base, enter(scale, [base], (0,), [base])[0])
+        is_written = memory(sharing[0]) in written
+        base = _common_base(sharing) if is_written else None
+        crossed = {
+            id(x): enter(scale, [x.data if is_written else x], (0,), [x])[0]
+            for x in (sharing if base is None else [base])
+        }
+        entered |= crossed if base is None else _views(sharing, base, crossed[id(base)])
     return [entered[id(x)] for x in inputs]
 
 
@@ -48,20 +52,32 @@ def record_writes(scale: Scale, inputs: Sequence[Tensor], values: Sequence[Tenso
 def leave_results(
     scale: Scale,
     results: Sequence[Any],
-    inputs: Iterable[Tensor],
+    inputs: Sequence[Tensor],
+    values: Sequence[Tensor],
     constants: Iterable[Tensor] = (),
 ) -> list[Any]:
     """Hand results out; their gradients come in times S. A tensor returned twice stays one.
 
-    `inputs`: tensors that entered, some of which a result may share memory with. `constants`:
-    tensors that did not, as they required no gradient; what was written into one leaves in it, and
-    so do results that are views of it.
+    `inputs`: tensors that entered as `values`. What is but a view of such a value leaves as that
+    view of the input, with which the graph has nothing to do. `constants`: tensors that did not
+    enter, as they required no gradient; what was written into one leaves in it, and so do results
+    that are views of it.
     """
     filled = [t for t in constants if carries_gradient(t) and not t.is_leaf]
     record_writes(scale, filled, filled)
     of_filled, of_inputs = {id(_base(t)) for t in filled}, {memory(t) for t in inputs}
+    given = _givers(inputs, values)
     left: dict[int, Tensor] = {}
-    crossing = (x for x in results if carries_gradient(x) and id(_base(x)) not in of_filled)
+    crossing = []
+    for result in results:
+        if not carries_gradient(result) or id(_base(result)) in of_filled:
+            continue
+        entered = _base(result)
+        giver = given.get(id(entered)) if _is_but_a_view(result, entered) else None
+        if giver is None:
+            crossing.append(result)
+        else:
+            left |= _views([result], entered, giver)
     for sharing in _by_memory(crossing):
         is_of_input = memory(sharing[0]) in of_inputs
         is_heard = any(x._backward_hooks or x.retains_grad for x in sharing)
@@ -72,6 +88,14 @@ def leave_results(
         else:
             left |= _views(sharing, base, leave(scale, base))
     return [left.get(id(value), value) for value in results]
+
+
+def _givers(inputs: Sequence[Tensor], values: Sequence[Tensor]) -> dict[int, Tensor]:
+    """By the id of what has entered, what it entered for: an input, or the base of some."""
+    given: dict[int, Tensor] = {}
+    for x, value in zip(inputs, values, strict=True):
+        given[id(_base(value))] = x if value._base is None else _base(x)
+    return given
 
 
 def _by_memory(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:

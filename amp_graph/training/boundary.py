@@ -130,21 +130,21 @@ class Boundary:
         """Run with gradients of inputs and outputs scaled too."""
         given = [args[i] for i in inputs]
         are_written = [i in self._written for i in inputs]
-        for i, value in zip(inputs, enter_inputs(scale, given, are_written), strict=True):
+        entered = enter_inputs(scale, given, are_written)
+        for i, value in zip(inputs, entered, strict=True):
             values[i] = value
         constants = [*filter(carries_none, args)]
-        versions = [x._version for x in given]
+        versions = [value._version for value in entered]
         with begin:
             if scale.watch is not None and self._watched is not None:
                 results = self._watched(scale.watch, *values)
             else:
                 results = self._run(*values)
-        now = [x._version for x in given]
-        written = [i for i, a, b in zip(inputs, versions, now, strict=True) if a != b]
-        record_writes(scale, [args[i] for i in written], [values[i] for i in written])
-        for i in inputs:
-            follow(args[i], values[i])
-        return leave_results(scale, results, given, constants)
+        written = [k for k, value in enumerate(entered) if value._version != versions[k]]
+        record_writes(scale, [given[k] for k in written], [entered[k] for k in written])
+        for x, value in zip(given, entered, strict=True):
+            follow(x, value)
+        return leave_results(scale, results, given, entered, constants)
 
     def _groups_of(
         self, args: Sequence[Any], parameters: Sequence[Tensor], scale: Scale | None

@@ -13,7 +13,6 @@ factors.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +22,7 @@ from torch.nn import Parameter
 
 from amp_graph.nonfinite import FirstNonfinite
 from amp_graph.training.checked_gradients import CheckedGradients
-from amp_graph.training.engine import are_plain, keeping_version
+from amp_graph.training.engine import are_plain
 
 # Of a model that takes gradients inside, Dynamo would capture what runs in them.
 not_captured = torch.compiler.disable(reason="the boundary of a graph of amp_graph")
@@ -91,12 +90,9 @@ def has_left(node: Any) -> bool:
 
 def write_back(scale: Scale, written: Tensor, value: Tensor) -> None:
     """Record that a graph wrote into a tensor, by way of the value that had entered for it: itself,
-    if none had. Into a leaf that requires a gradient it can only have done so unrecorded. To record
-    it is no write: what the graph saved of the value after its own is as it was. But views of the
-    tensor itself that the graph made have yet to see it."""
+    if none had. Into a leaf that requires a gradient it can only have done so unrecorded."""
     if not (written.is_leaf and written.requires_grad):
-        with nullcontext() if value is written else keeping_version(written):
-            _apply(_WriteBack, scale, written, value)
+        _apply(_WriteBack, scale, written, value)
 
 
 def follow(tensor: Tensor, value: Tensor) -> None:

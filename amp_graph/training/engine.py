@@ -4,7 +4,6 @@ torch._C._current_graph_task_id                                     2.11, 2.13, 
 torch._C._functorch.is_batchedtensor, is_legacy_batchedtensor       2.11, 2.13, 2.15
 torch.UntypedStorage._weak_ref, _expired, _free_weak_ref            2.11, 2.13, 2.15
 torch.Tensor._view_func                                             2.11, 2.13, 2.15
-torch.autograd._unsafe_preserve_version_counter                     2.11, 2.13, 2.15
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ around_compiled = torch.compiler.disable(  # what they call may be compiled
     recursive=False, reason="amp_graph follows what optimizers do"
 )
 
-keeping_version: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 _expired: Any = torch.UntypedStorage._expired
 _free_weak_ref: Any = torch.UntypedStorage._free_weak_ref
 
