@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from amp_graph.nonfinite import FirstNonfinite
@@ -91,7 +92,9 @@ def has_left(node: Any) -> bool:
 def write_back(scale: Scale, written: Tensor, value: Tensor) -> None:
     """Record that a graph wrote into a tensor, by way of the value that had entered for it: itself,
     if none had. Into a leaf that requires a gradient it can only have done so unrecorded."""
-    if not (written.is_leaf and written.requires_grad):
+    if written.is_leaf and written.requires_grad:
+        increment_version(written)
+    else:
         _apply(_WriteBack, scale, written, value)
 
 
