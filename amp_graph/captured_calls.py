@@ -208,9 +208,8 @@ class CapturedCalls:
             not_autocast = "; it has sparse tensors, which autocast does not know"
         elif has_backward_hooks(self._module):  # no call of ours, where an error could be mended
             not_autocast = "; hooks of modules would see gradients in low precision"
-        plan = Plan(self.own_dtype(), fallback=f"{reason}{not_autocast}", autocast=not not_autocast)
-        self._record.plans.append(plan)
-        return len(self._record.plans) - 1
+        fallback, autocast = f"{reason}{not_autocast}", not not_autocast
+        return self._record.add(Plan(self.own_dtype(), fallback=fallback, autocast=autocast))
 
     def _autocast_around(self, run: Run, index: int) -> Run:
         """A captured call, with the code between its graphs, for which plan `index` stands, under

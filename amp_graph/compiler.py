@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ from amp_graph.eager import code_of, eager
 from amp_graph.errors import PlanError
 from amp_graph.inductor import compile_graph as inductor
 from amp_graph.inductor import options_of
-from amp_graph.ir import Plan
+from amp_graph.ir import NodeFacts, Plan
 from amp_graph.modules import Run
 from amp_graph.nonfinite import run_watched
 from amp_graph.oplists import OpLists
@@ -48,6 +48,11 @@ class Record:
     plans: list[Plan] = field(default_factory=list)
     runs: Counter[int] = field(default_factory=Counter)
     scale: GraphScale | None = None
+
+    def add(self, plan: Plan) -> int:
+        """Keep the plan of a graph that was captured, or of code without one; its index."""
+        self.plans.append(plan)
+        return len(self.plans) - 1
 
     def fall_back(self, index: int, reason: str) -> None:
         plan = self.plans[index]
@@ -121,8 +126,8 @@ class Compiler:
         except PlanError:
             raise
         except Exception as error:
-            self._keep(outline(aten, self.policy, self.lists), aten, aten)
-            self.record.fall_back(len(self.record.plans) - 1, f"{type(error).__name__}: {error}")
+            index = self._keep(outline(aten, self.policy, self.lists), aten, aten)
+            self.record.fall_back(index, f"{type(error).__name__}: {error}")
             return original
         index = self._keep(plan, aten, emitted)
         runnable = eager(lifted)
@@ -180,8 +185,7 @@ class Compiler:
         return pins_for(self.saved, outline(aten, self.policy, self.lists))
 
     def _keep(self, plan: Plan, captured: fx.GraphModule, emitted: fx.GraphModule) -> int:
-        self.record.plans.append(plan)
-        index = len(self.record.plans) - 1
+        index = self.record.add(plan)
         self._graphs[index] = (captured, emitted)
         return index
 
@@ -189,8 +193,7 @@ class Compiler:
         devices = _devices_of(example_inputs)
         dtype = self.policy.dtype_for(devices)
         reason = " ".join(f"not retraced to ATen ({type(error).__name__}: {error})".split())
-        self.record.plans.append(Plan(dtype, fallback=reason, autocast=True))
-        index = len(self.record.plans) - 1
+        index = self.record.add(Plan(dtype, fallback=reason, autocast=True))
         run: Run = Guarded(
             under_autocast(original, devices, dtype),
             original,
@@ -221,13 +224,15 @@ def _parameters_read(module: fx.GraphModule, lists: OpLists) -> dict[int, bool]:
     return {i: bool((entry := entries.get(i)) and entry.own_gradients) for i in read}
 
 
+def _inputs(plan: Plan) -> Iterator[tuple[int, NodeFacts]]:
+    return enumerate(f for f in plan.facts.values() if f.op == "placeholder")
+
+
 def _written_inputs(plan: Plan) -> frozenset[int]:
-    inputs = (f for f in plan.facts.values() if f.op == "placeholder")
-    return frozenset(i for i, f in enumerate(inputs) if f.written)
+    return frozenset(i for i, f in _inputs(plan) if f.written)
 
 
 def _inputs_at_risk(plan: Plan) -> list[int]:
     """Inputs that a run may write into: not every schema says so (batch_norm's does not), hence
     all but parameters."""
-    inputs = [f for f in plan.facts.values() if f.op == "placeholder"]
-    return [i for i, f in enumerate(inputs) if f.tensors and (f.written or not f.is_parameter)]
+    return [i for i, f in _inputs(plan) if f.tensors and (f.written or not f.is_parameter)]

@@ -172,14 +172,17 @@ def is_of_capture(error: Exception) -> bool:
     such errors are of a class of its own: some are assertions that fail inside of it."""
     if isinstance(error, DYNAMO_ERRORS):
         return True
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code.co_filename == convert_frame.__file__ for frame, _ in frames)
+    return convert_frame.__file__ in _files_behind(error)
 
 
 def is_of_graph(error: Exception) -> bool:
     """Whether an operator of a graph raised it, of which the model's own code may catch it."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code.co_filename.startswith("<eval_with_key>") for frame, _ in frames)
+    return any(file.startswith("<eval_with_key>") for file in _files_behind(error))
+
+
+def _files_behind(error: Exception) -> list[str]:
+    """The files of the code that it was raised in, and came through."""
+    return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def frames_seen() -> int:

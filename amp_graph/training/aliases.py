@@ -73,8 +73,8 @@ def leave_results(
         if not carries_gradient(result) or id(_base(result)) in of_filled:
             continue
         entered = _base(result)
-        giver = given.get(id(entered)) if _is_but_a_view(result, entered) else None
-        if giver is None:
+        giver = given.get(id(entered))
+        if giver is None or not _is_but_a_view(result, entered):
             crossing.append(result)
         else:
             left |= _views([result], entered, giver)
