@@ -28,13 +28,13 @@ from amp_graph.capture.dynamo import (
     is_of_graph,
 )
 from amp_graph.compiler import Compiler
-from amp_graph.errors import PlanError
+from amp_graph.errors import MISTAKES
 from amp_graph.inspection.reasons import why_nothing_is_low
 from amp_graph.ir import Plan
 from amp_graph.modules import Kept, Run, devices_of, has_backward_hooks, plain_code
 from amp_graph.runtime import (
-    AUTOCAST_DEVICES,
     Outside,
+    autocast_devices,
     or_else,
     under_autocast,
     warn,
@@ -61,6 +61,7 @@ class CapturedCalls:
         self._settings: Mapping[str, Any] = {}  # of Dynamo, other than usual
         self._around: Callable[[Run], Run] = _no_autocast_around
         self._own_code: Run | None = None  # once it is not captured any more
+        self._for_copies: int | None = None  # the plan that stands for them, once there are any
         self._capture()
 
     def _capture(self) -> None:
@@ -106,9 +107,10 @@ class CapturedCalls:
 
         def counted(*args: Any) -> Any:
             self._record.runs[index] += 1
-            if self._watch is None:
+            watch = self._watch  # another thread's call may end, and take it away
+            if watch is None:
                 return run(*args)
-            with self._watch.paused():
+            with watch.paused():
                 return run(*args)
 
         return counted
@@ -122,12 +124,23 @@ class CapturedCalls:
         model = None if index is None else self._module  # inside of a functorch transform it stays
         return or_else(self._under_autocast(plain), lambda: plain, report, model)
 
+    def of_copy(self, own_code: Run) -> Run:
+        """What runs a copy of the model that `nn.DataParallel` made, by its own code: under
+        autocast if it can be."""
+        if self._for_copies is None:
+            self._for_copies = self._stand_in("copied by nn.DataParallel to each GPU in each call")
+            warn(f"{self._name} {self._record.plans[self._for_copies].otherwise}")
+        if not self._record.plans[self._for_copies].autocast:
+            return own_code
+        report = partial(self._not_under_autocast, self._for_copies)
+        return or_else(self._under_autocast(own_code), lambda: own_code, report, None)
+
     def own_dtype(self) -> torch.dtype:
         """The precision of code that is not captured. It has no boundary at which gradients could
         be scaled, so where they have to be it is the one that does without."""
-        if self._record.scale is not None:
-            return torch.bfloat16
-        return self._compiler.policy.dtype_for(devices_of(self._module))
+        policy = self._compiler.policy
+        dtype = policy.dtype_for(devices_of(self._module))
+        return torch.bfloat16 if policy.loss_scale_for(dtype) else dtype
 
     def _look_back(self, has_captured: bool) -> None:
         """After a call: whether all that was asked for happened, and whether to go on so."""
@@ -178,7 +191,7 @@ class CapturedCalls:
         such error, or catch it. If it raises, nothing could have been captured, and the next call
         is."""
         cause = getattr(error, "inner_exception", None)
-        if isinstance(cause, PlanError):
+        if isinstance(cause, MISTAKES):
             self._begin_again()
             raise cause from None
         is_other = is_of_capture(error) and not isinstance(error, CAPTURED_TOO_OFTEN)
@@ -244,4 +257,4 @@ def _code_of(module: nn.Module) -> tuple[Any, Any]:
 
 
 def _no_autocast_around(run: Run) -> Run:
-    return without_autocast(run, AUTOCAST_DEVICES)
+    return without_autocast(run, autocast_devices())

@@ -16,7 +16,7 @@ from amp_graph.capture.breaks import break_in
 from amp_graph.capture.grad_modes import recorded_nodes
 from amp_graph.capture.retrace import retrace
 from amp_graph.eager import code_of, eager
-from amp_graph.errors import PlanError
+from amp_graph.errors import MISTAKES
 from amp_graph.inductor import compile_graph as inductor
 from amp_graph.inductor import options_of
 from amp_graph.ir import NodeFacts, Plan
@@ -42,11 +42,13 @@ from amp_graph.training.weights import LowPrecisionWeights
 @dataclass
 class Record:
     """What is known of one conversion: the plans of its graphs in order of capture, how often
-    each graph ran, and the loss scale. It does not keep the model alive, nor may what Dynamo gets
-    from `Compiler.compile_graph`, which stays in its caches."""
+    each graph ran, where and why graphs ended before the model did, and the loss scale. It does
+    not keep the model alive, nor may what Dynamo gets from `Compiler.compile_graph`, which stays in
+    its caches."""
 
     plans: list[Plan] = field(default_factory=list)
     runs: Counter[int] = field(default_factory=Counter)
+    breaks: list[str] = field(default_factory=list)
     scale: GraphScale | None = None
 
     def add(self, plan: Plan) -> int:
@@ -78,14 +80,13 @@ Graphs: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
 class Compiler:
     """Rewrites every graph that Dynamo hands over; keeps their plans in order of capture."""
 
-    def __init__(self, policy: Policy, scale: GraphScale | None = None, saved: Saved | None = None):
+    def __init__(self, policy: Policy, saved: Saved | None = None):
         self.policy = policy
-        self.record = Record(scale=scale)
+        self.record = Record()
         self.lists = policy.load_lists()
         self._weights = LowPrecisionWeights(kept=policy.refresh_weights == ON_CHANGE)
         self.saved = saved
         self._graphs: dict[int, Graphs] = {}
-        self._breaks: list[str] = []
         self._runs: list[Run] = []  # that stand in `captured_call` for graphs
 
     @property
@@ -97,14 +98,13 @@ class Compiler:
         """Beside each plan its graph as captured and as emitted; None where there is none."""
         return tuple(self._graphs.get(i) for i in range(len(self.record.plans)))
 
-    @property
-    def breaks(self) -> tuple[str, ...]:
-        """Where and why a graph ended before the model did, in order of capture."""
-        return tuple(self._breaks)
-
     def module_names(self) -> dict[str, str]:
         """The path of each module of the model by its id; see `retrace`."""
         return {}
+
+    def scale_for(self, dtype: torch.dtype) -> GraphScale | None:
+        """What gradients are scaled by in graphs of this low precision; None: they are not."""
+        return None
 
     def compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Return what runs instead of a Dynamo graph. Whatever fails here, something right runs:
@@ -112,10 +112,12 @@ class Compiler:
         was captured."""
         devices = _devices_of(example_inputs)
         original = restoring_grad_mode(code_of(eager(graph)))
-        self._breaks += break_in(graph)
+        self.record.breaks += break_in(graph)
         try:
             aten = retrace(graph, self.module_names())
             aten = split_where_wide(aten, self.policy, self.lists)
+        except MISTAKES:
+            raise
         except Exception as error:
             return self._not_retraced(original, example_inputs, error)
         devices |= device_types(aten)
@@ -123,7 +125,7 @@ class Compiler:
         try:
             emitted, plan = rewrite(aten, self.policy, self.lists, pins)
             lifted, weights = lift_weights(emitted, plan)
-        except PlanError:
+        except MISTAKES:
             raise
         except Exception as error:
             index = self._keep(outline(aten, self.policy, self.lists), aten, aten)
@@ -139,12 +141,12 @@ class Compiler:
         boundary = Boundary(
             without_autocast(run, devices),
             self._weights,
-            self.record.scale,
+            self.scale_for(plan.dtype),
             weights,
             parameters,
             without_autocast(watched, devices),
             records=_records_some(lifted),
-            written=_written_inputs(plan),
+            written=written_inputs(plan),
         )
         return Guarded(
             restoring_grad_mode(boundary),
@@ -200,9 +202,10 @@ class Compiler:
             [i for i, x in enumerate(example_inputs) if isinstance(x, torch.Tensor)],
             partial(self.record.not_under_autocast, index, f"graph {index}"),
         )
-        if self.record.scale is None:
+        scale = self.scale_for(dtype)
+        if scale is None:
             return run
-        return Boundary(run, self._weights, self.record.scale, written=range(len(example_inputs)))
+        return Boundary(run, self._weights, scale, written=range(len(example_inputs)))
 
 
 def _records_some(module: fx.GraphModule) -> bool:
@@ -228,7 +231,7 @@ def _inputs(plan: Plan) -> Iterator[tuple[int, NodeFacts]]:
     return enumerate(f for f in plan.facts.values() if f.op == "placeholder")
 
 
-def _written_inputs(plan: Plan) -> frozenset[int]:
+def written_inputs(plan: Plan) -> frozenset[int]:
     return frozenset(i for i, f in _inputs(plan) if f.written)
 
 

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_map
+from torch.optim import Optimizer
 
 from amp_graph.capture.dynamo import can_capture, is_exporting, wants_plain_code
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.captured_calls import CapturedCalls
-from amp_graph.compiler import Compiler
+from amp_graph.compiler import Compiler, written_inputs
 from amp_graph.errors import AmpGraphError
-from amp_graph.modules import call_with, plain_code, unchanged, unwrapped
+from amp_graph.modules import Run, call_with, map_tensors, plain_code, unchanged, unwrapped
 from amp_graph.pins import Saved
 from amp_graph.policy import Policy
-from amp_graph.runtime import AUTOCAST_DEVICES, without_autocast
+from amp_graph.replicas import REPLICATE, SLOT, Replicate
+from amp_graph.runtime import autocast_devices, without_autocast
 from amp_graph.training.graph_scale import GraphScale
-from amp_graph.training.optimizers import drop_scale, use_scale
-
-SLOT = "_call_impl"  # the method of nn.Module that a conversion stands in front of
+from amp_graph.training.optimizers import attach, drop_scale, use_scale
 
 
 class Conversion(Compiler):
@@ -31,27 +31,51 @@ class Conversion(Compiler):
     the model carries a conversion of its own, a pickle carries the plain model.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        policy: Policy,
-        scale: GraphScale | None,
-        saved: Saved | None = None,
-    ):
+    def __init__(self, module: nn.Module, policy: Policy, saved: Saved | None = None):
+        super().__init__(policy, saved)
         self.module = module
-        if scale is not None:
-            use_scale(scale)
-        super().__init__(policy, scale, saved)
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._calls = CapturedCalls(module, self)
 
     @property
     def scale(self) -> GraphScale | None:
         return self.record.scale
 
+    def scale_for(self, dtype: torch.dtype) -> GraphScale | None:
+        """There is one for all graphs that need it, from when the first does: a model may be
+        converted before it is moved to where its low precision is another."""
+        config = self.policy.loss_scale_for(dtype)
+        if config is None:
+            return None
+        if self.scale is None:
+            self._use(GraphScale(config, self.module.parameters))
+        return self.scale
+
+    def _use(self, scale: GraphScale) -> None:
+        self.record.scale = scale
+        use_scale(scale)
+        for optimizer in self._optimizers:
+            attach(optimizer, scale)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Guard an optimizer from before its first step."""
+        self._optimizers.add(optimizer)
+        attach(optimizer, self.scale)
+
+    def open(self) -> None:
+        """From now on the model's calls come here."""
+        self.module.__dict__.update({SLOT: self, REPLICATE: Replicate(self)})
+
     def close(self) -> None:
-        """Called when the model is restored."""
+        """The model runs its own code again."""
+        for name in (SLOT, REPLICATE):
+            del self.module.__dict__[name]
         if self.scale is not None:
             drop_scale(self.scale)
+
+    def of_copy(self, own_code: Run) -> Run:
+        """What runs a copy of the model that `nn.DataParallel` made for one call on one GPU."""
+        return self._calls.of_copy(own_code)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_exporting():  # by `torch.export`, for which Dynamo may read this line
@@ -69,17 +93,19 @@ class Conversion(Compiler):
         result = self._calls(*args, **kwargs)
         if self.policy.output_dtype is None:
             return result
-        return tree_map(self._as_output, result)
+        return map_tensors(self._as_output, result)
 
     def compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         widened = widen_inputs(graph)
         example_inputs = [x.float() if i in widened else x for i, x in enumerate(example_inputs)]
-        compile_graph = without_autocast(super().compile_graph, AUTOCAST_DEVICES)
+        compile_graph = without_autocast(super().compile_graph, autocast_devices())
         # Saved-tensor hooks of the user (checkpoint's, say) are not for the tensors of a trace.
         with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
             run = compile_graph(graph, example_inputs)
         if widened:
-            run = taking_narrow(run, widened)
+            plan = self.record.plans[-1]
+            written = written_inputs(plan) if plan.facts else frozenset(widened)
+            run = taking_narrow(run, widened, written)
         counted = self._calls.of_graph(run, len(self.record.plans) - 1)
         self._runs.append(counted)
         return counted
@@ -92,16 +118,16 @@ class Conversion(Compiler):
     def module_names(self) -> dict[str, str]:
         return {str(id(module)): name for name, module in self.module.named_modules()}
 
-    def _as_output(self, value: Any) -> Any:
-        is_float32 = isinstance(value, torch.Tensor) and value.dtype is torch.float32
-        return value.to(self.policy.output_dtype) if is_float32 else value
+    def _as_output(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to(self.policy.output_dtype) if value.dtype is torch.float32 else value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Conversion:
         """Called while the model is copied, when its copy exists but is not filled in yet."""
         module = memo[id(self.module)]
-        scale = self.scale.copy(module.parameters) if self.scale else None
-        conversion = Conversion(module, self.policy, scale, self.saved)
-        module.__dict__[SLOT] = conversion
+        conversion = Conversion(module, self.policy, self.saved)
+        if self.scale is not None:
+            conversion._use(self.scale.copy(module.parameters))
+        conversion.open()
         return conversion
 
     def __reduce__(self) -> Any:

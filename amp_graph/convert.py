@@ -14,13 +14,8 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from amp_graph.compiler import Compiler, Record
-from amp_graph.conversion import (
-    SLOT,
-    Conversion,
-    conversion_of,
-    found_conversion,
-)
-from amp_graph.errors import AmpGraphError, PlanError, did_you_mean
+from amp_graph.conversion import Conversion, conversion_of, found_conversion
+from amp_graph.errors import MISTAKES, AmpGraphError, PlanError, did_you_mean
 from amp_graph.ir import Plan
 from amp_graph.modules import devices_of, unwrapped
 from amp_graph.pins import Saved
@@ -29,7 +24,6 @@ from amp_graph.policy import Policy, as_policy
 from amp_graph.runtime import warn
 from amp_graph.training.found_inf import found_inf, parameters_of
 from amp_graph.training.graph_scale import GraphScale
-from amp_graph.training.optimizers import attach
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizers = TypeVar("Optimizers", Optimizer, list[Optimizer], tuple[Optimizer, ...])
@@ -102,7 +96,7 @@ def convert(
             )
         _convert(inner, policy, None if plan is None else as_plans(plan), example_inputs)
     for each in optimizers:
-        attach(each, inner.__dict__[SLOT].scale)
+        conversion_of(inner).attach(each)
     return model if optimizer is None else (model, optimizer)
 
 
@@ -115,14 +109,14 @@ def convert_at_first_call(model: nn.Module, policy: Policy) -> None:
 def _convert(model: nn.Module, policy: Policy, saved: Saved | None, example_inputs: Any) -> None:
     if saved is not None:
         policy = _in_dtype_of(saved, policy)
-    config = policy.loss_scale_for(policy.dtype_for(devices_of(model)))
-    scale = GraphScale(config, model.parameters) if config else None
-    model.__dict__[SLOT] = conversion = Conversion(model, policy, scale, saved)
+    conversion = Conversion(model, policy, saved)
+    conversion.open()
+    conversion.scale_for(policy.dtype_for(devices_of(model)))
     if example_inputs is None:
         return
     try:
         conversion.capture_now(example_inputs)
-    except PlanError:
+    except MISTAKES:
         restore(model)
         raise
 
@@ -141,7 +135,6 @@ def _in_dtype_of(saved: Saved, policy: Policy) -> Policy:
 def restore(model: Model) -> Model:
     """Undo `convert`: the model runs its own code again. Raises AmpGraphError if not converted."""
     conversion_of(model).close()
-    del unwrapped(model).__dict__[SLOT]
     return model
 
 

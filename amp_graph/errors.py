@@ -23,6 +23,10 @@ class PlanError(AmpGraphError):
     """A saved plan cannot be read, or does not belong to the model."""
 
 
+# What was given is wrong. It is raised wherever it shows, and never a reason to run something else.
+MISTAKES = (PolicyError, PlanError)
+
+
 class CaptureError(AmpGraphError):
     """A model could not be captured as a graph."""
 

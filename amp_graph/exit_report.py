@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch._dynamo.utils import graph_break_reasons
-
 from amp_graph.convert import is_converted
 from amp_graph.first_call import Model
 from amp_graph.inspection import render
@@ -24,7 +22,8 @@ def write_report(models: Sequence[Model], folder: Path | None, process: str = ""
     """Print the report; with a folder also write report.json and the annotated graphs there: a
     text for each plan and, of models that still live, all that `dump` writes. `process` names one
     of several that report: it begins each line, and its files have a folder of that name."""
-    report = {"models": [describe(m) for m in models], "graph_breaks": [*graph_breaks()]}
+    breaks = dict.fromkeys(b for m in models if m.record for b in m.record.breaks)
+    report = {"models": [describe(m) for m in models], "graph_breaks": [*breaks]}
     begin = f"amp_graph: {process}: " if process else "amp_graph: "
     sys.stderr.write("".join(f"{begin}{line}\n" for line in _lines(report)))
     if folder is None:
@@ -78,18 +77,6 @@ def describe(model: Model) -> dict[str, Any]:
     if scale is not None:
         described |= {"loss_scale": scale.get_scale(), "steps_skipped": scale.skips}
     return described
-
-
-def graph_breaks() -> Iterator[str]:
-    """Why and where Dynamo had to cut graphs."""
-    seen = set()
-    for reason in graph_break_reasons:
-        where = reason.user_stack[-1] if reason.user_stack else None
-        line = f"{where.filename}:{where.lineno}: " if where else ""
-        text = line + reason.reason.strip().splitlines()[0]
-        if text not in seen:
-            seen.add(text)
-            yield text
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:

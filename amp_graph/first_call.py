@@ -23,7 +23,7 @@ from amp_graph.conversion import found_conversion
 from amp_graph.convert import convert_at_first_call, is_converted, record_of, restore
 from amp_graph.modules import unwrapped
 from amp_graph.policy import Policy
-from amp_graph.runtime import AUTOCAST_DEVICES
+from amp_graph.runtime import autocast_devices
 from amp_graph.training.engine import backward_pass
 from amp_graph.training.grad_scaler import is_grad_scaler_around
 
@@ -73,7 +73,7 @@ class Models:
         if self._is_open(module) and not self._is_decided(module):
             return module._call_impl(*args, **kwargs)
         in_backward = backward_pass() is not None  # where checkpoint restores ours
-        if not in_backward and any(map(torch.is_autocast_enabled, AUTOCAST_DEVICES)):
+        if not in_backward and any(map(torch.is_autocast_enabled, autocast_devices())):
             self._leave_to_autocast(module)
         self._local.inside = True
         try:

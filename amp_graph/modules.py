@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves, tree_map
 
 Run = Callable[..., Any]
 
@@ -44,17 +48,44 @@ def call_with(call: Run, batch: Any) -> Any:
     return call(**batch) if isinstance(batch, Mapping) else call(*batch)
 
 
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
+    """A model's result with `function` applied to the tensors in it: in containers, those that are
+    registered with PyTorch as such included, and in the fields of dataclasses, of which there is a
+    copy if a tensor changed."""
+
+    def mapped(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return function(leaf)
+        if isinstance(leaf, type) or not dataclasses.is_dataclass(leaf):
+            return leaf
+        names = [f.name for f in dataclasses.fields(leaf) if hasattr(leaf, f.name)]
+        before = [getattr(leaf, name) for name in names]
+        after = map_tensors(function, before)
+        if all(map(operator.is_, tree_leaves(before), tree_leaves(after))):
+            return leaf
+        changed = copy.copy(leaf)
+        for name, value in zip(names, after, strict=True):
+            object.__setattr__(changed, name, value)  # it may be frozen
+        return changed
+
+    return tree_map(mapped, result)
+
+
 class KeptRandomState:
     """The state of PyTorch's random numbers, as it is now."""
 
     def __init__(self) -> None:
         self._on_cpu = torch.get_rng_state()
-        self._on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        device = torch.accelerator.current_accelerator()
+        others: Any = torch.get_device_module(device) if device else None
+        is_used = hasattr(others, "get_rng_state_all") and others.is_initialized()
+        self._on_others = others.get_rng_state_all() if is_used else []
+        self._others = others
 
     def put_back(self) -> None:
         torch.set_rng_state(self._on_cpu)
-        if self._on_cuda:
-            torch.cuda.set_rng_state_all(self._on_cuda)
+        if self._on_others:
+            self._others.set_rng_state_all(self._on_others)
 
 
 class Kept:

@@ -54,7 +54,14 @@ class Override:
             return False
         if self.name is not None and not fnmatch.fnmatchcase(facts.name, self.name):
             return False
-        return self.where is None or bool(self.where(facts))
+        try:
+            return self.where is None or bool(self.where(facts))
+        except Exception as error:
+            place = f" at {facts.source}" if facts.source else ""
+            raise PolicyError(
+                f"Override({self}) raised {type(error).__name__}: {error} for {facts.op} "
+                f"{facts.label!r}{place}; it gets an amp_graph.ir.NodeFacts"
+            ) from error
 
     def __str__(self) -> str:
         given = {"module": self.module, "op": self.op, "name": self.name}

@@ -1,13 +1,13 @@
-"""The compiler: the stages in order, for one graph and the graphs inside it."""
+"""The stages in order, for one graph and the graphs inside it."""
 
 from __future__ import annotations
 
 import torch
 from torch import fx
 
-from amp_graph.capture.aten import bodies_of, is_retraced, tensors_of
+from amp_graph.capture.aten import bodies_of, is_retraced, set_attribute, tensors_of
 from amp_graph.capture.grad_modes import recorded_nodes
-from amp_graph.errors import PlanError
+from amp_graph.errors import MISTAKES
 from amp_graph.flow import flow_graph
 from amp_graph.ir import Plan
 from amp_graph.oplists import OpLists
@@ -26,11 +26,11 @@ def rewrite(
 ) -> tuple[fx.GraphModule, Plan]:
     """Return the mixed-precision form of an ATen graph and the plan it follows.
 
-    `captured` is left as it was. `pins` has decisions of a saved plan, which beat the lists.
-    Raises VerifyError if the result fails a check, PlanError if a saved decision cannot be.
+    `captured`, in which attention is split where it has to be, is left as it was. `pins` has
+    decisions of a saved plan, which beat the lists. Raises VerifyError if the result fails a check,
+    PlanError if a saved decision cannot be, PolicyError if an override cannot be asked.
     """
     dtype = policy.dtype_for(device_types(captured))
-    captured = split_where_wide(captured, policy, lists)
     bodies: dict[str, tuple[fx.GraphModule, Plan]] = {}
     recorded = recorded_nodes(captured.graph)
     for node in captured.graph.nodes:
@@ -59,8 +59,19 @@ def rewrite(
 
 
 def split_where_wide(captured: fx.GraphModule, policy: Policy, lists: OpLists) -> fx.GraphModule:
-    """The graph with those calls of attention split that are painted low and that PyTorch would
-    compute in float32 inside; the graph itself if there are none."""
+    """The graph, and those inside it, with the calls of attention split that are painted low and
+    that PyTorch would compute in float32 inside; the graph itself if there are none."""
+    bodies = {
+        name: body
+        for node in captured.graph.nodes
+        for name, body in bodies_of(captured, node).items()
+        if is_retraced(body)
+    }
+    split = {name: split_where_wide(body, policy, lists) for name, body in bodies.items()}
+    if any(split[name] is not bodies[name] for name in bodies):
+        captured = fx.GraphModule(captured, captured.graph, class_name="AtenGraph")
+        for name, body in split.items():
+            set_attribute(captured, name, body)
     if not may_split(captured):
         return captured
     facts = annotate(captured, lists)
@@ -77,7 +88,7 @@ def rewrite_body(
         return body, Plan(dtype, fallback="not retraced to ATen")
     try:
         return rewrite(body, policy, lists, pins)
-    except PlanError:
+    except MISTAKES:
         raise
     except Exception as error:
         return body, Plan(dtype, fallback=f"{type(error).__name__}: {error}")
@@ -96,10 +107,12 @@ def outline(captured: fx.GraphModule, policy: Policy, lists: OpLists) -> Plan:
     try:
         facts = annotate(captured, lists)
         bodies = {
-            name: outline(split_where_wide(body, policy, lists), policy, lists)
+            name: outline(body, policy, lists)
             for node in captured.graph.nodes
             for name, body in bodies_of(captured, node).items()
         }
+    except MISTAKES:
+        raise
     except Exception:
         return Plan(dtype)
     return Plan(dtype, facts, bodies=bodies)

@@ -18,13 +18,18 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     _pop_mode_temporarily,
 )
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from amp_graph.ir import Color
-from amp_graph.modules import Kept, KeptRandomState, Run
+from amp_graph.modules import Kept, KeptRandomState, Run, map_tensors
 from amp_graph.oplists import OpLists
 
-AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+def autocast_devices() -> tuple[str, ...]:
+    """The kinds of device that code may run under autocast on; one is PyTorch's accelerator, if it
+    is registered by a package of its own."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu", "cuda", "mps", "xpu", *([accelerator.type] if accelerator else ()))
 
 
 class ConversionWarning(UserWarning):
@@ -57,6 +62,8 @@ class Guarded:
         random = KeptRandomState()
         try:
             result = self._emitted(*args)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         else:
@@ -108,11 +115,10 @@ def under_autocast(run: Run, device_types: Iterable[str], dtype: torch.dtype) ->
 
     def autocast(*args: Any, **kwargs: Any) -> Any:
         with _autocast(device_types, dtype):
-            return tree_map(back, run(*args, **kwargs))
+            return map_tensors(back, run(*args, **kwargs))
 
-    def back(value: Any) -> Any:
-        low = isinstance(value, torch.Tensor) and value.dtype is dtype
-        return value.float() if low else value
+    def back(value: torch.Tensor) -> torch.Tensor:
+        return value.float() if value.dtype is dtype else value
 
     return autocast
 

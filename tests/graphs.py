@@ -22,7 +22,7 @@ from amp_graph.capture.retrace import trace
 from amp_graph.ir import Color, Plan
 from amp_graph.oplists import load_lists
 from amp_graph.policy import Policy
-from amp_graph.rewrite import rewrite
+from amp_graph.rewrite import rewrite, split_where_wide
 
 BFLOAT16 = Policy("bfloat16", level="safe")
 FLOAT16 = Policy("float16", level="safe")
@@ -101,7 +101,9 @@ def capture_module(module: nn.Module, *inputs: torch.Tensor) -> fx.GraphModule:
 
 def rewritten(captured: fx.GraphModule, policy: Policy = BFLOAT16) -> Rewritten:
     """Run every stage on a captured graph."""
-    module, plan = rewrite(captured, policy, policy.load_lists())
+    lists = policy.load_lists()
+    captured = split_where_wide(captured, policy, lists)
+    module, plan = rewrite(captured, policy, lists)
     return Rewritten(captured, module, plan)
 
 

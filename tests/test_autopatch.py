@@ -204,12 +204,24 @@ class Breaking(nn.Module):
 
 def test_the_report_has_graph_breaks_with_their_lines(start):
     installation, model = start(), Breaking()
-    torch._dynamo.utils.graph_break_reasons.clear()
     model(X)
     line = Breaking.forward.__code__.co_firstlineno + 2
     text = report_of(installation)
-    assert f"graph break at {__file__}:{line}: " in text
+    assert f"graph break at test_autopatch.py:{line}, torch._dynamo.graph_break(): " in text
     assert "Breaking: 2 of 2 operators in bfloat16" in text
+
+
+def test_breaks_in_code_that_the_script_compiles_are_not_in_it(start):
+    installation, model = start(), nn.Linear(8, 8)
+
+    @torch.compile(backend="eager")
+    def compiled(x):
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    model(compiled(X))
+    assert "graph break" not in report_of(installation)
 
 
 class Checkpointed(nn.Module):

@@ -18,6 +18,8 @@ import pytest
 import torch
 from small_models import SMALL, Odd
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 import amp_graph
 from amp_graph import Policy
@@ -157,3 +159,34 @@ def test_a_node_that_is_called_like_its_group_is_not_the_reason_of_others() -> N
     nodes = {n.name: n for n in annotated_model(model).after[0].nodes}
     assert {"softmax", "softmax_1"} <= nodes.keys()
     assert [r.node for r in nodes["softmax_1"].chain] == ["softmax_1"]
+
+
+class CheckpointedAttention(nn.Module):
+    """Its dropout makes PyTorch take the kernel that computes in float32 inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.project(x).unsqueeze(1).chunk(3, dim=-1)
+        return scaled_dot_product_attention(query, key, value, dropout_p=0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def test_before_and_after_are_the_same_nodes_where_attention_is_split() -> None:
+    """In a graph inside of another as well."""
+    model = amp_graph.convert(CheckpointedAttention(), policy="bfloat16")
+    x = torch.randn(2, 4, 8)
+    model(x)
+    shown = annotated_model(model)
+    (before,), (after,) = shown.before, shown.after
+    (body,), (rewritten_body,) = before.bodies.values(), after.bodies.values()
+    names = [node.name for node in body.nodes]
+    assert sum("product_attention" in name for name in names) > 4
+    assert names == [node.name for node in rewritten_body.nodes if node.name in names]
+    assert not any(node.kind == "cast" for node in body.nodes)
+    compared = {node.node for node in amp_graph.compare(model, (x,)).nodes}
+    assert any(name.endswith("product_attention_matmul") for name in compared)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +15,9 @@ from torch.nn import functional as F
 from training import FLOAT16, Mlp, X, Y, assert_same_gradients, distance, twins
 
 import amp_graph
+from amp_graph import LossScale
+from amp_graph.training.caution import Caution
+from amp_graph.training.graph_scale import GraphScale
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -159,3 +166,38 @@ def test_a_sparse_gradient_comes_in() -> None:
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     for p, q in ((p.grad, q.grad) for p, q in pairs if q.grad is not None):
         assert distance(p.to_dense(), q.to_dense()) <= FLOAT16
+
+
+def test_an_input_need_not_live_until_backward() -> None:
+    """Only its dtype is asked for, when its gradient goes out."""
+    model = amp_graph.convert(nn.Linear(8, 8), policy="float16")
+    leaf = torch.randn(4, 8, requires_grad=True)
+    model(leaf)
+    hidden = leaf * 2
+    alive = weakref.ref(hidden)
+    result = model(hidden)
+    del hidden
+    assert alive() is None
+    result.sum().backward()
+    assert leaf.grad is not None
+    weights = model.weight.half().float().sum(0) * 2
+    torch.testing.assert_close(leaf.grad, weights.expand(4, 8), rtol=FLOAT16, atol=FLOAT16)
+
+
+def test_devices_of_one_backward_pass_agree_on_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a thread of its own, and gradients may come in on two at once."""
+    scale = GraphScale(LossScale(), nn.Linear(2, 2).parameters)
+    caution, both = Caution(scale), threading.Barrier(2)
+    chosen = Caution._bounded
+
+    def chosen_at_once(self: Caution, watched: Tensor, gradient: Tensor) -> Any:
+        factors = chosen(self, watched, gradient)
+        both.wait(timeout=30)
+        return factors
+
+    monkeypatch.setattr(Caution, "_bounded", chosen_at_once)
+    monkeypatch.setattr("amp_graph.training.caution.backward_pass", lambda: 7)
+    with ThreadPoolExecutor(2) as pool:
+        gradients = [torch.full((4,), size) for size in (1.0, 2.0**-10)]
+        first, second = pool.map(lambda g: float(caution.factor(g, again=False)), gradients)
+    assert first == second == 1 / float(caution.inverse(torch.device("cpu")))

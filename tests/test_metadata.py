@@ -58,3 +58,26 @@ def test_type_as_in_float32_does_not_round():
 
     result = run(function, X, W)
     assert torch.equal(result(X, W)[0], W)
+
+
+class Draws(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x) + torch.ones(8)
+
+
+def test_lines_are_the_model_s_under_a_default_device():
+    """It is a mode that every call of PyTorch goes through."""
+    model = Draws()
+    torch.set_default_device("cpu")
+    try:
+        amp_graph.convert(model)(torch.randn(2, 8))
+    finally:
+        torch.set_default_device(None)
+    sources = {f.op: f.source for f in amp_graph.plans(model)[0].facts.values()}
+    line = Draws.forward.__code__.co_firstlineno + 1
+    for op in ("aten.linear.default", "aten.add.Tensor", "aten.ones.default"):
+        assert sources[op] == f"test_metadata.py:{line} in forward"

@@ -119,3 +119,36 @@ def test_an_optimizer_with_a_list_of_its_own_skips_too(attached: bool) -> None:
         optimizer.step()
         assert same((snapshot(model), optimizer.moments), before) is overflows
     assert amp_graph.step_counts(optimizer) == StepCounts(2, 2)
+
+
+class Named(SGD):
+    """Calls its closure something else, and takes more after it."""
+
+    def step(self, fn: Any = None, factor: float = 1.0) -> Any:  # type: ignore[override]
+        loss = fn() if fn is not None else None
+        self.factor = factor
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("is_attached", [True, False], ids=["attached", "found"])
+def test_a_closure_by_another_name_goes_where_it_was_given(is_attached: bool) -> None:
+    model = Mlp()
+    optimizer = Named(model.parameters(), lr=0.1)
+    amp_graph.convert(model, optimizer if is_attached else None, policy=SCALED)
+    fails = False
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(X).square().mean()
+        loss.backward()
+        if fails:
+            overflow(model)
+        return loss
+
+    for number, fails in enumerate([False, True, False]):
+        before = snapshot(model, optimizer)
+        assert optimizer.step(closure, 1.0 + number) is not None
+        assert same(snapshot(model, optimizer), before) is fails
+        assert fails or optimizer.factor == 1.0 + number
+    assert amp_graph.step_counts(optimizer) == StepCounts(stepped=2, skipped=1)

@@ -274,3 +274,57 @@ def test_an_optimizer_that_moves_the_weights_before_its_closure(given: bool) -> 
         weights.append([*model.parameters()])
     for p, q in zip(*weights, strict=True):
         assert distance(q, p) <= FLOAT16
+
+
+def test_momentum_of_a_parameter_whose_first_step_is_skipped() -> None:
+    """A fused SGD leaves it as its memory was, and goes on from it."""
+    model = Mlp(width=1024)
+    first, second = model.first.weight, model.second.weight
+    optimizer = SGD([second], lr=0.1, momentum=0.9, fused=True)
+    amp_graph.convert(model, optimizer, policy=SCALED)
+    reference = copy.deepcopy(amp_graph.restore(copy.deepcopy(model)))
+    plain = SGD([reference.second.weight], lr=0.1, momentum=0.9, fused=True)
+    for step, overflows in enumerate([False, True, False, False]):
+        if step == 1:
+            optimizer.add_param_group({"params": [first]})
+            plain.add_param_group({"params": [reference.first.weight]})
+        model.zero_grad()
+        model(X).square().mean().backward()
+        if overflows:
+            overflow(model)
+        dirty = [torch.full_like(p, 1e30) for p in (first, second) for _ in range(50)]
+        del dirty  # what memory that is taken anew now holds
+        assert bool(optimizer.step()) is not overflows
+        if not overflows:
+            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                assert p.grad is not None
+                q.grad = p.grad.clone()
+            plain.step()
+    assert same(list(model.parameters()), list(reference.parameters()))
+
+
+class Stop(Exception):
+    pass
+
+
+def failed_first_step() -> weakref.ref[Optimizer]:
+    """Of an optimizer that was found in it, by a closure that fails half-way."""
+    model = amp_graph.convert(Mlp(), policy=SCALED)
+    optimizer = LBFGS(model.parameters())
+    evaluate, _ = closure_of(model, optimizer)
+    calls = iter(range(2))
+
+    def closure() -> Tensor:
+        if next(calls) == 1:
+            raise Stop
+        return evaluate()
+
+    with pytest.raises(Stop):
+        optimizer.step(closure)
+    return weakref.ref(optimizer)
+
+
+def test_a_step_that_raised_keeps_nothing_alive() -> None:
+    optimizer = failed_first_step()
+    gc.collect()
+    assert optimizer() is None

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
+from amp_graph import PolicyError
 from amp_graph.ir import Color
 from amp_graph.policy import Override, Policy
 
@@ -39,6 +40,26 @@ def test_override_by_predicate():
     result = with_overrides(Override("deny", where=second))
     assert [result.is_low(f"allow{i}") for i in (1, 2, 3)] == [True, False, True]
     assert "second" in result.plan.paints["allow2"].because
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x).relu()
+
+
+@pytest.mark.parametrize("example_inputs", [None, (torch.randn(2, 8),)])
+def test_a_predicate_that_raises_is_told_of(example_inputs):
+    def misspelt(facts):
+        return facts.nosuch
+
+    policy, model = Policy("bfloat16", overrides=Override("deny", where=misspelt)), Net()
+    said = r"where=misspelt\) raised AttributeError.*'nosuch' for .*test_paint_rules.py:\d+"
+    with pytest.raises(PolicyError, match=said):
+        amp_graph.convert(model, policy=policy, example_inputs=example_inputs)(torch.randn(2, 8))
 
 
 def test_the_first_override_that_matches_wins():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -213,3 +214,49 @@ def test_no_more_is_said_than_is_true() -> None:
         model = amp_graph.convert(Packed(), policy="float16")
         for _ in range(3):
             model(X, LENGTHS).sum().backward()
+
+
+class Between(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(8, 8) for _ in range(3))
+
+    @torch.compiler.disable
+    def between(self, x: Tensor) -> Tensor:
+        return self.middle(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self.first(x)))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_graph_behind_code_under_autocast_takes_what_it_left(mode: Any) -> None:
+    """In inference mode no tensor counts what is written to it."""
+    model = amp_graph.convert(Between(), policy="bfloat16")
+    with mode():
+        for _ in range(3):
+            model(X)
+        assert low_share(model, X) == 1
+    assert all("float32" not in (plan.otherwise or "") for plan in amp_graph.plans(model))
+
+
+@dataclass(frozen=True)
+class Output:
+    hidden: list[Tensor]
+    name: str = "output"
+
+
+class InADataclass(Between):
+    def forward(self, x: Tensor) -> Any:
+        return {"output": Output([self.between(self.first(x))])}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_in_a_dataclass_have_the_dtype_that_they_had(dtype: torch.dtype) -> None:
+    output_dtype = None if dtype is torch.float32 else dtype
+    policy = amp_graph.Policy("bfloat16", output_dtype=output_dtype)
+    model = amp_graph.convert(InADataclass(), policy=policy)
+    for _ in range(3):  # under autocast from the second on
+        output = model(X)["output"]
+        assert isinstance(output, Output) and output.name == "output"
+        assert [t.dtype for t in output.hidden] == [dtype]

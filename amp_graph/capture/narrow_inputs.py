@@ -6,7 +6,7 @@ lists will put back where they belong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -27,16 +27,20 @@ def widen_inputs(graph: fx.GraphModule) -> list[int]:
     return widened
 
 
-def taking_narrow(run: Callable[..., Any], widened: Sequence[int]) -> Callable[..., Any]:
-    """What runs that graph with such inputs; what it writes into them is written back."""
+def taking_narrow(
+    run: Callable[..., Any], widened: Sequence[int], written: Container[int]
+) -> Callable[..., Any]:
+    """What runs that graph with such inputs; what it writes into them is written back.
+    `written`: the positions of those that it may write into."""
+    at_risk = [i for i in widened if i in written]
 
     def wide(*args: Any) -> Any:
         given = [*args]
         for i in widened:
             given[i] = args[i].float()
         results = run(*given)
-        for i in widened:
-            if given[i]._version:
+        for i in at_risk:
+            if given[i].is_inference() or given[i]._version:
                 args[i].copy_(given[i])
         return results
 

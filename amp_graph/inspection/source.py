@@ -45,5 +45,5 @@ def annotated_model(model: nn.Module) -> AnnotatedModel:
         conversion.plans,
         tuple(before),
         tuple(after),
-        conversion.breaks,
+        tuple(conversion.record.breaks),
     )

@@ -170,10 +170,13 @@ class _Memory:
 
 
 def _source(node: fx.Node) -> tuple[str, str]:
-    """Where in the user's code the node came from, as "net.py:12 in forward", and that line."""
+    """Where in the user's code the node came from, as "net.py:12 in forward", and that line: not
+    in a mode that the call went through, such as that of `torch.set_default_device`."""
     frames = re.findall(
         r'File "([^"]+)", line (\d+), in (\S+)(?:\n\s+(.*))?', node.meta.get("stack_trace") or ""
     )
+    while frames and frames[-1][2] in ("__torch_function__", "handle_torch_function"):
+        frames.pop()
     if not frames or frames[-1][0].endswith("amp_graph/capture/dynamo.py"):
         return "", ""
     file, line, function, code = frames[-1]

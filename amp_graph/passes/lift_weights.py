@@ -28,7 +28,7 @@ def lift_weights(
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    inputs = [n for n in emitted.graph.nodes if n.op == "placeholder"]
+    inputs = {n: i for i, n in enumerate(emitted.graph.find_nodes(op="placeholder"))}
     for node in inputs:
         copies[node] = graph.node_copy(node)
     weights: list[tuple[int, torch.dtype]] = []
@@ -39,7 +39,7 @@ def lift_weights(
         if source in copies and plan.facts[source.name].is_weight:
             copies[cast] = graph.placeholder(cast.name)
             copies[cast].meta = {**cast.meta, "is_parameter": False, "weight_of": source.name}
-            weights.append((inputs.index(source), cast.meta["val"].dtype))
+            weights.append((inputs[source], cast.meta["val"].dtype))
             dropped.update(n for n in (cast.prev, cast.next) if is_switch(n, plan.facts))
     for node in emitted.graph.nodes:
         if node not in copies and node not in dropped:

@@ -15,7 +15,14 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from amp_graph.training.crossing import Scale, carries_gradient, enter, leave, memory, write_back
+from amp_graph.training.crossing import (
+    Scale,
+    carries_gradient,
+    enter_input,
+    leave,
+    memory,
+    write_back,
+)
 from amp_graph.training.engine import view_of
 
 VIEWS_OF_VIEWS = 64  # followed down to their base
@@ -33,7 +40,7 @@ def enter_inputs(
         is_written = memory(sharing[0]) in written
         base = _common_base(sharing) if is_written else None
         crossed = {
-            id(x): enter(scale, [x.data if is_written else x], (0,), [x])[0]
+            id(x): enter_input(scale, x, x.data if is_written else x)
             for x in (sharing if base is None else [base])
         }
         entered |= crossed if base is None else _views(sharing, base, crossed[id(base)])

@@ -161,7 +161,8 @@ class Boundary:
                 slots += [(i, i) for i in self._read_wide]
                 scale.parameters_changed()
             slots = sorted((i, slot) for i, slot in slots if args[i].requires_grad)
-            fresh = {i for i, alone in self._read_wide.items() if alone and (i, i) in slots}
+            wide = {i for i, slot in slots if i == slot}
+            fresh = {i for i, alone in self._read_wide.items() if alone and i in wide}
             self._groups = tuple(_grouped(slots, args, fresh))
             self._groups_for = given
         return self._groups
@@ -213,10 +214,11 @@ def _has_hooks(parameter: Tensor) -> bool:
 
 def _group(members: Sequence[tuple[int, int]], fresh: Container[int]) -> _Group:
     positions = sorted({position for position, _ in members})
+    owners = {position: k for k, position in enumerate(positions)}
     slots = tuple(slot for _, slot in sorted(members))  # of one parameter, float32 comes first
     return _Group(
         slots,
-        owners=tuple(positions.index(position) for position, _ in sorted(members)),
+        owners=tuple(owners[position] for position, _ in sorted(members)),
         fresh=frozenset(k for k, position in enumerate(positions) if position in fresh),
         pick_values=_picker(slots),
         pick_tensors=_picker(positions),

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from amp_graph.nonfinite import FirstNonfinite
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.crossing import has_left
-from amp_graph.training.engine import backward_pass, is_batched
+from amp_graph.training.engine import backward_pass, is_batched, sent
 from amp_graph.training.loss_scale import LossScale
 
 PEAK = 1.0  # what the largest incoming gradient is brought to
@@ -83,12 +83,13 @@ class Caution:
         is trained on, so that it is the watched one, if somebody watches."""
         running = backward_pass()
         if running is not None and running not in self._factors:
-            if len(self._factors) == PASSES:
-                del self._factors[next(iter(self._factors))]  # ended long ago
+            if len(self._factors) >= PASSES:
+                self._factors.pop(next(iter(self._factors)), None)  # ended long ago
             watched = self._scale.factors_on(gradient.device)
             is_watched = again and self._scale.has_optimizer
             chosen = watched if is_watched else self._bounded(watched[0], gradient)
-            self._factors[running] = {gradient.device: chosen}
+            # Another device's thread may have chosen meanwhile: one scale for all of a pass.
+            self._factors.setdefault(running, {gradient.device: chosen})
         return self._factors_on(gradient.device)[0]
 
     def inverse(self, device: torch.device) -> Tensor:
@@ -125,6 +126,6 @@ class Caution:
         if chosen is None:
             return self._scale.factors_on(device)
         if device not in chosen:
-            scale = next(iter(chosen.values()))[0].to(device, non_blocking=True)
+            scale = sent(next(iter(chosen.values()))[0], device)
             chosen[device] = scale, scale.reciprocal()
         return chosen[device]

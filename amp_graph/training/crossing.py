@@ -69,11 +69,17 @@ def enter(
     tensors: Sequence[Tensor],
     fresh: Container[int] = (),
 ) -> tuple[Tensor, ...]:
-    """Hand values in for tensors of one device and dtype: `owners` tells which tensor each value
-    stands for, as it is or in low precision. Gradients of the values go out to the tensors, in
+    """Hand values in for parameters of one device and dtype: `owners` tells which of the `tensors`
+    each value stands for, as it is or in low precision. Gradients of the values go out to them, in
     their dtype, divided by S. Those of `fresh` owners are nobody else's and may be written to.
     """
     entered: tuple[Tensor, ...] = _apply(_Enter, scale, values, owners, fresh, *tensors)
+    return entered
+
+
+def enter_input(scale: Scale, tensor: Tensor, value: Tensor) -> Tensor:
+    """Hand a value in for a tensor, which need not live on: its gradient goes out divided by S."""
+    entered: Tensor = _apply(_EnterInput, scale, value, tensor)
     return entered
 
 
@@ -173,6 +179,19 @@ def _go_out_one_by_one(ctx: Any, given: Iterable[tuple[int, Tensor]]) -> dict[in
         crossed = _go_out(ctx.scale, gradient, ctx.tensors[i].dtype)
         found[i] = found[i] + crossed if i in found else crossed
     return found
+
+
+class _EnterInput(Function):
+    @staticmethod
+    def forward(ctx: Any, scale: Scale, value: Tensor, tensor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.scale, ctx.dtype = scale, tensor.dtype
+        return value.detach()
+
+    @staticmethod
+    @not_captured
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
+        return None, None, None if gradient is None else _go_out(ctx.scale, gradient, ctx.dtype)
 
 
 class _Leave(Function):

@@ -31,6 +31,12 @@ def backward_pass() -> int | None:
     return None if task == -1 else task
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device. The host waits only if that is where it goes, since what is read
+    there is not ordered after the copy."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 def is_captured(device: torch.device) -> bool:
     """Whether what runs on a device is being captured as a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.training.checked_gradients import CheckedGradients
+from amp_graph.training.engine import sent
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -24,7 +25,8 @@ def found_inf(
     checked: CheckedGradients | None = None,
 ) -> Tensor:
     """Return 1 if any gradient of these parameters holds an infinity or NaN, else 0: a
-    0-dimensional float32 tensor on the first gradient's device. The host does not wait.
+    0-dimensional float32 tensor on the first gradient's device, or the first parameter's if there
+    are no gradients. The host does not wait.
 
     With `inverse` (1/S) the gradients are unscaled in the same pass; those that were `checked` when
     they were made are not read again. Ranks that hold shards of the same gradients (FSDP) get the
@@ -32,9 +34,11 @@ def found_inf(
     """
     gradients: list[Tensor] = []
     meshes: dict[int, Any] = {}
+    device: torch.device | None = None
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
+            device = device or parameter.device
             continue
         # Tell a DTensor without its module, which is slow to import.
         if type(gradient) is not Tensor and hasattr(gradient, "device_mesh"):
@@ -43,7 +47,7 @@ def found_inf(
         gradient = gradient if gradient.layout is torch.strided else gradient._values()
         gradients.append(_as_real(gradient) if gradient.is_complex() else gradient)
     if not gradients:
-        return torch.zeros((), dtype=torch.float32)
+        return torch.zeros((), dtype=torch.float32, device=device)
     flags: list[Tensor] = []
     unknown = gradients
     if checked is not None and not _is_one_of_several_processes():
@@ -53,11 +57,11 @@ def found_inf(
         groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, _), group in groups.items():
         flag = torch.zeros((), dtype=torch.float32, device=device)
-        factor = torch.ones_like(flag) if inverse is None else inverse.to(device)
+        factor = torch.ones_like(flag) if inverse is None else sent(inverse, device)
         torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
         flags.append(flag)
     device = gradients[0].device
-    found, *others = (flag.to(device, non_blocking=True) for flag in flags)
+    found, *others = (sent(flag, device) for flag in flags)
     if others:
         found = torch.stack([found, *others]).amax()
     for mesh in meshes.values():

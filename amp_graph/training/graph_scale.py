@@ -23,7 +23,7 @@ from amp_graph.errors import OverflowAbort
 from amp_graph.nonfinite import FirstNonfinite
 from amp_graph.training.caution import Caution, Factors, are_wanted
 from amp_graph.training.checked_gradients import CheckedGradients
-from amp_graph.training.engine import backward_pass, is_captured
+from amp_graph.training.engine import backward_pass, is_captured, sent
 from amp_graph.training.grad_scaler import is_grad_scaler_around
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, number, save_state
 
@@ -76,7 +76,7 @@ class GraphScale:
         """S and 1/S as they are in this round."""
         found = self._factors.get(device)
         if found is None:
-            scale = self._state.scale.to(device, non_blocking=True)
+            scale = sent(self._state.scale, device)
             found = self._factors[device] = scale, scale.reciprocal()
         return found
 
@@ -111,7 +111,7 @@ class GraphScale:
         self._stepped_by.add(id(by))
         self.has_optimizer = True
         if self._is_pending:
-            found_inf = torch.maximum(self._found_inf, found_inf.to(self._found_inf.device))
+            found_inf = torch.maximum(self._found_inf, sent(found_inf, self._found_inf.device))
         elif self._found_inf.device != found_inf.device:
             self._move(found_inf.device)
         self._found_inf.copy_(found_inf)
@@ -120,8 +120,8 @@ class GraphScale:
     @torch.inference_mode(False)
     def _move(self, device: torch.device) -> None:
         self._state = self._state.on(device)
-        self._skips = self._skips.to(device, non_blocking=True)
-        self._found_inf = self._found_inf.to(device, non_blocking=True)
+        self._skips = sent(self._skips, device)
+        self._found_inf = sent(self._found_inf, device)
 
     def begin_forward(self) -> None:
         """Called before each training forward."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.errors import CheckpointError, PolicyError
+from amp_graph.training.engine import sent
 
 
 class ScaleState(NamedTuple):
@@ -37,7 +38,7 @@ class ScaleState(NamedTuple):
     @torch.inference_mode(False)
     def copy(self, device: torch.device | None = None) -> ScaleState:
         """A state that shares no memory with this one, on another device if one is given."""
-        copies = (value.to(device, non_blocking=True, copy=True) for value in self)
+        copies = (sent(value, device or value.device).clone() for value in self)
         return ScaleState(*copies)
 
     def on(self, device: torch.device) -> ScaleState:

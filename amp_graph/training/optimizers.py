@@ -83,4 +83,4 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     guard = _guards.get(optimizer)
     if guard is not None and not guard.is_stepping:
-        guard.after_unguarded_step(optimizer)
+        guard.after_unguarded_step(optimizer, args, kwargs)

@@ -13,7 +13,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.errors import CheckpointError
-from amp_graph.training.engine import around_compiled, not_compiled
+from amp_graph.training.engine import around_compiled, not_compiled, sent
 from amp_graph.training.found_inf import found_inf, parameters_of
 from amp_graph.training.grad_scaler import is_grad_scaler_stepping
 from amp_graph.training.graph_scale import GraphScale
@@ -56,15 +56,13 @@ class StepGuard:
         self.is_stepping = False
         self._find_scales = find_scales
         self._overflowed: bool | Tensor = False  # a tensor if the host does not know
-        self._has_state = bool(optimizer.state)
         self._calls_closure_again = True  # until it is seen not to
         self._steps = 0
         self._skipped = 0
         self._unread: list[Tensor] = []  # found_inf of steps that are not in that count
         self._loaded: tuple[list[Any], int, int] | None = None
         self._unguarded = 0  # how deep in steps that did not come through here
-        self._undo: Copies | None = None
-        self._closure: GuardedClosure | None = None
+        self._undo: Copies | None = None  # of such a step
         optimizer.register_state_dict_post_hook(self._save)
         optimizer.register_load_state_dict_pre_hook(self._check_loaded)
         optimizer.register_load_state_dict_post_hook(self._apply_loaded)
@@ -76,7 +74,8 @@ class StepGuard:
         @around_compiled
         @functools.wraps(original)
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            self._overflowed, self._unguarded = False, 0
+            # The step before, if it was not guarded, may have raised.
+            self._overflowed, self._unguarded, self._undo = False, 0, None
             with self._stepping():
                 result = self._step(optimizer, original, args, kwargs)
             return self._overflowed == 0 if result is None and self.tells else result
@@ -98,13 +97,10 @@ class StepGuard:
         scales = self.scales_to_ask(optimizer)
         if not scales:
             return original(*args, **kwargs)
-        closure = kwargs.get("closure", args[0] if args else None)
-        if callable(closure):
-            return self._step_with_closure(optimizer, original, closure, scales, kwargs)
+        if _closure(args, kwargs) is not None:
+            return self._step_with_closure(optimizer, original, scales, args, kwargs)
         found = check(optimizer, scales)
-        # Only with state: skipping its very first step, a fused SGD would leave the momentum
-        # uninitialised (torch 2.13).
-        if self._has_state and getattr(optimizer, "_step_supports_amp_scaling", False):
+        if _can_skip_by_itself(optimizer):
             self._record(found)
             optimizer.found_inf = found  # type: ignore[attr-defined]
             try:
@@ -119,17 +115,17 @@ class StepGuard:
         self,
         optimizer: Optimizer,
         original: Callable[..., Any],
-        closure: Callable[[], Any],
         scales: Sequence[GraphScale],
+        args: Any,
         kwargs: Any,
     ) -> Any:
-        guarded = _guarded(closure, optimizer, scales)
+        guarded, args, kwargs = _guarded(optimizer, scales, args, kwargs)
         if guarded.overflowed:
             self._record(True)
             return guarded.loss
         is_at_risk = self._calls_closure_again or not guarded.is_first
         copies = Copies(optimizer) if is_at_risk else None
-        result = original(**{**kwargs, "closure": guarded})
+        result = original(*args, **kwargs)
         self._calls_closure_again = guarded.calls > 1
         self._record(guarded.overflowed)
         if guarded.overflowed and copies is not None:
@@ -158,29 +154,30 @@ class StepGuard:
         self._unguarded += 1
         if self._unguarded > 1:  # a step that calls the step of its base class
             return None
+        self._undo = None
         scales = self.scales_to_ask(optimizer)
         if not scales:
             return None
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
+        if _closure(args[1:], kwargs) is None:
             self._record(bool(check(optimizer, scales)))
             if self._overflowed:
                 self._undo = Copies(optimizer)
                 self._undo.give_zeros()
             return None
-        self._closure = _guarded(closure, optimizer, scales)
+        guarded, others, kwargs = _guarded(optimizer, scales, args[1:], kwargs)
         self._undo = Copies(optimizer)
-        if self._closure.overflowed:
+        if guarded.overflowed:
             self._undo.give_zeros()
-        return args[:1], {**kwargs, "closure": self._closure}
+        return (optimizer, *others), kwargs
 
-    def after_unguarded_step(self, optimizer: Optimizer) -> None:
+    def after_unguarded_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """`args` and `kwargs` are those that the one before left."""
         self._unguarded -= 1
         if self._unguarded > 0:
             return
         undo, self._undo = self._undo, None
-        closure, self._closure = self._closure, None
-        if closure is not None:
+        closure = _closure(args[1:], kwargs)
+        if isinstance(closure, GuardedClosure):
             self._record(closure.overflowed)
         if undo is not None and self._overflowed:
             undo.put_back(optimizer)
@@ -195,7 +192,6 @@ class StepGuard:
                 self._unread = [_sum(self._unread)]
         else:
             self._skipped += overflowed
-            self._has_state |= not overflowed
 
     @property
     def counts(self) -> StepCounts:
@@ -243,7 +239,6 @@ class StepGuard:
         self._loaded = loaded, steps, count
 
     def _apply_loaded(self, optimizer: Optimizer) -> None:
-        self._has_state = bool(optimizer.state)
         if self._loaded is not None:
             loaded, self._steps, self._skipped = self._loaded
             self._unread.clear()
@@ -253,13 +248,37 @@ class StepGuard:
 
 def _sum(flags: Sequence[Tensor]) -> Tensor:
     """Of flags that may be on several devices, if a model was moved meanwhile."""
-    return torch.stack([flag.to(flags[-1].device, non_blocking=True) for flag in flags]).sum()
+    return torch.stack([sent(flag, flags[-1].device) for flag in flags]).sum()
+
+
+def _can_skip_by_itself(optimizer: Optimizer) -> bool:
+    """Whether it is fused, and has begun with all parameters: what a fused SGD skips in a
+    parameter's first step is to initialise the momentum (torch 2.13)."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+        parameter in optimizer.state
+        for group in optimizer.param_groups
+        if group.get("momentum")
+        for parameter in group["params"]
+        if parameter.grad is not None
+    )
+
+
+def _closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """That of a step which is called with these: the first of them, or `closure`."""
+    closure = kwargs.get("closure", args[0] if args else None)
+    return closure if callable(closure) else None
 
 
 def _guarded(
-    closure: Callable[..., Any], optimizer: Optimizer, scales: Sequence[GraphScale]
-) -> GuardedClosure:
-    return GuardedClosure(closure, lambda: bool(check(optimizer, scales)), type(optimizer))
+    optimizer: Optimizer, scales: Sequence[GraphScale], args: Any, kwargs: Any
+) -> tuple[GuardedClosure, Any, Any]:
+    """The closure guarded, and the arguments with it in its stead."""
+    closure = _closure(args, kwargs)
+    assert closure is not None
+    guarded = GuardedClosure(closure, lambda: bool(check(optimizer, scales)), type(optimizer))
+    if "closure" in kwargs:
+        return guarded, args, {**kwargs, "closure": guarded}
+    return guarded, (guarded, *args[1:]), kwargs
 
 
 @not_compiled
@@ -276,5 +295,5 @@ def check(optimizer: Optimizer, scales: Sequence[GraphScale]) -> Tensor:
     for scale, own in zip(scales, covered, strict=True):
         found = found_inf(own, checked=scale.checked)
         scale.stepped(found, optimizer)
-        of_all = torch.maximum(found, of_all.to(found.device))
+        of_all = torch.maximum(found, sent(of_all, found.device))
     return of_all
