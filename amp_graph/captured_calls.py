@@ -46,6 +46,8 @@ MAX_CAPTURES_IN_A_ROW = 16
 # is asked for its value, of which it tells in many ways.
 BREAK_AT_DATA = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
 
+_UNWATCHED = contextlib.nullcontext()
+
 
 class CapturedCalls:
     """Calls a model by the graphs that its compiler makes of what is captured."""
@@ -58,6 +60,7 @@ class CapturedCalls:
         self._is_watched = self._watch is not None  # again, when something is captured
         self._is_new = True
         self._captures_in_a_row = 0
+        self._graph_runs = 0
         self._settings: Mapping[str, Any] = {}  # of Dynamo, other than usual
         self._around: Callable[[Run], Run] = _no_autocast_around
         self._own_code: Run | None = None  # once it is not captured any more
@@ -83,10 +86,10 @@ class CapturedCalls:
             return self._own_code(*args, **kwargs)
         if _code_of(self._module) != self._captured_as:  # fully_shard() changes the class
             self._capture()
-        frames, runs, uncaptured = frames_seen(), self._record.runs.total(), None
+        frames, runs, uncaptured = frames_seen(), self._graph_runs, None
         kept = Kept(self._module) if self._is_new else None
         try:
-            with self._watch or contextlib.nullcontext():
+            with self._watch or _UNWATCHED:
                 result = self._run(*args, **kwargs)
         except Exception as error:
             is_ours = is_of_capture(error) or (kept is not None and is_of_graph(error))
@@ -97,15 +100,18 @@ class CapturedCalls:
         if uncaptured is not None:  # outside of the handler: its error is no part of the user's own
             if kept is not None:
                 kept.put_back()
-            has_begun = self._record.runs.total() != runs
+            has_begun = self._graph_runs != runs
             result = self._run_uncaptured(uncaptured, has_begun, args, kwargs)
-        self._look_back(has_captured=frames_seen() != frames)
+        has_captured = frames_seen() != frames
+        if has_captured or self._captures_in_a_row or self._is_new or self._watch is not None:
+            self._look_back(has_captured)
         return result
 
     def of_graph(self, run: Run, index: int) -> Run:
         """What runs a graph in such a call; plan `index` is its."""
 
         def counted(*args: Any) -> Any:
+            self._graph_runs += 1
             self._record.runs[index] += 1
             watch = self._watch  # another thread's call may end, and take it away
             if watch is None:

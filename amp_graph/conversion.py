@@ -20,6 +20,7 @@ from amp_graph.pins import Saved
 from amp_graph.policy import Policy
 from amp_graph.replicas import REPLICATE, SLOT, Replicate
 from amp_graph.runtime import autocast_devices, without_autocast
+from amp_graph.training.engine import never_captured
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.optimizers import attach, drop_scale, use_scale
 
@@ -82,7 +83,7 @@ class Conversion(Compiler):
             return plain_code(self.module)(*args, **kwargs)
         return self._mixed_call(*args, **kwargs)
 
-    @torch.compiler.disable(reason="a model converted by amp_graph captures its own graphs")
+    @never_captured(reason="a model converted by amp_graph captures its own graphs")
     def _mixed_call(self, *args: Any, **kwargs: Any) -> Any:
         if wants_plain_code():
             return plain_code(self.module)(*args, **kwargs)

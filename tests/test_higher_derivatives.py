@@ -214,3 +214,49 @@ def test_the_scale_may_change_between_a_derivative_and_its_own(penalty: Any) -> 
     for each in penalties:
         each.backward()
     assert_same_gradients(model, reference, within=2 * FLOAT16)
+
+
+@pytest.mark.parametrize("penalty", [input_penalty, weight_penalty, mixed_penalty])
+def test_no_penalty_is_infinite_at_the_first_scale(penalty: Any) -> None:
+    """The gradient of a sum begins with 1: times 65536 it would be infinite in float16 at once, and
+    the script would see that in its loss, though the step would be skipped."""
+    expected, value = (penalty(each, X.clone().requires_grad_()) for each in twins(Mlp()))
+    assert distance(value, expected) <= FLOAT16
+
+
+class AdaHessian(torch.optim.Optimizer):
+    """Yao et al. (2021): asks for a second derivative in its step, which it keeps."""
+
+    def __init__(self, parameters: Any):
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        parameters = self.param_groups[0]["params"]
+        signs = [torch.where(p.detach() > 0, 1.0, -1.0) for p in parameters]
+        gradients = [p.grad for p in parameters]
+        products = torch.autograd.grad(gradients, parameters, grad_outputs=signs)
+        for p, product in zip(parameters, products, strict=True):
+            self.state[p]["hessian"] = product
+            with torch.no_grad():
+                p -= 0.05 * p.grad / (product.abs() + 0.1)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("is_attached", [True, False], ids=["attached", "found"])
+def test_a_second_derivative_inside_of_a_step(is_attached: bool) -> None:
+    """Nobody looks at it any more."""
+    plain = Mlp()
+    model = copy.deepcopy(plain)
+    optimizers = [AdaHessian(m.parameters()) for m in (plain, model)]
+    amp_graph.convert(model, optimizers[1] if is_attached else None, policy="float16")
+    for _ in range(3):
+        model.load_state_dict(plain.state_dict())
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            each.zero_grad()
+            (each(X * 6).square().sum() * 10).backward(create_graph=True)
+            optimizer.step()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            expected, found = (
+                o.state[w]["hessian"] for o, w in zip(optimizers, (p, q), strict=True)
+            )
+            assert distance(found, expected) <= 4 * FLOAT16

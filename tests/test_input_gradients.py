@@ -190,8 +190,8 @@ def test_devices_of_one_backward_pass_agree_on_its_scale(monkeypatch: pytest.Mon
     caution, both = Caution(scale), threading.Barrier(2)
     chosen = Caution._bounded
 
-    def chosen_at_once(self: Caution, watched: Tensor, gradient: Tensor) -> Any:
-        factors = chosen(self, watched, gradient)
+    def chosen_at_once(self: Caution, *given: Any) -> Any:
+        factors = chosen(self, *given)
         both.wait(timeout=30)
         return factors
 

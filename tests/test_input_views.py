@@ -89,3 +89,30 @@ def test_an_input_comes_back_as_it_is() -> None:
     x = X.clone().requires_grad_() * 2
     view, _ = model(x)
     assert view._base is x and view.data_ptr() == x.data_ptr()
+
+
+class Returns(nn.Module):
+    """Its results are a parameter, as calls that do nothing leave it, and views of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.layer = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            same = self.weight.contiguous()
+        y = torch.tanh(self.layer(x)) @ same.to(x.device)
+        return y, same, self.weight.t(), self.weight[0]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_parameter_leaves_as_it_is(dtype: str) -> None:
+    model = amp_graph.convert(Returns(), policy=dtype)
+    y, same, turned, row = model(X)
+    assert same is model.weight and same.is_leaf
+    assert turned._base is model.weight and row._base is model.weight
+    (gradient,) = torch.autograd.grad(y.sum() + row.sum(), [same])
+    plain = amp_graph.restore(model)
+    y, same, _, row = plain(X)
+    (expected,) = torch.autograd.grad(y.sum() + row.sum(), [same])
+    assert distance(gradient, expected) <= (FLOAT16 if dtype == "float16" else 8 * FLOAT16)

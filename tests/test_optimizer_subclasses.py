@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -152,3 +153,36 @@ def test_a_closure_by_another_name_goes_where_it_was_given(is_attached: bool) ->
         assert same(snapshot(model, optimizer), before) is fails
         assert fails or optimizer.factor == 1.0 + number
     assert amp_graph.step_counts(optimizer) == StepCounts(stepped=2, skipped=1)
+
+
+class WithoutInit(Optimizer):
+    """Lookahead as torch_optimizer and pytorch_optimizer have it: no call of `__init__`."""
+
+    def __init__(self, inner: Optimizer):
+        self.inner, self.defaults = inner, inner.defaults
+        self.param_groups, self.state = inner.param_groups, defaultdict(dict)
+        self.slow = [p.detach().clone() for g in inner.param_groups for p in g["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.inner.step(closure)
+        parameters = [p for g in self.param_groups for p in g["params"]]
+        for p, slow in zip(parameters, self.slow, strict=True):
+            p.copy_(slow.lerp_(p, 0.5))
+        return loss
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", SCALED])
+def test_an_optimizer_that_does_not_call_init(policy: Any) -> None:
+    model = Mlp()
+    inner = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = WithoutInit(inner)
+    amp_graph.convert(model, optimizer, policy=policy)
+    if policy is SCALED:
+        assert_skips(model, optimizer, [False, True, False, True])
+        assert "amp_graph" in optimizer.state_dict()
+    else:
+        before = snapshot(model, inner)
+        model(X).square().mean().backward()
+        optimizer.step()
+        assert not same(snapshot(model, inner), before)

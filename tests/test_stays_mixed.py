@@ -219,3 +219,18 @@ def test_memory_that_ran_out_in_a_first_call_does_not_cost_the_graph() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
         run(torch.zeros(4))
     assert torch.equal(run(torch.zeros(2)), torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning")
+def test_a_nested_tensor_is_left_to_autocast() -> None:
+    """Its sizes are no numbers that a graph could be rewritten for."""
+    plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(x)
+    result = model(x)
+    assert result.is_nested and result.dtype is torch.float32
+    assert torch.equal(result.values(), expected.values().float())
+    (plan,) = amp_graph.plans(model)
+    assert plan.autocast and "nested" in (plan.fallback or "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -94,6 +94,13 @@ def same(a: Any, b: Any) -> bool:
 def zero(models: Iterable[nn.Module]) -> None:
     for model in models:
         model.zero_grad()
+
+
+def is_fresh(state: Mapping[Any, Mapping[str, Any]]) -> bool:
+    """Whether an optimizer's state is what it begins with: zeros, if there is any. A fused one
+    makes them before it asks whether to skip."""
+    values = [value for of_one in state.values() for value in of_one.values()]
+    return all(isinstance(value, Tensor) and not value.any() for value in values)
 
 
 def assert_skips(

@@ -34,7 +34,14 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-from amp_graph.capture.aten import DATA, SELECTIVE, SET_GRAD_ENABLED, get_attribute, set_attribute
+from amp_graph.capture.aten import (
+    DATA,
+    SELECTIVE,
+    SET_GRAD_ENABLED,
+    get_attribute,
+    set_attribute,
+    tensors_of,
+)
 from amp_graph.capture.decompositions import DECOMPOSITIONS, moved
 from amp_graph.capture.fake import fake_mode_of
 from amp_graph.capture.grad_modes import INFERENCE_MODE, grad_modes
@@ -60,6 +67,8 @@ def retrace(module: fx.GraphModule, names: Mapping[str, str] | None = None) -> f
         retracer.leave_autocast()
     for node in traced.graph.nodes:
         node.meta["module_path"] = _module_path(node, names or {})
+        if any(tensor.is_nested for tensor in tensors_of(node)):
+            raise CaptureError(f"{node.name} is a nested tensor, whose sizes are no numbers")
     return traced
 
 

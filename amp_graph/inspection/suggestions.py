@@ -134,7 +134,7 @@ def _constant(found: Found) -> tuple[str, str]:
     number = root.why.partition(": ")[2]
     return (
         f"the constant {number} of {root.label}{_at(root)} is out of the low precision's range",
-        "use a constant within it, such as torch.finfo(x.dtype).min for a mask, or bfloat16",
+        "use a constant within it, such as -1e4 or -inf for a mask",
     )
 
 

@@ -40,6 +40,7 @@ from amp_graph.training.weights import GraphWeights, LowPrecisionWeights
 FIRST_GROUP_BYTES, GROUP_BYTES = 2**20, {"cpu": 2**20, "other": 25 * 2**20}
 
 Pick = Callable[[Sequence[Any]], tuple[Any, ...]]
+_AS_IT_IS = nullcontext()
 # What the groups of parameters depend on.
 _trained_as = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -88,7 +89,7 @@ class Boundary:
         recorded = is_enabled or self._records
         values = [*args, *self._weights.refreshed(parameters, recorded)] if parameters else [*args]
         if is_enabled:
-            return self._run_recorded(args, parameters, values, nullcontext())
+            return self._run_recorded(args, parameters, values, _AS_IT_IS)
         if not recorded:
             return self._run(*values)
         with torch.enable_grad():
@@ -144,7 +145,11 @@ class Boundary:
         record_writes(scale, [given[k] for k in written], [entered[k] for k in written])
         for x, value in zip(given, entered, strict=True):
             follow(x, value)
-        return leave_results(scale, results, given, entered, constants)
+        wide = [i for i in self._read_wide if carries_gradient(args[i])]
+        given += [args[i] for i in wide]
+        return leave_results(
+            scale, results, given, [*entered, *(values[i] for i in wide)], constants
+        )
 
     def _groups_of(
         self, args: Sequence[Any], parameters: Sequence[Tensor], scale: Scale | None

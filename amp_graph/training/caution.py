@@ -23,6 +23,7 @@ from amp_graph.training.engine import backward_pass, is_batched, sent
 from amp_graph.training.loss_scale import LossScale
 
 PEAK = 1.0  # what the largest incoming gradient is brought to
+PEAK_AGAIN = 2.0**8  # if it is differentiated again, and trained on: half-way up in float16
 PASSES = 32  # backward passes that may run inside of, or beside, one another
 LOOKED_AT = 64  # autograd nodes behind the inputs of a call
 
@@ -53,7 +54,9 @@ class Watched(Protocol):
     config: LossScale
     checked: CheckedGradients
     watch: FirstNonfinite | None
-    has_optimizer: bool
+
+    def is_watched(self) -> bool:
+        """Whether an optimizer will skip a step if gradients of a pass that runs now overflow."""
 
     def factors_on(self, device: torch.device) -> Factors: ...
     def parameters_changed(self) -> None: ...
@@ -78,16 +81,18 @@ class Caution:
     def parameters_changed(self) -> None:
         self._scale.parameters_changed()
 
-    def factor(self, gradient: Tensor, again: bool) -> Tensor:
-        """S for a gradient that comes in. If gradients are differentiated again, what comes of it
-        is trained on, so that it is the watched one, if somebody watches."""
+    def factor(self, gradient: Tensor, again: bool, of_gradient: bool = False) -> Tensor:
+        """S for a gradient that comes in. The last pass of a penalty is trained on, so that it has
+        the watched one, if somebody watches; what a pass before it gives, the script sees."""
         running = backward_pass()
         if running is not None and running not in self._factors:
             if len(self._factors) >= PASSES:
                 self._factors.pop(next(iter(self._factors)), None)  # ended long ago
-            watched = self._scale.factors_on(gradient.device)
-            is_watched = again and self._scale.has_optimizer
-            chosen = watched if is_watched else self._bounded(watched[0], gradient)
+            chosen = self._scale.factors_on(gradient.device)
+            is_watched = self._scale.is_watched()
+            if again or not (of_gradient and is_watched):
+                highest = PEAK_AGAIN if again and is_watched else PEAK
+                chosen = self._bounded(chosen[0], gradient, highest)
             # Another device's thread may have chosen meanwhile: one scale for all of a pass.
             self._factors.setdefault(running, {gradient.device: chosen})
         return self._factors_on(gradient.device)[0]
@@ -105,7 +110,7 @@ class Caution:
         self._factors.clear()
 
     @torch.no_grad()
-    def _bounded(self, watched: Tensor, gradient: Tensor) -> Factors:
+    def _bounded(self, watched: Tensor, gradient: Tensor, highest: float) -> Factors:
         """A power of 2, so that it rounds nothing. The gradient of a single number, a loss times
         some weight, says little about the gradients of what it was made from, so that they are not
         made smaller for it. One that is all zero, or batched, tells nothing."""
@@ -116,7 +121,7 @@ class Caution:
             values = gradient if gradient.layout is torch.strided else gradient._values()
             found = values.detach().abs().amax().float()
             peak = torch.where(found == 0, peak, found)
-        enough = torch.exp2(torch.floor(torch.log2(PEAK / peak)))
+        enough = torch.exp2(torch.floor(torch.log2(highest / peak)))
         bounded = enough.clamp(min(least, config.ceiling), config.ceiling)
         scale = torch.fmin(watched, bounded)
         return scale, scale.reciprocal()

@@ -23,10 +23,10 @@ from torch.nn import Parameter
 
 from amp_graph.nonfinite import FirstNonfinite
 from amp_graph.training.checked_gradients import CheckedGradients
-from amp_graph.training.engine import are_plain
+from amp_graph.training.engine import are_plain, never_captured
 
 # Of a model that takes gradients inside, Dynamo would capture what runs in them.
-not_captured = torch.compiler.disable(reason="the boundary of a graph of amp_graph")
+not_captured = never_captured(reason="the boundary of a graph of amp_graph")
 
 
 class ModelScale(Protocol):
@@ -42,10 +42,10 @@ class ModelScale(Protocol):
 class Scale(Protocol):
     """What one call of a graph asks of it."""
 
-    def factor(self, gradient: Tensor, again: bool) -> Tensor:
+    def factor(self, gradient: Tensor, again: bool, of_gradient: bool = False) -> Tensor:
         """S for a gradient that comes in, 0-dimensional, float32; the same for all gradients of
-        one backward pass. What is to outlive it has to be a copy. `again`: it is of a gradient, or
-        one that is to be differentiated again."""
+        one backward pass. What is to outlive it has to be a copy. `again`: it is to be
+        differentiated again. `of_gradient`: it comes into the backward pass of one."""
 
     def inverse(self, device: torch.device) -> Tensor:
         """1/S, 0-dimensional, float32."""
@@ -159,7 +159,7 @@ def _go_out_together(ctx: Any, given: Iterable[tuple[int, Tensor]]) -> dict[int,
         elif i in ctx.fresh and gradient.dtype is torch.float32:
             found[i] = gradient
         else:
-            found[i] = torch.empty_like(ctx.tensors[i], requires_grad=False)
+            found[i] = torch.empty_like(ctx.tensors[i])
             wide.append(found[i])
             narrow.append(gradient)
     if wide:
@@ -245,7 +245,9 @@ class _Cross(Function):
         if ctx.is_coming_in:
             factor = ctx.factor * ctx.scale.inverse(gradient.device)
         else:
-            factor = ctx.factor * ctx.scale.factor(gradient * ctx.factor, again=True)
+            again = torch.is_grad_enabled()
+            incoming = gradient * ctx.factor if again else gradient
+            factor = ctx.factor * ctx.scale.factor(incoming, again, of_gradient=True)
         back = _apply(_Cross, gradient, factor, ctx.dtype, ctx.scale, not ctx.is_coming_in)
         return back, None, None, None, None
 

@@ -60,10 +60,16 @@ class GraphScale:
     def is_on(self) -> bool:
         return not self.driven_by_grad_scaler
 
-    def factor(self, gradient: Tensor, again: bool) -> Tensor:
+    def is_watched(self) -> bool:
+        """Whether an optimizer will skip a step if the gradients of a pass that runs now overflow:
+        not if it has judged them already, and takes more gradients in its step (AdaHessian)."""
+        return self.has_optimizer and not self._is_pending
+
+    def factor(self, gradient: Tensor, again: bool, of_gradient: bool = False) -> Tensor:
         """S for a gradient that comes in, on its device, written to when a round ends."""
-        if not self.has_optimizer or self._alone.rules():
-            return self._alone.factor(gradient, again)
+        is_watched = self.is_watched() if of_gradient else self.has_optimizer
+        if again or not is_watched or self._alone.rules():
+            return self._alone.factor(gradient, again, of_gradient)
         return self.factors_on(gradient.device)[0]
 
     def inverse(self, device: torch.device) -> Tensor:

@@ -53,6 +53,8 @@ class GraphWeights:
         self._dtypes = tuple(dtypes)
         self._copies: list[_Copy] = []
         self._written: list[Tensor] = []
+        self._lows: list[Tensor] = []
+        self._unrecorded: list[Tensor] = []
         self._parameters: list[Callable[[], Tensor | None]] = []
         self._shapes: list[torch.Size] = []
         self._versions: list[int] = []
@@ -76,11 +78,17 @@ class GraphWeights:
             increment_version([copy.low for copy, version in changed if copy.follow(version)])
             self._versions = versions
         if self._traces is None or self._may_be_stale(self._traces, parameters, versions):
-            with torch.no_grad():
-                torch._foreach_copy_(self._written, parameters)
+            self._write(parameters)
             for copy in self._copies if self._traces is not None else ():
                 copy.writer = self._traces
-        return [copy.low if recorded else copy.unrecorded for copy in self._copies]
+        return self._lows if recorded else self._unrecorded
+
+    def _write(self, parameters: tuple[Tensor, ...]) -> None:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                torch._foreach_copy_(self._written, parameters)
+        else:
+            torch._foreach_copy_(self._written, parameters)
 
     def _may_be_stale(
         self, traces: Traces, parameters: Sequence[Tensor], versions: Sequence[int]
@@ -103,6 +111,8 @@ class GraphWeights:
     def _choose(self, parameters: Sequence[Tensor]) -> None:
         self._copies = [*map(self._store.of, parameters, self._dtypes)]
         self._written = [copy.written for copy in self._copies]
+        self._lows = [copy.low for copy in self._copies]
+        self._unrecorded = [copy.unrecorded for copy in self._copies]
         self._parameters = [copy.parameter for copy in self._copies]
         self._shapes = [*map(_shape, parameters)]
         self._versions = []

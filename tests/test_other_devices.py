@@ -1,0 +1,92 @@
+"""What holds on the CPU holds on a device of its own, with a thread of its own for backward passes.
+
+The device is emulated (`emulated_device.py`) in a process of its own, in which tests of training
+run that were written for the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+FILES = [
+    "gradients", "overflow", "backward_passes", "explicit_scaling", "input_views", "optimizer_use"
+]  # fmt: skip
+TWO_DEVICES = """
+import torch, emulated_device
+from torch import nn
+import amp_graph
+
+class Split(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)).to(self.second.weight.device))
+
+def losses(dtype, devices):
+    torch.manual_seed(0)
+    model = Split()
+    model.first.to(devices[0]), model.second.to(devices[1])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if dtype:
+        amp_graph.convert(model, optimizer, policy=dtype)
+    x, y = torch.randn(16, 8).to(devices[0]), torch.randint(0, 4, (16,)).to(devices[1])
+    found = []
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        if step == 3 and dtype == "float16":
+            model.first.weight.grad[0, 0] = float("inf")
+            assert optimizer.step() is False
+            continue
+        if step != 3:
+            optimizer.step()
+        found.append(loss.item())
+    if dtype:
+        assert [plan.fallback for plan in amp_graph.plans(model)] == [None]
+    return torch.tensor(found[:3] + found[-4:])
+
+expected = losses(None, ["cpu", "cpu"])
+for devices in (["emulated:0", "emulated:1"], ["emulated:1", "cpu"], ["cpu", "emulated:0"]):
+    for dtype, bound in (("float16", 1e-3), ("bfloat16", 1e-2)):
+        assert (losses(dtype, devices) - expected).abs().max() < bound, (devices, dtype)
+assert emulated_device.ran_elsewhere() > 0
+"""
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("c++") and shutil.which("ninja")),
+    reason="the device is built from C++, for which c++ and ninja have to be there",
+)
+
+
+def run(*command: str) -> None:
+    paths = os.pathsep.join([str(HERE), str(HERE.parent)])
+    done = subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, "PYTHONPATH": paths},
+        cwd=HERE.parent,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+
+
+@pytest.mark.xdist_group("emulated_device")
+def test_training_on_a_device_of_its_own() -> None:
+    files = [str(HERE / f"test_{name}.py") for name in FILES]
+    run("-m", "pytest", "-q", "-x", "-p", "emulated_device", "-p", "no:cacheprovider", *files)
+
+
+@pytest.mark.xdist_group("emulated_device")
+def test_a_model_on_two_devices() -> None:
+    run("-c", TWO_DEVICES)
