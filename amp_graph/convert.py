@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import takewhile
 from types import FunctionType
 from typing import Any, TypeVar, overload
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from amp_graph.compiler import Compiler, Record
 from amp_graph.conversion import Conversion, conversion_of, found_conversion
-from amp_graph.errors import MISTAKES, AmpGraphError, PlanError, did_you_mean
+from amp_graph.errors import MISTAKES, AmpGraphError, PlanError, PolicyError, did_you_mean
 from amp_graph.ir import Plan
 from amp_graph.modules import devices_of, unwrapped
 from amp_graph.pins import Saved
@@ -203,9 +203,16 @@ def backend(
 ) -> Callable[..., Any]:
     """The backend of `torch.compile(model, backend="amp_graph", options={"dtype": "float16"})`.
 
-    A mode, which is Inductor's notion, compiles with Inductor.
+    A mode, which is Inductor's notion, compiles with Inductor. Raises PolicyError for an option
+    that is no field of a Policy.
     """
     given = {"compiler": "inductor", "compiler_options": mode} if mode else options or {}
+    names = [field.name for field in fields(Policy)]
+    for name in given:
+        if name not in names:
+            raise PolicyError(
+                f"options: {name!r} is no field of amp_graph.Policy.{did_you_mean(name, names)}"
+            )
     return Compiler(Policy(**given)).compile_graph(graph_module, example_inputs)
 
 
@@ -222,7 +229,7 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise AmpGraphError(f"convert() takes a torch.nn.Module, not {type(model).__name__}")
     name = type(model).__name__
-    if isinstance(model, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+    if isinstance(model, torch.jit.ScriptModule):
         raise AmpGraphError(f"{name} is scripted; convert the module it was scripted from")
     if unwrapped(model).__dict__.get("_compiled_call_impl") is not None:
         raise AmpGraphError(

@@ -15,6 +15,7 @@ from amp_graph.ir import Color, Level, NodeFacts
 from amp_graph.oplists import OpLists, UserLists, known_names, load_lists
 from amp_graph.training.loss_scale import LossScale
 
+OUTPUT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 LOW_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 COMPILERS = ("eager", "inductor")
 REFRESH = (ALWAYS, ON_CHANGE) = "always", "on_change"
@@ -80,7 +81,8 @@ class Policy:
     overrides: exceptions for single nodes or modules; the first that matches wins.
     unlisted: (colour, operator) pairs to take off the shipped lists.
     keep_float32: globs of module paths that stay in float32 altogether.
-    output_dtype: the dtype of the model's float32 outputs; None keeps float32.
+    output_dtype: the dtype of the model's float32 outputs, "bfloat16" or torch.bfloat16, say; None
+        keeps float32.
     loss_scale: "dynamic" scales gradients inside the graphs in float16 and not in bfloat16, whose
         range is float32's. A LossScale, or a number for a static scale, scales in either. None
         scales in neither.
@@ -100,7 +102,7 @@ class Policy:
     overrides: tuple[Override, ...] = ()
     unlisted: tuple[tuple[str, str], ...] = ()
     keep_float32: tuple[str, ...] = ()
-    output_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | str | None = None
     loss_scale: LossScale | float | str | None = "dynamic"
     level: Level | str = Level.BALANCED
     refresh_weights: str = ALWAYS
@@ -118,8 +120,8 @@ class Policy:
         for override in self.overrides:
             if not isinstance(override, Override):
                 raise PolicyError(f"overrides must hold Override objects, not {override!r}")
-        if self.output_dtype is not None and not isinstance(self.output_dtype, torch.dtype):
-            raise PolicyError(f"output_dtype must be a torch.dtype, not {self.output_dtype!r}")
+        if self.output_dtype is not None:
+            object.__setattr__(self, "output_dtype", _output_dtype(self.output_dtype))
         if isinstance(self.loss_scale, (int, float)) and not isinstance(self.loss_scale, bool):
             object.__setattr__(self, "loss_scale", LossScale.static(float(self.loss_scale)))
         elif self.loss_scale != "dynamic" and not isinstance(self.loss_scale, LossScale | None):
@@ -203,6 +205,14 @@ def _low_dtype(dtype: torch.dtype | str) -> torch.dtype:
     found = LOW_DTYPES.get(str(dtype).removeprefix("torch."))
     if found is None:
         raise PolicyError(f"unknown policy {dtype!r}: give 'float16', 'bfloat16' or a Policy")
+    return found
+
+
+def _output_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    name = str(dtype).removeprefix("torch.")
+    if name not in OUTPUT_DTYPES:
+        raise PolicyError(f"output_dtype must be {_either(OUTPUT_DTYPES)}, not {dtype!r}")
+    found: torch.dtype = getattr(torch, name)
     return found
 
 

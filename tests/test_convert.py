@@ -132,7 +132,7 @@ def test_modes_and_gradients() -> None:
 
 
 def test_output_dtype_and_keep_float32() -> None:
-    policy = Policy(dtype="bfloat16", output_dtype=torch.bfloat16, keep_float32=("second",))
+    policy = Policy(dtype="bfloat16", output_dtype="bfloat16", keep_float32=("second",))
     model, x = amp_graph.convert(Net(), policy=policy), torch.randn(4, 8)
     assert model(x).dtype is torch.bfloat16
     assert low_share(model, x) == 0.5
@@ -155,6 +155,9 @@ def test_backend_by_name() -> None:
     model, x = Net(), torch.randn(4, 8)
     compiled = torch.compile(model, backend="amp_graph", options={"dtype": "bfloat16"})
     assert low_share(compiled, x) == 1
+    misspelt = torch.compile(Net(), backend="amp_graph", options={"dtyp": "bfloat16"})
+    with pytest.raises(Exception, match=r"'dtyp' is no field of .*Did you mean 'dtype'"):
+        misspelt(x)
 
 
 def test_nothing_to_convert_says_why() -> None:
@@ -243,7 +246,8 @@ def test_what_cannot_be_converted(model: Any, message: str) -> None:
         lambda: Override("deny"),
         lambda: Override("deny", op="aten.gelu.defualt"),
         lambda: Override("deny", op="gelu"),
-        lambda: Policy(output_dtype="half"),  # type: ignore[arg-type]
+        lambda: Policy(output_dtype="half"),
+        lambda: Policy(output_dtype=torch.int64),
     ],
 )
 def test_a_policy_that_makes_no_sense(policy: Any) -> None:

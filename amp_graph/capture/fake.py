@@ -68,7 +68,7 @@ def replay(node: fx.Node, args: Any, kwargs: Any) -> Any:
         if not _has_symbols((args, kwargs)):
             raise CannotReplay from error
     try:
-        args, kwargs = tree_map(_concrete, (args, kwargs))
+        args, kwargs = tree_map(concrete, (args, kwargs))
         dtypes = [t.dtype for t in tree_leaves(node.target(*args, **kwargs))]
     except Exception as error:
         raise CannotReplay from error
@@ -81,7 +81,8 @@ def _has_symbols(tree: Any) -> bool:
     return any(isinstance(s, torch.SymInt) for s in sizes)
 
 
-def _concrete(value: Any) -> Any:
+def concrete(value: Any) -> Any:
+    """A tensor or a size with the numbers seen when captured; anything else as it is."""
     if isinstance(value, torch.Tensor):
         sizes = [size_hint(s) for s in value.shape]
         return torch.empty(sizes, dtype=value.dtype, device=value.device)

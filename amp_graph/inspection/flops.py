@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from amp_graph.capture.dynamo import quiet_logs
-from amp_graph.capture.fake import size_hint
+from amp_graph.capture.fake import concrete
 
 
 def attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
@@ -38,14 +38,7 @@ def flops_of(node: fx.Node) -> int:
     # Sizes that depend on data are assumed, each by itself, and may not fit one another.
     with FakeTensorMode(), quiet_logs(), contextlib.suppress(Exception), torch.no_grad():
         values = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-        args, kwargs = tree_map(_concrete, values)
+        args, kwargs = tree_map(concrete, values)
         with counter:
             node.target(*args, **kwargs)
     return int(counter.get_total_flops())
-
-
-def _concrete(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        sizes = [size_hint(s) for s in value.shape]
-        return torch.empty(sizes, dtype=value.dtype, device=value.device)
-    return size_hint(value) if isinstance(value, torch.SymInt) else value

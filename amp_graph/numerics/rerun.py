@@ -117,16 +117,14 @@ class Rerun(Compiler):
         loss: Loss | None = None,
         observer: Observer | None = None,
         *,
-        backward: bool = True,
         loss_scale: float = 1.0,
     ) -> Outcome:
         """Run the model in "float32" or "mixed" and, if anything needs a gradient, backward from
         `loss_scale` times the loss; the gradients returned are divided by it again."""
         self._mixed, self._calls = precision == "mixed", 0
         self._observer = observer or Observer()
-        grad = torch.enable_grad() if backward else torch.no_grad()
         try:
-            with unchanged(self.model), warnings.catch_warnings(), grad:
+            with unchanged(self.model), warnings.catch_warnings(), torch.enable_grad():
                 warnings.simplefilter("ignore", ConversionWarning)
                 torch.manual_seed(SEED)
                 output = call_with(self._call, batch)
@@ -136,7 +134,7 @@ class Rerun(Compiler):
         except Exception as error:
             if not is_of_capture(error):
                 raise
-            own = _own_error(self.model, batch, backward)
+            own = _own_error(self.model, batch)
             if own is not None:
                 raise own from None
             raise _not_captured(self.model) from error
@@ -188,11 +186,11 @@ def _tensor(loss: Any) -> torch.Tensor:
     return loss
 
 
-def _own_error(model: nn.Module, batch: Batch, with_gradients: bool) -> Exception | None:
+def _own_error(model: nn.Module, batch: Batch) -> Exception | None:
     """What the model's own code raises on a batch. Dynamo raises an error of its own when an
     operator refuses its arguments."""
     try:
-        with unchanged(model), torch.set_grad_enabled(with_gradients):
+        with unchanged(model), torch.enable_grad():
             call_with(plain_code(model), batch)
     except Exception as error:
         return error
@@ -270,14 +268,12 @@ def hash_of(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-def rerun_of(
-    model: nn.Module, policy: Policy | str | torch.dtype | None = None, saved: Saved | None = None
-) -> Rerun:
+def rerun_of(model: nn.Module, policy: Policy | str | torch.dtype | None = None) -> Rerun:
     """A rerun of a model, converted or not. A converted one brings its own policy and plans."""
     conversion = found_conversion(model)
-    if conversion is not None and policy is None and saved is None:
+    if conversion is not None and policy is None:
         return Rerun(model, conversion.policy, conversion.saved)
-    return Rerun(model, as_policy(policy), saved)
+    return Rerun(model, as_policy(policy))
 
 
 def default_loss(output: Any) -> torch.Tensor:
