@@ -1,6 +1,6 @@
-// Two devices that live in host memory. They have all that tells a GPU from the CPU above its kernels:
-// a dispatch key, allocations of their own, a thread each for backward passes, and errors where
-// tensors of several devices meet. Every operator runs the CPU's kernel on the same memory.
+// Two devices that live in host memory. They have all that tells a GPU from the CPU above its
+// kernels: a dispatch key, allocations of their own, a thread each for backward passes, and errors
+// where tensors of several devices meet. Every operator runs the CPU's kernel on the same memory.
 // Written against PyTorch's documentation of PrivateUse1; see emulated_device.py.
 
 #include <ATen/EmptyTensor.h>
@@ -40,7 +40,9 @@ struct Allocator final : c10::Allocator {
     return {memory, memory, &std::free, Device(KIND, current)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &std::free; }
-  void copy_data(void* to, const void* from, size_t bytes) const final { std::memcpy(to, from, bytes); }
+  void copy_data(void* to, const void* from, size_t bytes) const final {
+    std::memcpy(to, from, bytes);
+  }
 };
 Allocator allocator;
 REGISTER_ALLOCATOR(KIND, &allocator)
@@ -58,12 +60,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceIndex deviceCount() const noexcept override { return COUNT; }
   // One stream per device, on which everything has happened when the call returns.
   c10::Stream getStream(Device device) const override {
-    return c10::Stream(c10::Stream::DEFAULT, Device(KIND, device.has_index() ? device.index() : current));
+    return c10::Stream(c10::Stream::DEFAULT,
+                       Device(KIND, device.has_index() ? device.index() : current));
   }
   c10::Stream getDefaultStream(Device device) const override { return getStream(device); }
   c10::Stream getNewStream(Device device, int) const override { return getStream(device); }
-  c10::Stream getStreamFromGlobalPool(Device device, bool) const override { return getStream(device); }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
+  c10::Stream getStreamFromGlobalPool(Device device, bool) const override {
+    return getStream(device);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    return getStream(stream.device());
+  }
   void record(void** event, const c10::Stream&, DeviceIndex, c10::EventFlag) const override {
     *event = &current;
   }
@@ -92,13 +99,16 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   Device getDeviceFromPtr(void*) const override { return Device(KIND, current); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto memory = allocator.allocate(bytes);
-    if (storage.data()) std::memcpy(memory.get(), storage.data(), std::min(bytes, storage.nbytes()));
+    if (storage.data())
+      std::memcpy(memory.get(), storage.data(), std::min(bytes, storage.nbytes()));
     storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(memory));
     storage.unsafeGetStorageImpl()->set_nbytes(bytes);
   }
 };
 
-bool is_ours(const Tensor& tensor) { return tensor.defined() && tensor.device().type() == KIND; }
+bool is_ours(const Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == KIND;
+}
 
 // The same memory, as a tensor of the host.
 Tensor on_host(const Tensor& tensor) {
@@ -117,17 +127,21 @@ Tensor on_host(const Tensor& tensor) {
   return seen;
 }
 
-Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
-                     std::optional<at::Layout>, std::optional<Device> device, std::optional<bool>) {
+Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
+                     std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                     std::optional<Device> device, std::optional<bool>) {
   c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_strided_generic(size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+  return at::detail::empty_strided_generic(size, stride, &allocator,
+                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                            c10::dtype_or_default(dtype));
 }
 
 Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-             std::optional<Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+             std::optional<Device> device, std::optional<bool>,
+             std::optional<at::MemoryFormat> format) {
   c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_generic(size, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+  return at::detail::empty_generic(size, &allocator,
+                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                    c10::dtype_or_default(dtype), format);
 }
 
@@ -157,22 +171,28 @@ IValue on_host(const IValue& value) {
 }
 
 // The device that an operator runs on, by its arguments: one, or it is an error.
-std::optional<Device> device_of(const c10::FunctionSchema& schema, const std::vector<IValue>& given) {
+std::optional<Device> device_of(const c10::FunctionSchema& schema,
+                                const std::vector<IValue>& given) {
   std::optional<Device> found;
   auto look = [&](const Tensor& tensor) {
     if (!is_ours(tensor) || (tensor.dim() == 0 && found)) return;
-    TORCH_CHECK(!found || *found == tensor.device(), "Expected all tensors to be on the same device in ", schema.name());
+    TORCH_CHECK(!found || *found == tensor.device(),
+                "Expected all tensors to be on the same device in ", schema.name());
     found = tensor.device();
   };
   for (const IValue& value : given) {
-    if (value.isTensor()) look(value.toTensor());
-    else if (value.isTensorList()) for (const Tensor& tensor : value.toTensorVector()) look(tensor);
-    else if (value.isDevice() && value.toDevice().type() == KIND) found = value.toDevice();
+    if (value.isTensor())
+      look(value.toTensor());
+    else if (value.isTensorList())
+      for (const Tensor& tensor : value.toTensorVector()) look(tensor);
+    else if (value.isDevice() && value.toDevice().type() == KIND)
+      found = value.toDevice();
   }
   bool takes_indices = schema.name().find("index") != std::string::npos;
   for (const IValue& value : given)
     if (value.isTensor() && value.toTensor().defined() && !is_ours(value.toTensor()))
-      TORCH_CHECK(value.toTensor().dim() == 0 || takes_indices, "Expected all tensors to be on the same device in ", schema.name());
+      TORCH_CHECK(value.toTensor().dim() == 0 || takes_indices,
+                  "Expected all tensors to be on the same device in ", schema.name());
   return found;
 }
 
@@ -183,7 +203,8 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   const size_t arguments = schema.arguments().size(), results = schema.returns().size();
   const std::vector<IValue> given(stack->end() - arguments, stack->end());
   Device device = device_of(schema, given).value_or(Device(KIND, current));
-  for (size_t i = 0; i < arguments; i++) (*stack)[stack->size() - arguments + i] = on_host(given[i]);
+  for (size_t i = 0; i < arguments; i++)
+    (*stack)[stack->size() - arguments + i] = on_host(given[i]);
   {
     at::AutoDispatchBelowADInplaceOrView below;
     op.callBoxed(stack);
@@ -196,7 +217,8 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
     for (size_t i = 0; alias && i < arguments && !is_written; i++) {
       const auto* of_argument = schema.arguments()[i].alias_info();
       if (!of_argument || !(*of_argument == *alias)) continue;
-      if (given[i].isTensor() && result.toTensor().sizes() != given[i].toTensor().sizes()) {  // out=
+      if (given[i].isTensor() &&
+          result.toTensor().sizes() != given[i].toTensor().sizes()) {  // out=
         given[i].toTensor().resize_(result.toTensor().sizes());
         on_host(given[i].toTensor()).copy_(result.toTensor());
       }
@@ -224,47 +246,61 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
   return copy_from(from, to, false);
 }
 
-at::Scalar local_scalar(const Tensor& tensor) { return on_host(tensor).item(); }
+at::Scalar local_scalar(const Tensor& tensor) {
+  return on_host(tensor).item();
+}
 
-const Tensor& resize(const Tensor& tensor, c10::SymIntArrayRef size, std::optional<at::MemoryFormat>) {
+const Tensor& resize(const Tensor& tensor, c10::SymIntArrayRef size,
+                     std::optional<at::MemoryFormat>) {
   auto sizes = C10_AS_INTARRAYREF_SLOW(size);
   size_t bytes = (tensor.storage_offset() + c10::multiply_integers(sizes)) * tensor.itemsize();
-  if (tensor.storage().nbytes() < bytes) at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(tensor.storage(), bytes);
+  if (tensor.storage().nbytes() < bytes)
+    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(tensor.storage(), bytes);
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   return tensor;
 }
 
-Tensor& set_strided(Tensor& tensor, c10::Storage storage, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
+Tensor& set_strided(Tensor& tensor, c10::Storage storage, int64_t offset, at::IntArrayRef size,
+                    at::IntArrayRef stride) {
   tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
   return tensor;
 }
 
 Tensor& set_tensor(Tensor& tensor, const Tensor& other) {
-  return set_strided(tensor, other.storage(), other.storage_offset(), other.sizes(), other.strides());
+  return set_strided(tensor, other.storage(), other.storage_offset(), other.sizes(),
+                     other.strides());
 }
 
 Tensor& set_storage(Tensor& tensor, c10::Storage storage) {
-  return set_strided(tensor, storage, 0, {static_cast<int64_t>(storage.nbytes() / tensor.itemsize())}, {1});
+  return set_strided(tensor, storage, 0,
+                     {static_cast<int64_t>(storage.nbytes() / tensor.itemsize())}, {1});
 }
 
 using Ints = c10::SymIntArrayRef;
 
-Tensor convolution(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, Ints stride, Ints padding,
-                   Ints dilation, bool transposed, Ints output_padding, c10::SymInt groups) {
-  std::optional<Tensor> given = bias && bias->defined() ? std::optional<Tensor>(on_host(*bias)) : std::nullopt;
-  return on_device(at::convolution_symint(on_host(x), on_host(weight), given, stride, padding, dilation, transposed,
-                                          output_padding, groups), x.device());
+Tensor convolution(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                   Ints stride, Ints padding, Ints dilation, bool transposed, Ints output_padding,
+                   c10::SymInt groups) {
+  std::optional<Tensor> given =
+      bias && bias->defined() ? std::optional<Tensor>(on_host(*bias)) : std::nullopt;
+  return on_device(at::convolution_symint(on_host(x), on_host(weight), given, stride, padding,
+                                          dilation, transposed, output_padding, groups),
+                   x.device());
 }
 
-std::tuple<Tensor, Tensor, Tensor> convolution_backward(
-    const Tensor& gradient, const Tensor& x, const Tensor& weight, Ints stride, Ints padding, Ints dilation,
-    bool transposed, Ints output_padding, c10::SymInt groups, std::array<bool, 3> wanted) {
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& gradient, const Tensor& x,
+                                                        const Tensor& weight, Ints stride,
+                                                        Ints padding, Ints dilation,
+                                                        bool transposed, Ints output_padding,
+                                                        c10::SymInt groups,
+                                                        std::array<bool, 3> wanted) {
   c10::SymInt channels = transposed ? weight.sym_size(1) * groups : weight.sym_size(0);
   auto [of_x, of_weight, of_bias] = at::convolution_backward_symint(
-      on_host(gradient), on_host(x), on_host(weight), Ints(&channels, 1), stride, padding, dilation, transposed,
-      output_padding, groups, wanted);
-  return {on_device(of_x, x.device()), on_device(of_weight, x.device()), on_device(of_bias, x.device())};
+      on_host(gradient), on_host(x), on_host(weight), Ints(&channels, 1), stride, padding, dilation,
+      transposed, output_padding, groups, wanted);
+  return {on_device(of_x, x.device()), on_device(of_weight, x.device()),
+          on_device(of_bias, x.device())};
 }
 
 }  // namespace
@@ -301,11 +337,10 @@ TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) {
 #define IN_FLOAT32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
 #define PROMOTED(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
 
-TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {  // the macros say m
-  AT_FORALL_LOWER_PRECISION_FP(IN_LOW_PRECISION)
-  AT_FORALL_FP32(IN_FLOAT32)
-  AT_FORALL_PROMOTE(PROMOTED)
-}
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m){// the macros say m
+                                                 AT_FORALL_LOWER_PRECISION_FP(IN_LOW_PRECISION)
+                                                     AT_FORALL_FP32(IN_FLOAT32)
+                                                         AT_FORALL_PROMOTE(PROMOTED)}
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("register_hooks", [] { at::RegisterPrivateUse1HooksInterface(new Hooks()); });
