@@ -29,9 +29,9 @@ from amp_graph.capture.dynamo import (
 )
 from amp_graph.compiler import Compiler
 from amp_graph.errors import MISTAKES
-from amp_graph.inspection.reasons import why_nothing_is_low
 from amp_graph.ir import Plan
 from amp_graph.modules import Kept, Run, devices_of, has_backward_hooks, plain_code
+from amp_graph.reasons import why_nothing_is_low
 from amp_graph.runtime import (
     Outside,
     autocast_devices,

@@ -12,8 +12,8 @@ from amp_graph.convert import is_converted
 from amp_graph.first_call import Model
 from amp_graph.inspection import render
 from amp_graph.inspection.dump import dump
-from amp_graph.inspection.reasons import why_nothing_is_low
 from amp_graph.ir import NodeFacts
+from amp_graph.reasons import why_nothing_is_low
 
 NOT_OPERATORS = ("placeholder", "get_attr", "output", "getitem")
 

@@ -22,8 +22,8 @@ from torch import nn
 import amp_graph
 from amp_graph.inspection.annotated import AnnotatedGraph, Node
 from amp_graph.inspection.page import page
-from amp_graph.inspection.reasons import Reason
 from amp_graph.inspection.source import AnnotatedModel
+from amp_graph.reasons import Reason
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")

@@ -13,7 +13,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from amp_graph.inspection.reasons import short_reason
 from amp_graph.inspection.spelling import (
     byte_count,
     count,
@@ -24,6 +23,7 @@ from amp_graph.inspection.spelling import (
     shapes,
 )
 from amp_graph.ir import Cast, Color, NodeFacts, Plan
+from amp_graph.reasons import short_reason
 
 HEADINGS = ("colour", "precision", "node", "shape", "module", "line", "why")
 NODE_WIDTH = 72  # a longer list of operands is cut to this many columns
