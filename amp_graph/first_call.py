@@ -177,6 +177,9 @@ def _why_not(module: nn.Module, inner: nn.Module) -> str:
         return f"its parameters are {found}"
     if any(".quantized" in type(m).__module__ for m in inner.modules()):
         return "it is quantised"
+    for p in inner.parameters():  # but for DTensor, whose parts are as float32 as it is
+        if hasattr(p, "__tensor_flatten__") and not hasattr(p, "device_mesh"):
+            return f"its parameters are held as {type(p).__name__}"
     if _is_on_meta(inner):
         return ON_META
     if _is_under_autocast(inner):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torch.testing._internal.two_tensor import TwoTensor
 
 import amp_graph
 from amp_graph import first_call
@@ -140,16 +141,19 @@ class Odd(nn.Linear):
     __hash__ = None
 
 
-def scripted() -> nn.Module:
-    return torch.jit.script(nn.Linear(8, 3))
-
-
 def quantised() -> nn.Module:
     return torch.ao.quantization.quantize_dynamic(net(), {nn.Linear}, torch.qint8)
 
 
 def with_quantised_part() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), *quantised())
+
+
+def held_otherwise() -> nn.Module:
+    """As quantising packages hold weights; torch's example of such a tensor."""
+    model = nn.Linear(8, 3)
+    model.weight = nn.Parameter(TwoTensor(model.weight.detach(), model.weight.detach()))
+    return model
 
 
 LEFT_ALONE = {
@@ -160,8 +164,9 @@ LEFT_ALONE = {
         "its parameters are float32, float64",
     ),
     "meta": (lambda: net().to("meta"), "its parameters are on the meta device"),
-    "scripted": (scripted, "it is scripted"),
+    "scripted": (lambda: torch.jit.script(nn.Linear(8, 3)), "it is scripted"),
     "partly quantised": (with_quantised_part, "it is quantised"),
+    "held otherwise": (held_otherwise, "its parameters are held as TwoTensor"),
     "compiled": (lambda: torch.compile(net(), backend="eager"), "the script uses torch.compile"),
     "converted": (lambda: amp_graph.convert(net()), "the script converts it itself"),
 }
