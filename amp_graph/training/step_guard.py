@@ -63,8 +63,11 @@ class StepGuard:
         self._loaded: tuple[list[Any], int, int] | None = None
         self._unguarded = 0  # how deep in steps that did not come through here
         self._undo: Copies | None = None  # of such a step
-        Optimizer.__setstate__(optimizer, {})  # makes what a subclass lacks that calls no __init__
-        optimizer.register_state_dict_post_hook(self._save)
+        try:
+            optimizer.register_state_dict_post_hook(self._save)
+        except AttributeError:  # a subclass that calls no `__init__` lacks what hooks are kept in
+            Optimizer.__setstate__(optimizer, {})
+            optimizer.register_state_dict_post_hook(self._save)
         optimizer.register_load_state_dict_pre_hook(self._check_loaded)
         optimizer.register_load_state_dict_post_hook(self._apply_loaded)
         self._stand_before(optimizer)
