@@ -13,7 +13,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ from amp_graph.training.found_inf import found_inf, parameters_of
 from amp_graph.training.grad_scaler import is_grad_scaler_stepping
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.loss_scale import load_state
-from amp_graph.training.undo import Copies, GuardedClosure
+from amp_graph.training.undo import Copies, GuardedClosure, closure_of, guarding_closure
 
 STATE_KEY = "amp_graph"  # in an optimizer's state_dict
 UNREAD = 256  # flags kept before they are summed up, so that not every step pays for a sum
@@ -101,7 +101,7 @@ class StepGuard:
         scales = self.scales_to_ask(optimizer)
         if not scales:
             return original(*args, **kwargs)
-        if _closure(args, kwargs) is not None:
+        if closure_of(args, kwargs) is not None:
             return self._step_with_closure(optimizer, original, scales, args, kwargs)
         found = check(optimizer, scales)
         if _can_skip_by_itself(optimizer):
@@ -162,7 +162,7 @@ class StepGuard:
         scales = self.scales_to_ask(optimizer)
         if not scales:
             return None
-        if _closure(args[1:], kwargs) is None:
+        if closure_of(args[1:], kwargs) is None:
             self._record(bool(check(optimizer, scales)))
             if self._overflowed:
                 self._undo = Copies(optimizer)
@@ -180,7 +180,7 @@ class StepGuard:
         if self._unguarded > 0:
             return
         undo, self._undo = self._undo, None
-        closure = _closure(args[1:], kwargs)
+        closure = closure_of(args[1:], kwargs)
         if isinstance(closure, GuardedClosure):
             self._record(closure.overflowed)
         if undo is not None and self._overflowed:
@@ -267,22 +267,10 @@ def _can_skip_by_itself(optimizer: Optimizer) -> bool:
     )
 
 
-def _closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """That of a step which is called with these: the first of them, or `closure`."""
-    closure = kwargs.get("closure", args[0] if args else None)
-    return closure if callable(closure) else None
-
-
 def _guarded(
     optimizer: Optimizer, scales: Sequence[GraphScale], args: Any, kwargs: Any
 ) -> tuple[GuardedClosure, Any, Any]:
-    """The closure guarded, and the arguments with it in its stead."""
-    closure = _closure(args, kwargs)
-    assert closure is not None
-    guarded = GuardedClosure(closure, lambda: bool(check(optimizer, scales)), type(optimizer))
-    if "closure" in kwargs:
-        return guarded, args, {**kwargs, "closure": guarded}
-    return guarded, (guarded, *args[1:]), kwargs
+    return guarding_closure(args, kwargs, lambda: bool(check(optimizer, scales)), type(optimizer))
 
 
 @not_compiled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,3 +63,21 @@ class GuardedClosure:
         with torch.enable_grad():
             self.loss = self._closure(*args, **kwargs)
         self.overflowed = self._overflows()
+
+
+def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """That of a step which is called with these: the first of them, or `closure`."""
+    closure = kwargs.get("closure", args[0] if args else None)
+    return closure if callable(closure) else None
+
+
+def guarding_closure(
+    args: Sequence[Any], kwargs: Mapping[str, Any], overflows: Callable[[], bool], kind: type
+) -> tuple[GuardedClosure, Sequence[Any], Mapping[str, Any]]:
+    """The closure among a step's arguments guarded, and these with it in its stead."""
+    closure = closure_of(args, kwargs)
+    assert closure is not None
+    guarded = GuardedClosure(closure, overflows, kind)
+    if "closure" in kwargs:
+        return guarded, args, {**kwargs, "closure": guarded}
+    return guarded, (guarded, *args[1:]), kwargs
