@@ -17,7 +17,7 @@ from amp_graph import Color, Override, Policy
 from amp_graph.capture.retrace import trace
 from amp_graph.eager import eager
 from amp_graph.oplists import load_lists
-from amp_graph.rewrite import rewrite
+from amp_graph.rewrite import rewrite, split_where_wide
 
 SAMPLES = 3
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -45,6 +45,11 @@ UNSPECIFIED = {  # the result is not a function of the inputs
     "empty_strided": "uninitialised memory",
     "new_empty": "uninitialised memory",
     "new_empty_strided": "uninitialised memory",
+}
+UNSPECIFIED_IN = {
+    # With strides or dilation, on CPUs with AVX512-FP16 (torch 2.13): `function(*half)` differs
+    # from call to call once memory holds other numbers. In bfloat16 it is compared.
+    ("nn.functional.conv2d", torch.float16): "reads memory that nobody wrote",
 }
 NOT_COMPARED = {  # a single rounding of the input moves the result by more than its own size
     "linalg.pinv": "the sample is built singular by a product of matrices inside the graph",
@@ -77,14 +82,18 @@ def test_same_result_and_gradient(op, dtype):
             assert op.name in NOT_TRACEABLE, f"{entry_id(op)} cannot be captured"
             continue
         for name, overrides in POLICIES.items():
-            emitted, plan = rewrite(
-                captured, Policy(dtype=dtype, overrides=overrides), load_lists()
-            )
+            policy, lists = Policy(dtype=dtype, overrides=overrides), load_lists()
+            split = split_where_wide(captured, policy, lists)
+            emitted, plan = rewrite(split, policy, lists)
             assert plan.fallback is None
-            if op.name not in UNSPECIFIED | NOT_COMPARED and not reordered(op, name):
+            if is_comparable(op, dtype) and not reordered(op, name):
                 check(captured, emitted, inputs, dtype, f"{entry_id(op)} {name}")
             compared += 1
     assert compared or not samples or op.name in NOT_TRACEABLE, "no sample was compared"
+
+
+def is_comparable(op, dtype: torch.dtype) -> bool:
+    return op.name not in UNSPECIFIED | NOT_COMPARED and (op.name, dtype) not in UNSPECIFIED_IN
 
 
 def reordered(op, policy_name: str) -> bool:
