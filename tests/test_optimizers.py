@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import math
 import pickle
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from training import Mlp, is_fresh, overflow, same, scaled, snapshot
 
@@ -230,3 +232,59 @@ def test_bfloat16_has_no_scale_and_no_guard() -> None:
     assert "amp_graph" not in optimizer.state_dict()
     trained(model, optimizer, overflows=True)
     assert not all(p.isfinite().all() for p in model.parameters())
+
+
+def test_momentum_of_a_parameter_whose_first_step_is_skipped() -> None:
+    """A fused SGD leaves it as its memory was, and goes on from it."""
+    model = Mlp(width=1024)
+    first, second = model.first.weight, model.second.weight
+    optimizer = SGD([second], lr=0.1, momentum=0.9, fused=True)
+    amp_graph.convert(model, optimizer, policy=SCALED)
+    reference = copy.deepcopy(amp_graph.restore(copy.deepcopy(model)))
+    plain = SGD([reference.second.weight], lr=0.1, momentum=0.9, fused=True)
+    for step, overflows in enumerate([False, True, False, False]):
+        if step == 1:
+            optimizer.add_param_group({"params": [first]})
+            plain.add_param_group({"params": [reference.first.weight]})
+        model.zero_grad()
+        model(X).square().mean().backward()
+        if overflows:
+            overflow(model)
+        dirty = [torch.full_like(p, 1e30) for p in (first, second) for _ in range(50)]
+        del dirty  # what memory that is taken anew now holds
+        assert bool(optimizer.step()) is not overflows
+        if not overflows:
+            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                assert p.grad is not None
+                q.grad = p.grad.clone()
+            plain.step()
+    assert same(list(model.parameters()), list(reference.parameters()))
+
+
+class Stop(Exception):
+    pass
+
+
+def failed_first_step() -> weakref.ref[Optimizer]:
+    """Of an optimizer that was found in it, by a closure that fails half-way."""
+    model = amp_graph.convert(Mlp(), policy=SCALED)
+    optimizer = LBFGS(model.parameters())
+    calls = iter(range(2))
+
+    def closure() -> Tensor:
+        if next(calls) == 1:
+            raise Stop
+        optimizer.zero_grad()
+        loss: Tensor = model(X).square().mean()
+        loss.backward()
+        return loss
+
+    with pytest.raises(Stop):
+        optimizer.step(closure)
+    return weakref.ref(optimizer)
+
+
+def test_a_step_that_raised_keeps_nothing_alive() -> None:
+    optimizer = failed_first_step()
+    gc.collect()
+    assert optimizer() is None

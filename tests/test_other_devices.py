@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from running import TESTS, python, run
 
-HERE = Path(__file__).parent
 FILES = [
     "gradients", "overflow", "backward_passes", "explicit_scaling", "input_views", "optimizer_use"
 ]  # fmt: skip
@@ -68,25 +65,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(*command: str) -> None:
-    paths = os.pathsep.join([str(HERE), str(HERE.parent)])
-    done = subprocess.run(
-        [sys.executable, *command],
-        env={**os.environ, "PYTHONPATH": paths},
-        cwd=HERE.parent,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+def succeeds(*arguments: object) -> None:
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    done = run(python(*arguments), cwd=TESTS.parent, PYTHONPATH=paths)
+    assert done.code == 0, done.out[-5000:] + done.err[-5000:]
 
 
-@pytest.mark.xdist_group("emulated_device")
 def test_training_on_a_device_of_its_own() -> None:
-    files = [str(HERE / f"test_{name}.py") for name in FILES]
-    run("-m", "pytest", "-q", "-x", "-p", "emulated_device", "-p", "no:cacheprovider", *files)
+    files = [TESTS / f"test_{name}.py" for name in FILES]
+    succeeds("-m", "pytest", "-q", "-x", "-p", "emulated_device", "-p", "no:cacheprovider", *files)
 
 
-@pytest.mark.xdist_group("emulated_device")
 def test_a_model_on_two_devices() -> None:
-    run("-c", TWO_DEVICES)
+    succeeds("-c", TWO_DEVICES)

@@ -146,10 +146,8 @@ class Boundary:
         for x, value in zip(given, entered, strict=True):
             follow(x, value)
         wide = [i for i in self._read_wide if carries_gradient(args[i])]
-        given += [args[i] for i in wide]
-        return leave_results(
-            scale, results, given, [*entered, *(values[i] for i in wide)], constants
-        )
+        given, entered = [*given, *(args[i] for i in wide)], [*entered, *(values[i] for i in wide)]
+        return leave_results(scale, results, given, entered, constants)
 
     def _groups_of(
         self, args: Sequence[Any], parameters: Sequence[Tensor], scale: Scale | None
