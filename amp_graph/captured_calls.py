@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from amp_graph.capture.breaks import depends_on_data, why_not_captured
 from amp_graph.capture.dynamo import (
@@ -27,6 +27,7 @@ from amp_graph.capture.dynamo import (
     is_of_capture,
     is_of_graph,
 )
+from amp_graph.capture.hooks import Hooks
 from amp_graph.compiler import Compiler
 from amp_graph.errors import MISTAKES
 from amp_graph.ir import Plan
@@ -62,6 +63,7 @@ class CapturedCalls:
         self._captures_in_a_row = 0
         self._graph_runs = 0
         self._settings: Mapping[str, Any] = {}  # of Dynamo, other than usual
+        self._hooks = Hooks(module)
         self._around: Callable[[Run], Run] = _no_autocast_around
         self._own_code: Run | None = None  # once it is not captured any more
         self._for_copies: int | None = None  # the plan that stands for them, once there are any
@@ -70,7 +72,8 @@ class CapturedCalls:
     def _capture(self) -> None:
         """Capture anew, from the next call on."""
         self._captured_as = _code_of(self._module)
-        captured = captured_call(self._module, self._compiler.compile_graph, **self._settings)
+        settings = {**self._settings, **self._hooks.settings()}
+        captured = captured_call(self._module, self._compiler.compile_graph, **settings)
         self._run = self._around(captured)
 
     def _begin_again(self, has_captured: bool = True) -> None:
@@ -84,7 +87,8 @@ class CapturedCalls:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._own_code is not None:
             return self._own_code(*args, **kwargs)
-        if _code_of(self._module) != self._captured_as:  # fully_shard() changes the class
+        # fully_shard() changes the class.
+        if _code_of(self._module) != self._captured_as or self._hooks.have_come():
             self._capture()
         frames, runs, uncaptured = frames_seen(), self._graph_runs, None
         kept = Kept(self._module) if self._is_new else None
@@ -107,8 +111,9 @@ class CapturedCalls:
             self._look_back(has_captured)
         return result
 
-    def of_graph(self, run: Run, index: int) -> Run:
-        """What runs a graph in such a call; plan `index` is its."""
+    def of_graph(self, graph: fx.GraphModule, run: Run, index: int) -> Run:
+        """What runs a captured graph in such a call; plan `index` is its."""
+        self._hooks.follow(graph, self._compiler.module_names())
 
         def counted(*args: Any) -> Any:
             self._graph_runs += 1

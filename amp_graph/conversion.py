@@ -107,7 +107,7 @@ class Conversion(Compiler):
             plan = self.record.plans[-1]
             written = written_inputs(plan) if plan.facts else frozenset(widened)
             run = taking_narrow(run, widened, written)
-        counted = self._calls.of_graph(run, len(self.record.plans) - 1)
+        counted = self._calls.of_graph(graph, run, len(self.record.plans) - 1)
         self._runs.append(counted)
         return counted
 

@@ -31,6 +31,8 @@ using torch::jit::Stack;
 constexpr auto KIND = c10::DeviceType::PrivateUse1;
 constexpr DeviceIndex COUNT = 2;
 thread_local DeviceIndex current = 0;
+thread_local c10::StreamId streams[COUNT] = {};  // the current one of each device
+std::atomic<c10::StreamId> made_streams{0};
 const auto main_thread = std::this_thread::get_id();
 std::atomic<long> ran_elsewhere{0};  // operators in threads other than the main one
 
@@ -58,18 +60,27 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void setDevice(Device device) const override { current = device.index(); }
   void uncheckedSetDevice(Device device) const noexcept override { current = device.index(); }
   DeviceIndex deviceCount() const noexcept override { return COUNT; }
-  // One stream per device, on which everything has happened when the call returns.
+  // Streams have names, and everything has happened on them when the call returns.
+  static c10::Stream stream(Device device, c10::StreamId id) {
+    return c10::Stream(c10::Stream::UNSAFE, index_of(device), id);
+  }
+  static Device index_of(Device device) {
+    return Device(KIND, device.has_index() ? device.index() : current);
+  }
   c10::Stream getStream(Device device) const override {
-    return c10::Stream(c10::Stream::DEFAULT,
-                       Device(KIND, device.has_index() ? device.index() : current));
+    return stream(device, streams[index_of(device).index()]);
   }
-  c10::Stream getDefaultStream(Device device) const override { return getStream(device); }
-  c10::Stream getNewStream(Device device, int) const override { return getStream(device); }
+  c10::Stream getDefaultStream(Device device) const override { return stream(device, 0); }
+  c10::Stream getNewStream(Device device, int) const override {
+    return stream(device, ++made_streams);
+  }
   c10::Stream getStreamFromGlobalPool(Device device, bool) const override {
-    return getStream(device);
+    return getNewStream(device, 0);
   }
-  c10::Stream exchangeStream(c10::Stream stream) const override {
-    return getStream(stream.device());
+  c10::Stream exchangeStream(c10::Stream next) const override {
+    auto before = getStream(next.device());
+    streams[next.device_index()] = next.id();
+    return before;
   }
   void record(void** event, const c10::Stream&, DeviceIndex, c10::EventFlag) const override {
     *event = &current;

@@ -59,6 +59,24 @@ for devices in (["emulated:0", "emulated:1"], ["emulated:1", "cpu"], ["cpu", "em
 assert emulated_device.ran_elsewhere() > 0
 """
 
+STREAMS = """
+import torch, emulated_device
+from torch import nn
+from test_kept_weights import refreshes
+import amp_graph
+
+model, x = nn.Linear(4, 4).to("emulated"), torch.randn(2, 4).to("emulated")
+policy = amp_graph.Policy("float16", refresh_weights="on_change")
+amp_graph.convert(model, policy=policy)
+own, other = torch.accelerator.current_stream(), torch.Stream("emulated")
+model(x)
+found = []
+for stream in (own, own, other, other, own):
+    with stream:
+        found.append(refreshes(lambda: model(x)))
+assert found == [0, 0, 1, 0, 1], found
+"""
+
 pytestmark = pytest.mark.skipif(
     not (shutil.which("c++") and shutil.which("ninja")),
     reason="the device is built from C++, for which c++ and ninja have to be there",
@@ -78,3 +96,7 @@ def test_training_on_a_device_of_its_own() -> None:
 
 def test_a_model_on_two_devices() -> None:
     succeeds("-c", TWO_DEVICES)
+
+
+def test_kept_weights_are_written_anew_on_another_stream() -> None:
+    succeeds("-c", STREAMS)

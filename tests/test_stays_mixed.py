@@ -119,18 +119,6 @@ def test_autocast_around_a_converted_model_changes_nothing() -> None:
     assert len(amp_graph.plans(fresh)) == 1
 
 
-def test_hooks_run_whenever_they_are_added() -> None:
-    model, x = amp_graph.convert(Net()), torch.randn(4, 8)
-    seen: list[str] = []
-    model.first.register_forward_hook(lambda *_: seen.append("early"))
-    model(x)
-    model.second.register_forward_hook(lambda *_: seen.append("late"))
-    model.register_forward_pre_hook(lambda *_: seen.append("root"))
-    model(x)
-    assert seen == ["early", "root", "early", "late"]
-    assert low_share(model, x) == 1
-
-
 def test_a_dispatch_mode_does_not_undo_the_conversion() -> None:
     model, x = amp_graph.convert(Net()), torch.randn(4, 8)
 

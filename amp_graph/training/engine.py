@@ -74,6 +74,16 @@ def is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def current_streams(devices: Iterable[torch.device]) -> frozenset[torch.Stream]:
+    """The streams of work for these devices that this thread's calls go to; the CPU has none."""
+    others = [device for device in devices if device.type != "cpu"]
+    accelerator = torch.accelerator.current_accelerator() if others else None
+    if accelerator is None:
+        return frozenset()
+    mine = (device for device in others if device.type == accelerator.type)
+    return frozenset(map(torch.accelerator.current_stream, mine))
+
+
 def is_batched(gradient: Tensor) -> bool:
     """Inside torch.vmap, or torch.autograd.grad(is_grads_batched=True)."""
     return _is_batched(gradient) or _is_legacy_batched(gradient)

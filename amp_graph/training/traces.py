@@ -3,7 +3,8 @@
 Seen are
 - versions: in-place operators, `load_state_dict`, optimizers that are not fused raise them;
 - other memory: `parameter.data = x`;
-- steps of a `torch.optim.Optimizer`, whatever it does in them, by the hooks PyTorch has for all.
+- steps of a `torch.optim.Optimizer`, whatever it does in them, by the hooks PyTorch has for all;
+- another stream: what another one was given to write need not be there yet.
 
 Not seen, outside of an optimizer's step, are writes in place through `parameter.data`, by
 collectives, by other processes, and by kernels that raise no version. After one of those,
@@ -19,6 +20,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -26,7 +28,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from amp_graph.training.engine import Memories, is_captured, not_compiled
+from amp_graph.training.engine import Memories, current_streams, is_captured, not_compiled
 from amp_graph.training.found_inf import parameters_of
 
 
@@ -40,8 +42,10 @@ class Traces:
 
     def are_new(self, parameters: Sequence[Tensor], versions: Sequence[int]) -> bool:
         """Whether the parameters may have changed since this was last asked."""
-        _steps.note_captures(parameters)
-        seen = _steps.count, [*versions], [*map(Tensor.data_ptr, parameters)]
+        devices = {p.device for p in parameters}
+        _steps.note_captures(devices)
+        memory = [*map(Tensor.data_ptr, parameters)]
+        seen = _steps.count, current_streams(devices), [*versions], memory
         is_same = seen == self._seen and self._memories.are_alive()
         if is_same and not _steps.may_be_unseen():
             return False
@@ -64,9 +68,9 @@ class _Steps:
             self._hooks.append(register_optimizer_step_pre_hook(self._begins))
             self._hooks.append(register_optimizer_step_post_hook(self._ends))
 
-    def note_captures(self, parameters: Iterable[Tensor]) -> None:
+    def note_captures(self, devices: Iterable[torch.device]) -> None:
         """A call or a step on these may be captured as a CUDA graph, and replayed from then on."""
-        self.are_replayed |= any(map(is_captured, {p.device for p in parameters}))
+        self.are_replayed |= any(map(is_captured, devices))
 
     def may_be_unseen(self) -> bool:
         """Whether parameters may be stepped by replays, or just now by what calls a closure."""
@@ -76,7 +80,7 @@ class _Steps:
     def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.count += 1
         self._under_way.add(optimizer)  # for good, if the step raises: that costs time alone
-        self.note_captures(parameters_of(optimizer))
+        self.note_captures({p.device for p in parameters_of(optimizer)})
 
     @not_compiled
     def _ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -1,0 +1,87 @@
+"""Hooks of modules run whenever they are added, though Dynamo guards none before there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from nets import Net, low_share
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.hooks import RemovableHandle
+
+import amp_graph
+
+X = torch.randn(4, 8)
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def test_hooks_run_whenever_they_are_added() -> None:
+    model = amp_graph.convert(Net())
+    seen: list[str] = []
+    model.first.register_forward_hook(lambda *_: seen.append("early"))
+    model(X)
+    model.second.register_forward_hook(lambda *_: seen.append("late"))
+    model.register_forward_pre_hook(lambda *_: seen.append("root"))
+    model(X)
+    assert seen == ["early", "root", "early", "late"]
+    assert low_share(model, X) == 1
+
+
+class Aside(Net):
+    """Calls a module that is no part of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(aside(self.first(x)))
+
+
+aside = nn.Linear(16, 16)
+
+Add = Callable[[nn.Module, Callable[..., None]], RemovableHandle]
+FIRST_HOOKS: dict[str, tuple[type[Net], Add]] = {
+    "the model's": (Net, lambda model, hook: model.register_forward_hook(hook)),
+    "a part's": (Net, lambda model, hook: model.second.register_forward_pre_hook(hook)),
+    "no part's": (Aside, lambda model, hook: aside.register_forward_hook(hook)),
+    "everybody's": (Net, lambda model, hook: register_module_forward_hook(hook)),
+}
+
+
+@pytest.mark.parametrize("whose", FIRST_HOOKS)
+def test_the_first_hook_runs_and_goes(whose: str) -> None:
+    make, add = FIRST_HOOKS[whose]
+    model, seen = make(), []
+    amp_graph.convert(model)
+    model(X)
+    hook = add(model, lambda *_: seen.append(1))
+    model(X)
+    assert seen
+    hook.remove()
+    seen.clear()
+    model(X)
+    assert not seen
+
+
+def test_a_hook_runs_that_comes_after_one_on_another_module() -> None:
+    model, seen = amp_graph.convert(Net()), []
+    model.first.register_forward_hook(lambda *_: None)
+    model(X)
+    model.second.register_forward_hook(lambda *_: seen.append(1))
+    model(X)
+    assert seen
+
+
+def test_a_first_backward_hook_sees_the_gradient() -> None:
+    model, seen = amp_graph.convert(Net()), []
+    model(X).sum().backward()
+    model.second.register_full_backward_hook(lambda _, given, come: seen.append(come[0]))
+    model(X).sum().backward()
+    assert torch.equal(seen[0], torch.ones_like(seen[0]))
+
+
+def test_hooks_of_tensors_have_nothing_captured_anew() -> None:
+    model = amp_graph.convert(Net())
+    for _ in range(3):
+        model(X).register_hook(lambda gradient: gradient)
+    assert len(amp_graph.plans(model)) == 1
