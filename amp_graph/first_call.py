@@ -24,7 +24,7 @@ from amp_graph.convert import convert_at_first_call, is_converted, record_of, re
 from amp_graph.modules import unwrapped
 from amp_graph.policy import Policy
 from amp_graph.runtime import autocast_devices
-from amp_graph.training.engine import backward_pass
+from amp_graph.training.engine import backward_pass, has_process_group
 from amp_graph.training.grad_scaler import is_grad_scaler_around
 
 AUTOCAST = "the script uses torch.autocast"
@@ -112,7 +112,7 @@ class Models:
         """Convert a model or leave it alone; the latter whatever goes wrong."""
         shown = getattr(inner, "_orig_mod", inner)  # below torch.compile
         model = Model(type(shown).__name__, weakref.ref(inner))
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if has_process_group():
             self.rank = torch.distributed.get_rank()  # asked now: at exit the group may be gone
         try:
             if self._is_ours(inner):  # a copy of a model that was converted here

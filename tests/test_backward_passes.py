@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import groupby
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ def test_no_hook_is_called_for_what_the_loss_does_not_depend_on(kind: str) -> No
     called: list[list[str]] = []
     for model in twins(Heads()):
         mine: list[str] = []
+        getattr(model.other.weight, kind)(lambda _: None).remove()
         model(X)[0].sum().backward()  # its parameters leave in groups
         for name, p in model.named_parameters():
             getattr(p, kind)(lambda _, name=name, mine=mine: mine.append(name))
@@ -34,6 +36,36 @@ def test_no_hook_is_called_for_what_the_loss_does_not_depend_on(kind: str) -> No
         called.append(sorted(mine))
         assert model.other.weight.grad is None
     assert called[0] == called[1] and "one.weight" in called[0]
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="an order cannot be asked for before")
+def test_hooks_are_called_during_the_backward_pass_and_the_last_layers_first() -> None:
+    orders = []
+    for model in twins(Chain()):
+        order: list[str] = []
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda _, n=name, o=order: o.append(n))
+        result = model(torch.randn(2, 6))
+        nodes = [result.grad_fn]
+        for node in nodes:
+            nodes += [behind for behind, _ in node.next_functions if behind is not None]
+            if "Relu" in node.name():
+                node.register_prehook(lambda _, o=order: o.append("relu"))
+        result.sum().backward()
+        orders.append([[*sorted(names)] for is_relu, names in groupby(order, "relu".__eq__)])
+    assert orders[0] == orders[1]
+    assert orders[0][:2] == [["relu"], ["layers.3.bias", "layers.3.weight"]]
 
 
 def test_backward_passes_inside_of_one_another_and_beside_have_scales_of_their_own() -> None:

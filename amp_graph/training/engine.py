@@ -4,6 +4,7 @@ torch._C._current_graph_task_id                                     2.11, 2.13, 
 torch._C._functorch.is_batchedtensor, is_legacy_batchedtensor       2.11, 2.13, 2.15
 torch.UntypedStorage._weak_ref, _expired, _free_weak_ref            2.11, 2.13, 2.15
 torch.Tensor._view_func                                             2.11, 2.13, 2.15
+torch.autograd.graph.Node._set_sequence_nr, of a Function's         2.13, 2.15
 torch._C._dynamo.eval_frame.get_eval_frame_callback                 2.11, 2.13, 2.15
 torch._dynamo.eval_frame.skip_code                                  2.11, 2.13, 2.15
 """
@@ -82,6 +83,20 @@ def current_streams(devices: Iterable[torch.device]) -> frozenset[torch.Stream]:
         return frozenset()
     mine = (device for device in others if device.type == accelerator.type)
     return frozenset(map(torch.accelerator.current_stream, mine))
+
+
+def has_process_group() -> bool:
+    """Whether this process trains together with others, or may."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def runs_when_ready(node: Any) -> None:
+    """Have a node of autograd run as soon as its gradients are there, as AccumulateGrad does. The
+    youngest of the nodes that are ready runs, so that one made before a graph ran would wait until
+    all of its backward pass is over."""
+    if torch.__version__ >= "2.13":
+        node._set_sequence_nr(2**64 - 1)
 
 
 def is_batched(gradient: Tensor) -> bool:

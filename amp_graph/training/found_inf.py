@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.training.checked_gradients import CheckedGradients
-from amp_graph.training.engine import sent
+from amp_graph.training.engine import has_process_group, sent
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -78,9 +78,4 @@ def _as_real(gradient: Tensor) -> Tensor:
 
 
 def _is_one_of_several_processes() -> bool:
-    distributed = torch.distributed
-    return (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
+    return has_process_group() and torch.distributed.get_world_size() > 1
