@@ -32,7 +32,7 @@ from amp_graph.training.grad_scaler import GradScaler, scale_loss
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.loss_scale import LossScale
 from amp_graph.training.optimizers import step_counts
-from amp_graph.training.step_guard import StepCounts
+from amp_graph.training.step_record import StepCounts
 
 __version__ = "0.1.0"
 

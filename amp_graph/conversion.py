@@ -22,7 +22,7 @@ from amp_graph.replicas import REPLICATE, SLOT, Replicate
 from amp_graph.runtime import autocast_devices, without_autocast
 from amp_graph.training.engine import never_captured
 from amp_graph.training.graph_scale import GraphScale
-from amp_graph.training.optimizers import attach, drop_scale, use_scale
+from amp_graph.training.optimizers import attach, detach, drop_scale, use_scale
 
 
 class Conversion(Compiler):
@@ -73,6 +73,8 @@ class Conversion(Compiler):
             del self.module.__dict__[name]
         if self.scale is not None:
             drop_scale(self.scale)
+        for optimizer in self._optimizers:
+            detach(optimizer)
 
     def of_copy(self, own_code: Run) -> Run:
         """What runs a copy of the model that `nn.DataParallel` made for one call on one GPU."""

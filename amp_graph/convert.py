@@ -22,8 +22,9 @@ from amp_graph.pins import Saved
 from amp_graph.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, as_policy
 from amp_graph.runtime import warn
-from amp_graph.training.found_inf import found_inf, parameters_of
+from amp_graph.training.found_inf import parameters_of
 from amp_graph.training.graph_scale import GraphScale
+from amp_graph.training.optimizers import overflowed_by_hand
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizers = TypeVar("Optimizers", Optimizer, list[Optimizer], tuple[Optimizer, ...])
@@ -162,11 +163,7 @@ def has_finite_gradients(model: nn.Module) -> bool:
     For training without a `torch.optim.Optimizer`, which would ask by itself. Call it once per
     update: the loss scale is adjusted accordingly.
     """
-    scale = scale_of(model)
-    found = found_inf(model.parameters(), checked=scale.checked if scale else None)
-    if scale is not None:
-        scale.stepped(found, model)
-    return not found
+    return not overflowed_by_hand([*model.parameters()], scale_of(model), by=model)
 
 
 def record_of(model: nn.Module) -> Record:

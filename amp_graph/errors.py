@@ -23,8 +23,12 @@ class PlanError(AmpGraphError):
     """A saved plan cannot be read, or does not belong to the model."""
 
 
+class CheckpointError(AmpGraphError):
+    """A saved state is damaged, or is not one of this package."""
+
+
 # What was given is wrong. It is raised wherever it shows, and never a reason to run something else.
-MISTAKES = (PolicyError, PlanError)
+MISTAKES = (PolicyError, PlanError, CheckpointError)
 
 
 class CaptureError(AmpGraphError):
@@ -33,10 +37,6 @@ class CaptureError(AmpGraphError):
 
 class VerifyError(AmpGraphError):
     """A rewritten graph failed one of the checks it must pass."""
-
-
-class CheckpointError(AmpGraphError):
-    """A saved state is damaged, or is not one of this package."""
 
 
 class OverflowAbort(AmpGraphError):

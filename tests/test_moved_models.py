@@ -16,6 +16,7 @@ from training import overflow
 
 import amp_graph
 from amp_graph import ConversionWarning, Policy
+from amp_graph.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -139,3 +140,50 @@ def test_a_copied_model_replicates_itself_and_a_pickled_one_as_plain() -> None:
     loaded = pickle.loads(pickle.dumps(model))
     assert not amp_graph.is_converted(loaded)
     assert torch.equal(loaded(torch.ones(2, 4)), torch.ones(2, 4))
+
+
+def test_a_scale_that_is_loaded_before_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> tuple[list[nn.Module], SGD]:
+        monkeypatch.setattr("amp_graph.policy.FLOAT16_DEVICES", frozenset())
+        models = [net(), net()]
+        optimizer = SGD([p for m in models for p in m.parameters()], lr=0.1)
+        for model in models:
+            amp_graph.convert(model, optimizer)
+        monkeypatch.setattr("amp_graph.policy.FLOAT16_DEVICES", frozenset({"cpu"}))
+        return models, optimizer
+
+    def train(models: list[nn.Module], optimizer: SGD, overflows: int) -> None:
+        for model in models:
+            model(torch.ones(2, 8)).mean().mul(1e-3).backward()
+        overflow(models[overflows])
+        optimizer.step()
+
+    models, optimizer = made()
+    train(models, optimizer, overflows=1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    again, resumed = made()
+    resumed.load_state_dict(saved)
+    assert resumed.state_dict()["amp_graph"] == saved["amp_graph"]
+    again[0](torch.ones(2, 8))
+    assert resumed.state_dict()["amp_graph"] == saved["amp_graph"]
+    again[1](torch.ones(2, 8))
+    assert [amp_graph.scale_of(m).get_scale() for m in again] == [2.0**16, 2.0**15]
+    assert resumed.state_dict()["amp_graph"] == saved["amp_graph"]
+    assert amp_graph.step_counts(resumed) == amp_graph.step_counts(optimizer)
+
+
+def test_a_foreign_scale_that_was_loaded_before_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    amp_graph.convert(model, optimizer)
+    state = optimizer.state_dict()
+    state["amp_graph"] = {"scales": ["foreign"], "steps": 1, "skipped": 2}
+    with pytest.raises(CheckpointError, match="damaged or foreign"):
+        optimizer.load_state_dict(state)
+    state["amp_graph"]["skipped"] = 0
+    optimizer.load_state_dict(state)
+    monkeypatch.setattr("amp_graph.policy.FLOAT16_DEVICES", frozenset({"cpu"}))
+    with pytest.raises(CheckpointError, match="not the state of a loss scale"):
+        model(torch.ones(2, 8))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import math
 from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from training import Mlp, X, assert_skips, overflow, same, scaled, snapshot
+from training import FLOAT16, Mlp, X, Y, assert_skips, distance, overflow, same, scaled, snapshot
 
 import amp_graph
 from amp_graph import StepCounts
@@ -186,3 +190,55 @@ def test_an_optimizer_that_does_not_call_init(policy: Any) -> None:
         model(X).square().mean().backward()
         optimizer.step()
         assert not same(snapshot(model, inner), before)
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimization (Foret et al. 2021): weights move before the closure runs."""
+
+    def __init__(self, params: Any, lr: float):
+        super().__init__(params, {})
+        self.inner = SGD(self.param_groups, lr=lr)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for g in self.param_groups for p in g["params"]]
+        before = [p.clone() for p in parameters]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            p.add_(p.grad * 0.1 / norm)
+        self.zero_grad()
+        with torch.enable_grad():
+            loss = closure(backward=True)
+        for p, value in zip(parameters, before, strict=True):
+            p.copy_(value)
+        self.inner.step()
+        return loss
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
+def test_an_optimizer_that_moves_the_weights_before_its_closure(given: bool) -> None:
+    weights = []
+    start = Mlp()
+    for kind in ("plain", "converted"):
+        model = copy.deepcopy(start)
+        optimizer = Sam(model.parameters(), lr=0.5)
+        if kind == "converted":
+            amp_graph.convert(model, optimizer if given else None, policy=scaled(2.0**10))
+
+        def closure(backward: bool = True, model: nn.Module = model, x: Tensor = X) -> Tensor:
+            loss = (model(x) - Y).square().mean()
+            model.zero_grad()
+            loss.backward()
+            return loss
+
+        for _ in range(4):
+            closure()
+            optimizer.step(closure)
+        if kind == "converted":
+            kept = snapshot(model)
+            closure()
+            optimizer.step(functools.partial(closure, x=X * math.inf))
+            assert same(snapshot(model), kept)
+        weights.append([*model.parameters()])
+    for p, q in zip(*weights, strict=True):
+        assert distance(q, p) <= FLOAT16

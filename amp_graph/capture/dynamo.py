@@ -80,6 +80,7 @@ SETTINGS: dict[str, Any] = {
     "accumulated_recompile_limit": 4096,
     "allow_unspec_int_on_nn_module": True,  # else a step counter is captured anew at each step
     "use_numpy_random_stream": True,  # else NumPy's random functions draw other numbers
+    "skip_nnmodule_hook_guards": False,  # else hooks added after the first call never run
     "fail_on_recompile_limit_hit": True,  # say so, rather than fall back to float32 silently
     "optimize_ddp": False,  # else Dynamo cuts graphs at DDP's buckets, for backends that need it
 }

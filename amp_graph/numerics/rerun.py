@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -77,7 +77,7 @@ class Rerun(Compiler):
     an emitted graph."""
 
     def __init__(self, model: nn.Module, policy: Policy, saved: Saved | None = None):
-        super().__init__(policy, saved=saved)
+        super().__init__(replace(policy, compiler="eager", compiler_options=None), saved=saved)
         self.model = model
         self.replaced: dict[int, fx.GraphModule] = {}
         self._mixed = False

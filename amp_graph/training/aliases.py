@@ -20,10 +20,9 @@ from amp_graph.training.crossing import (
     carries_gradient,
     enter_input,
     leave,
-    memory,
     write_back,
 )
-from amp_graph.training.engine import view_of
+from amp_graph.training.engine import memory, view_of
 
 VIEWS_OF_VIEWS = 64  # followed down to their base
 

@@ -163,7 +163,7 @@ class Boundary:
             slots = [(i, len(args) + k) for k, i in enumerate(self._positions)]
             if scale is not None:
                 slots += [(i, i) for i in self._read_wide]
-                scale.parameters_changed()
+                scale.enter(read)
             slots = sorted((i, slot) for i, slot in slots if args[i].requires_grad)
             wide = {i for i, slot in slots if i == slot}
             fresh = {i for i, alone in self._read_wide.items() if alone and i in wide}

@@ -9,7 +9,7 @@ comes in first allows.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -59,7 +59,7 @@ class Watched(Protocol):
         """Whether an optimizer will skip a step if gradients of a pass that runs now overflow."""
 
     def factors_on(self, device: torch.device) -> Factors: ...
-    def parameters_changed(self) -> None: ...
+    def enter(self, parameters: Iterable[Tensor]) -> None: ...
 
 
 class Caution:
@@ -78,8 +78,11 @@ class Caution:
     def watch(self) -> FirstNonfinite | None:
         return self._scale.watch
 
-    def parameters_changed(self) -> None:
-        self._scale.parameters_changed()
+    def enter(self, parameters: Iterable[Tensor]) -> None:
+        self._scale.enter(parameters)
+
+    def spill_on(self, device: torch.device) -> Tensor | None:
+        return None
 
     def factor(self, gradient: Tensor, again: bool, of_gradient: bool = False) -> Tensor:
         """S for a gradient that comes in. The last pass of a penalty is trained on, so that it has

@@ -58,8 +58,12 @@ class Scale(Protocol):
     def watch(self) -> FirstNonfinite | None:
         """Set while graphs are to look for values that are not finite."""
 
-    def parameters_changed(self) -> None:
+    def enter(self, parameters: Iterable[Tensor]) -> None:
         """Called when a graph gets parameters that it has not had before."""
+
+    def spill_on(self, device: torch.device) -> Tensor | None:
+        """A flag to set where a gradient overflowed that goes out to what the model does not own;
+        None if nobody asks."""
 
 
 def enter(
@@ -113,11 +117,6 @@ def follow(tensor: Tensor, value: Tensor) -> None:
 
 def carries_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
-
-
-def memory(tensor: Tensor) -> int:
-    """What tensors have in common that share their memory."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def carries_none(value: Any) -> bool:
@@ -186,12 +185,17 @@ class _EnterInput(Function):
     def forward(ctx: Any, scale: Scale, value: Tensor, tensor: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.dtype = scale, tensor.dtype
+        node: Any = tensor.grad_fn
+        ctx.is_own = has_left(node) and node.scale is scale  # a graph of the same model
         return value.detach()
 
     @staticmethod
     @not_captured
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
-        return None, None, None if gradient is None else _go_out(ctx.scale, gradient, ctx.dtype)
+        if gradient is None:
+            return None, None, None
+        go_out = _go_out if ctx.is_own else _go_out_to_others
+        return None, None, go_out(ctx.scale, gradient, ctx.dtype)
 
 
 class _Leave(Function):
@@ -269,6 +273,17 @@ def _go_out(scale: Scale | None, gradient: Tensor, dtype: torch.dtype) -> Tensor
         crossed: Tensor = _apply(_Cross, gradient, factor, dtype, scale, False)
         return crossed
     return _times(gradient, factor, dtype)
+
+
+def _go_out_to_others(scale: Scale, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `_go_out`, and the scale is told of an overflow."""
+    spill = None if torch.is_grad_enabled() else scale.spill_on(gradient.device)
+    if spill is None or gradient.is_complex() or not are_plain([gradient]):
+        return _go_out(scale, gradient, dtype)
+    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+    factor = scale.inverse(gradient.device)
+    torch._amp_foreach_non_finite_check_and_unscale_([wide], spill, factor)
+    return wide.to(dtype)
 
 
 def _times(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -121,6 +121,11 @@ def view_of(base: Tensor, like: Tensor) -> Tensor:
     return view
 
 
+def memory(tensor: Tensor) -> int:
+    """What tensors have in common that share their memory."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
 class Memories:
     """The memory of some tensors, not kept alive by this.
 

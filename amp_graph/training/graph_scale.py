@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_graph.errors import OverflowAbort
 from amp_graph.nonfinite import FirstNonfinite
@@ -50,10 +51,14 @@ class GraphScale:
         self._skips = number(0.0)
         self._found_inf = number(0.0)  # of the round that has not ended
         self._is_pending = False  # whether an optimizer stepped in it
+        self._counts = False  # if so, whether it counts as a clean one if nothing overflowed
+        self._is_stepped = False  # whether its own parameters ever were
         self._factors: dict[torch.device, Factors] = {}
         self._alone, self._exposed = Caution(self), Caution(self)
         self._is_exposed = False
+        self._spills: dict[torch.device, Tensor] = {}  # flags of this round
         self._parameters = weakref.WeakMethod(parameters)
+        self._entered = WeakTensorKeyDictionary()  # parameters of others that graphs read
         self._known: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
         self._skipped = _Readback()
 
@@ -94,27 +99,53 @@ class GraphScale:
             self._is_exposed = are_wanted(inputs)
         return self._exposed if self._is_exposed else self
 
-    def parameters_changed(self) -> None:
+    def enter(self, parameters: Iterable[Tensor]) -> None:
         self._known.clear()
+        self._entered.update(dict.fromkeys(parameters))
 
     def own(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Those that are parameters of the model; the answers are kept until they change."""
+        """Those that are parameters of the model, or that its graphs read as such; the answers are
+        kept until they change."""
         given = list(parameters)
         if not all(map(self._is_known, given)):
             all_own = {id(p) for p in (self._parameters() or (lambda: ()))()}
-            self._known.update((id(p), (weakref.ref(p), id(p) in all_own)) for p in given)
+            for p in given:
+                is_own = id(p) in all_own or p in self._entered
+                self._known[id(p)] = weakref.ref(p), is_own
         return [p for p in given if self._known[id(p)][1]]
 
     def _is_known(self, parameter: Tensor) -> bool:
         found = self._known.get(id(parameter))
         return found is not None and found[0]() is parameter
 
-    def stepped(self, found_inf: Tensor, by: object) -> None:
+    def spill_on(self, device: torch.device) -> Tensor:
+        """The flag on a device that is 1 once a gradient overflowed in this round which went out to
+        what the model does not own."""
+        if device not in self._spills:
+            self._spills.setdefault(device, torch.zeros((), device=device))
+        return self._spills[device]
+
+    def may_have_spilled(self) -> bool:
+        """Whether gradients went out to others in this round; the host does not wait."""
+        return bool(self._spills) and self.is_on()
+
+    def spilled(self) -> Tensor | None:
+        """Whether one of them overflowed. None if there were none."""
+        flags = [*self._spills.values()]
+        if len(flags) < 2:
+            return flags[0] if flags else None
+        return torch.stack([sent(flag, flags[0].device) for flag in flags]).amax()
+
+    def stepped(self, found_inf: Tensor, by: object, is_own: bool = True) -> None:
         """Take note that an optimizer stepped (0) or had to skip (1) in this round. One that steps
-        twice has seen a round end without a forward (reentrant checkpointing hides them)."""
+        twice has seen a round end without a forward (reentrant checkpointing hides them). `is_own`:
+        it steps parameters of the model. That another one did not overflow counts only for a model
+        whose parameters nobody steps."""
         if id(by) in self._stepped_by:
             self.end_round()
         self._stepped_by.add(id(by))
+        self._is_stepped |= is_own
+        self._counts |= is_own or not self._is_stepped
         self.has_optimizer = True
         if self._is_pending:
             found_inf = torch.maximum(self._found_inf, sent(found_inf, self._found_inf.device))
@@ -144,9 +175,10 @@ class GraphScale:
         if not self._is_pending or backward_pass() is not None:
             return
         self._skips += self._found_inf
-        self.config.adjust_(self._state, self._found_inf)
-        self._is_pending = False
+        self.config.adjust_(self._state, self._found_inf, self._counts)
+        self._is_pending = self._counts = False
         self._stepped_by.clear()
+        self._spills.clear()
         self._forget_factors()
         self._skipped.follow(self._state.skipped, self.config.abort_after)
         if self.config.abort_after is None or self._skipped.latest < self.config.abort_after:
@@ -165,7 +197,9 @@ class GraphScale:
     @property
     def state(self) -> ScaleState:
         """The state as it is once the round has ended."""
-        return self.config.adjust(self._state, self._found_inf) if self._is_pending else self._state
+        if not self._is_pending:
+            return self._state
+        return self.config.adjust(self._state, self._found_inf, self._counts)
 
     @property
     def skips(self) -> int:
@@ -192,7 +226,8 @@ class GraphScale:
 
     def go_on_from(self, config: LossScale, state: ScaleState) -> None:
         self.config, self._state = config, state.copy(self._found_inf.device)
-        self._is_pending = False
+        self._is_pending = self._counts = False
+        self._spills.clear()
         self._skipped = _Readback(math.inf)
         self._forget_factors()
 

@@ -61,7 +61,7 @@ class LossScale:
         after `growth_interval` steps without.
     floor, ceiling: the scale stays between them.
     hysteresis: how many overflows in a row it takes to back off.
-    abort_after: after so many skipped steps in a row the optimizer's step raises OverflowAbort,
+    abort_after: after so many skipped steps in a row the model's next call raises OverflowAbort,
         which names the first operator whose value or gradient was not finite. None: never.
     """
 
@@ -101,16 +101,17 @@ class LossScale:
     def start(self) -> ScaleState:
         return ScaleState.of(self.init_scale, 0, 0)
 
-    def adjust(self, state: ScaleState, found_inf: Tensor) -> ScaleState:
-        """The state after an optimizer step; `found_inf` is 1 if it was skipped, else 0.
+    def adjust(self, state: ScaleState, found_inf: Tensor, counts: bool = True) -> ScaleState:
+        """The state after an optimizer step; `found_inf` is 1 if it was skipped, else 0. Unless it
+        `counts`, a step that was not skipped leaves the state as it is.
 
         Works on the state's device without waiting for it.
         """
         adjusted = state.copy()
-        self.adjust_(adjusted, found_inf)
+        self.adjust_(adjusted, found_inf, counts)
         return adjusted
 
-    def adjust_(self, state: ScaleState, found_inf: Tensor) -> None:
+    def adjust_(self, state: ScaleState, found_inf: Tensor, counts: bool = True) -> None:
         """As `adjust`, in place."""
         before = state.scale.clone() if self.hysteresis > 1 else state.scale
         torch._amp_update_scale_(
@@ -119,8 +120,10 @@ class LossScale:
             found_inf,
             self.growth_factor,
             self.backoff_factor,
-            self.growth_interval,
+            self.growth_interval if counts else _NEVER,
         )
+        if not counts:
+            state.clean.add_(found_inf.int() - 1)
         torch.addcmul(found_inf, state.skipped, found_inf, out=state.skipped)
         if self.hysteresis > 1:
             is_waiting = (found_inf != 0) & (state.skipped < self.hysteresis)
@@ -128,6 +131,7 @@ class LossScale:
         state.scale.clamp_(self.floor, self.ceiling)
 
 
+_NEVER = 2**31 - 1  # steps
 FACTOR_KEYS = ("growth_factor", "backoff_factor", "growth_interval")
 
 

@@ -9,18 +9,22 @@ scales in use, and the guard of each optimizer.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from amp_graph.training.blame import overflowed
 from amp_graph.training.engine import not_compiled
 from amp_graph.training.found_inf import parameters_of
 from amp_graph.training.graph_scale import GraphScale
-from amp_graph.training.step_guard import StepCounts, StepGuard
+from amp_graph.training.step_guard import StepGuard
+from amp_graph.training.step_record import StepCounts
 
 _scales: weakref.WeakValueDictionary[int, GraphScale] = weakref.WeakValueDictionary()
 _guards: weakref.WeakKeyDictionary[Optimizer, StepGuard] = weakref.WeakKeyDictionary()
@@ -49,31 +53,47 @@ def attach(optimizer: Optimizer, scale: GraphScale | None) -> None:
     if scale is not None:
         scale.has_optimizer = True
         guard.attached.append(weakref.ref(scale))
+        guard.record.begin_scale(optimizer, scale)
+
+
+def detach(optimizer: Optimizer) -> None:
+    """Its `step()` returns what it always did."""
+    _guard_of(optimizer).tells = False
 
 
 def step_counts(optimizer: Optimizer) -> StepCounts:
     """An optimizer's steps under a loss scale, those before the checkpoint it was loaded from
     included. Waits for the device."""
     guard = _guards.get(optimizer)
-    return guard.counts if guard else StepCounts(0, 0)
+    return guard.record.counts if guard else StepCounts(0, 0)
 
 
 def _guard_of(optimizer: Optimizer) -> StepGuard:
     guard = _guards.get(optimizer)
     if guard is None:
-        guard = _guards[optimizer] = StepGuard(optimizer, _covering)
+        guard = _guards[optimizer] = StepGuard(optimizer, _in_use)
     return guard
 
 
-def _covering(optimizer: Optimizer) -> list[GraphScale]:
+def _in_use() -> list[GraphScale]:
+    return [scale for ref in _scales.valuerefs() if (scale := ref()) is not None]
+
+
+def _concerns_a_scale(optimizer: Optimizer) -> bool:
     parameters = parameters_of(optimizer)
-    scales = (ref() for ref in _scales.valuerefs())
-    return [scale for scale in scales if scale is not None and scale.own(parameters)]
+    return any(scale.may_have_spilled() or scale.own(parameters) for scale in _in_use())
+
+
+def overflowed_by_hand(parameters: Sequence[Tensor], scale: GraphScale | None, by: object) -> bool:
+    """Whether a gradient of these overflowed, which are to be updated without an optimizer."""
+    own = [] if scale is None else [scale]
+    spilling = [s for s in _in_use() if s.may_have_spilled() and s is not scale]
+    return bool(overflowed(parameters, [*own, *spilling], by))
 
 
 @not_compiled
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    if not _scales or (optimizer not in _guards and not _covering(optimizer)):
+    if not _scales or (optimizer not in _guards and not _concerns_a_scale(optimizer)):
         return None
     guard = _guard_of(optimizer)
     return None if guard.is_stepping else guard.before_unguarded_step(optimizer, args, kwargs)

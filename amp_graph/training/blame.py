@@ -1,0 +1,45 @@
+"""Whether gradients overflowed, and which loss scale is to blame.
+
+What overflows inside of a model leaves it with the gradients of its own parameters, or spills out
+with those of its inputs into what comes before it: a generator in front of a discriminator, an
+encoder in front of a head. The optimizer that finds it there skips its step, and the scale that is
+lowered is that of the model which spilled, not of the one it was spilled into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from amp_graph.training.engine import sent
+from amp_graph.training.found_inf import found_inf
+from amp_graph.training.graph_scale import GraphScale
+
+
+@torch.no_grad()
+def overflowed(parameters: Sequence[Tensor], scales: Sequence[GraphScale], by: object) -> Tensor:
+    """Whether any gradient of these parameters overflowed, as `found_inf` tells. Each scale is told
+    of what it is to blame for, of the step that `by` is about to take."""
+    spills = [scale.spilled() for scale in scales]
+    if len(scales) == 1 and spills[0] is None:
+        found = found_inf(parameters, checked=scales[0].checked)
+        scales[0].stepped(found, by)
+        return found
+    owned = [scale.own(parameters) for scale in scales]
+    ids = {id(p) for own in owned for p in own}
+    of_all = found_inf(p for p in parameters if id(p) not in ids)
+    for scale, own, spilled in zip(scales, owned, spills, strict=True):
+        if own:
+            found = found_inf(own, checked=scale.checked)
+            of_all = torch.maximum(found, sent(of_all, found.device))
+            for other in spills:
+                if other is not None and other is not spilled:
+                    found = found * (1 - sent(other, found.device))
+            if spilled is not None:
+                found = torch.maximum(found, sent(spilled, found.device))
+            scale.stepped(found, by)
+        elif spilled is not None:
+            scale.stepped(spilled, by, is_own=False)
+    return of_all
