@@ -91,6 +91,7 @@ class CapturedCalls:
         if _code_of(self._module) != self._captured_as or self._hooks.have_come():
             self._capture()
         frames, runs, uncaptured = frames_seen(), self._graph_runs, None
+        records = torch.is_grad_enabled()
         kept = Kept(self._module) if self._is_new else None
         try:
             with self._watch or _UNWATCHED:
@@ -102,6 +103,7 @@ class CapturedCalls:
                 raise
             uncaptured = error
         if uncaptured is not None:  # outside of the handler: its error is no part of the user's own
+            torch.set_grad_enabled(records)  # as it was before what had been captured already
             if kept is not None:
                 kept.put_back()
             has_begun = self._graph_runs != runs

@@ -13,7 +13,7 @@ from torch import fx
 from torch._dynamo.exc import RestartAnalysis
 
 from amp_graph.capture.breaks import break_in
-from amp_graph.capture.grad_modes import recorded_nodes
+from amp_graph.capture.grad_modes import mode_after, recorded_nodes
 from amp_graph.capture.retrace import retrace
 from amp_graph.eager import code_of, eager
 from amp_graph.errors import MISTAKES
@@ -146,6 +146,7 @@ class Compiler:
             parameters,
             without_autocast(watched, devices),
             records=_records_some(lifted),
+            ends_recording=mode_after(lifted.graph),
             written=written_inputs(plan),
         )
         return Guarded(

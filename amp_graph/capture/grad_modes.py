@@ -30,6 +30,12 @@ def grad_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
     return found
 
 
+def mode_after(graph: fx.Graph) -> bool | None:
+    """Whether autograd records after a graph; None if the graph does not change it."""
+    changes = grad_modes(graph)
+    return changes[next(reversed(changes))] if changes else None
+
+
 def recorded_nodes(graph: fx.Graph) -> frozenset[fx.Node]:
     """The operators that run while autograd records, as it does or does not where it is asked."""
     changes, records, found = grad_modes(graph), torch.is_grad_enabled(), set()

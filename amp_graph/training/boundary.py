@@ -52,6 +52,7 @@ class Boundary:
     watched: runs the graph under a FirstNonfinite, which it takes first.
     written: positions of the inputs that the graph may write to.
     records: whether autograd records some of it though it was called under `no_grad`.
+    ends_recording: whether autograd records after it; None if the graph does not change that.
     weights: position among the captured inputs and dtype of each low-precision weight.
     parameters: positions of the inputs that are parameters and read in float32 as well; and of
         each, whether its gradient from there is made for it alone.
@@ -66,12 +67,14 @@ class Boundary:
         parameters: Mapping[int, bool] = MappingProxyType({}),
         watched: Callable[..., Any] | None = None,
         records: bool = False,
+        ends_recording: bool | None = None,
         written: Container[int] = (),
     ):
         self._run = run
         self._watched = watched
         self._scale = scale
         self._records = records
+        self._ends_recording = ends_recording
         self._written = written
         self._positions = [position for position, _ in weights]
         self._parameters = frozenset([*self._positions, *parameters])
@@ -88,12 +91,16 @@ class Boundary:
         is_enabled = torch.is_grad_enabled()
         recorded = is_enabled or self._records
         values = [*args, *self._weights.refreshed(parameters, recorded)] if parameters else [*args]
-        if is_enabled:
+        if is_enabled and self._ends_recording is None:
             return self._run_recorded(args, parameters, values, _AS_IT_IS)
         if not recorded:
             return self._run(*values)
-        with torch.enable_grad():
-            return self._run_recorded(args, parameters, values, torch.no_grad())
+        with torch.enable_grad():  # what enters and leaves is recorded
+            begin = torch.enable_grad() if is_enabled else torch.no_grad()
+            result = self._run_recorded(args, parameters, values, begin)
+        if self._ends_recording is not None:
+            torch.set_grad_enabled(self._ends_recording)
+        return result
 
     def _run_recorded(
         self,
