@@ -228,6 +228,9 @@ def _check_model(model: Any) -> None:
     name = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
         raise AmpGraphError(f"{name} is scripted; convert the module it was scripted from")
+    forward = type(unwrapped(model)).forward
+    if inspect.iscoroutinefunction(forward) or inspect.isasyncgenfunction(forward):
+        raise AmpGraphError(f"{name}.forward is asynchronous; convert the modules that it calls")
     if unwrapped(model).__dict__.get("_compiled_call_impl") is not None:
         raise AmpGraphError(
             f"{name} was compiled by its compile(), which would run instead; convert it first, or "

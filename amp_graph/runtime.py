@@ -130,11 +130,13 @@ def or_else(
     model: torch.nn.Module | None,
     not_these: tuple[type[Exception], ...] = (),
 ) -> Run:
-    """`run` until a call in which it raises a RuntimeError, as operators do that do not take a
-    dtype, or a TypeError, as `Tensor.numpy` does. That call and all later ones are run by the other
-    one, unless it raises as well: then the error is the user's own. If it is the first call, what
-    it did to `model` is undone before. `not_these` are passed on."""
+    """`run` until a call in which it raises: a RuntimeError, as operators do that do not take a
+    dtype, a TypeError, as `Tensor.numpy` does, or whatever a library does that checks dtypes. That
+    call and all later ones are run by the other one, unless it raises as well: then the error is
+    the user's own, and so are all of its class, should it be one for such uses. If it is the first
+    call, what it did to `model` is undone before. `not_these` are passed on."""
     chosen, has_run = run, False
+    passed_on: set[type[Exception]] = {torch.OutOfMemoryError, *not_these}
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal chosen, has_run
@@ -143,9 +145,10 @@ def or_else(
         kept = None if has_run or model is None else Kept(model)
         try:
             result = run(*args, **kwargs)
-        except (RuntimeError, TypeError) as error:
-            if isinstance(error, (torch.OutOfMemoryError, *not_these)):
+        except Exception as error:
+            if isinstance(error, tuple(passed_on)):
                 raise
+            kind = type(error)
             reason = " ".join(f"{type(error).__name__}: {error}".split())
         else:
             has_run = True
@@ -153,7 +156,12 @@ def or_else(
         if kept is not None:
             kept.put_back()
         other = make_other()
-        result = other(*args, **kwargs)
+        try:
+            result = other(*args, **kwargs)
+        except Exception as error:
+            if type(error) is kind and kind not in (RuntimeError, TypeError):
+                passed_on.add(kind)
+            raise
         chosen = other
         report(reason)
         return result

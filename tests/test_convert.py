@@ -218,6 +218,11 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
     return model
 
 
+class Asynchronous(nn.Linear):
+    async def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -226,9 +231,10 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
         (nn.Linear(2, 2).half(), "float16 only"),
         (nn.Linear(2, 2).double(), "float64 only"),
         (torch.jit.script(nn.Linear(2, 2)), "scripted"),
+        (Asynchronous(2, 2), "asynchronous"),
         (compiled_in_place(nn.Linear(2, 2)), "compiled by its compile()"),
     ],
-    ids=["not a module", "no parameters", "half", "double", "scripted", "compiled"],
+    ids=["not a module", "no parameters", "half", "double", "scripted", "asynchronous", "compiled"],
 )
 def test_what_cannot_be_converted(model: Any, message: str) -> None:
     with pytest.raises(AmpGraphError, match=message):
