@@ -23,10 +23,10 @@ from amp_graph.capture.dynamo import (
     DYNAMO_ERRORS,
     can_watch,
     captured_call,
-    frames_seen,
     is_of_capture,
     is_of_graph,
 )
+from amp_graph.capture.frames import Frames
 from amp_graph.capture.hooks import Hooks
 from amp_graph.compiler import Compiler
 from amp_graph.errors import MISTAKES
@@ -61,6 +61,7 @@ class CapturedCalls:
         self._is_watched = self._watch is not None  # again, when something is captured
         self._is_new = True
         self._captures_in_a_row = 0
+        self._frames = Frames()
         self._graph_runs = 0
         self._settings: Mapping[str, Any] = {}  # of Dynamo, other than usual
         self._hooks = Hooks(module)
@@ -73,7 +74,9 @@ class CapturedCalls:
         """Capture anew, from the next call on."""
         self._captured_as = _code_of(self._module)
         settings = {**self._settings, **self._hooks.settings()}
-        captured = captured_call(self._module, self._compiler.compile_graph, **settings)
+        captured = captured_call(
+            self._module, self._compiler.compile_graph, self._frames, **settings
+        )
         self._run = self._around(captured)
 
     def _begin_again(self, has_captured: bool = True) -> None:
@@ -90,7 +93,7 @@ class CapturedCalls:
         # fully_shard() changes the class.
         if _code_of(self._module) != self._captured_as or self._hooks.have_come():
             self._capture()
-        frames, runs, uncaptured = frames_seen(), self._graph_runs, None
+        frames, runs, uncaptured = self._frames.begun, self._graph_runs, None
         records = torch.is_grad_enabled()
         kept = Kept(self._module) if self._is_new else None
         try:
@@ -99,7 +102,7 @@ class CapturedCalls:
         except Exception as error:
             is_ours = is_of_capture(error) or (kept is not None and is_of_graph(error))
             if not is_ours:
-                self._begin_again(has_captured=frames_seen() != frames)
+                self._begin_again(has_captured=self._frames.begun != frames)
                 raise
             uncaptured = error
         if uncaptured is not None:  # outside of the handler: its error is no part of the user's own
@@ -108,7 +111,7 @@ class CapturedCalls:
                 kept.put_back()
             has_begun = self._graph_runs != runs
             result = self._run_uncaptured(uncaptured, has_begun, args, kwargs)
-        has_captured = frames_seen() != frames
+        has_captured = self._frames.begun != frames
         if has_captured or self._captures_in_a_row or self._is_new or self._watch is not None:
             self._look_back(has_captured)
         return result

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.optim import SGD, AdamW, Optimizer
 from training import Mlp, X, overflow, scaled
 
 import amp_graph
 from amp_graph import Policy
-from amp_graph.capture.dynamo import frames_seen
 
 POLICIES = {
     "scaled": scaled(2.0**8),
@@ -47,7 +47,7 @@ def test_trains_as_uncompiled(policy: Policy, is_given: bool, make: Any) -> None
             if n in OVERFLOWS and amp_graph.scale_of(model) is not None:
                 overflow(model)
             step()
-            seen.append(frames_seen())
+            seen.append(counters["frames"]["total"])
         return [*model.parameters()], seen
 
     (compiled, seen), (expected, _) = trained(True), trained(False)

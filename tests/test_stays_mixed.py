@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from nets import Net, low_share
 from torch import nn
 
 import amp_graph
+from amp_graph.captured_calls import MAX_CAPTURES_IN_A_ROW
 from amp_graph.runtime import Guarded
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -65,6 +68,65 @@ def test_graph_breaks_and_data_dependent_branches_stay_mixed() -> None:
     model, x = amp_graph.convert(Breaking()), torch.randn(4, 8)
     assert low_share(model, x) == 1
     assert len(amp_graph.plans(model)) > 1
+
+
+class Calls(nn.Module):
+    """Something else, between its two layers."""
+
+    def __init__(self, other: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.other = other
+
+    @torch.compiler.disable
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.between(self.first(x)))
+
+
+class Remembering(nn.Module):
+    """Captured anew at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(8, 8), []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(self.seen))
+        return self.layer(x)
+
+
+def compiled_anew(x: torch.Tensor) -> torch.Tensor:
+    def more(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    more.__code__ = more.__code__.replace()  # that Dynamo has not seen
+    return torch.compile(more, backend="eager")(x)
+
+
+def in_another_thread(x: torch.Tensor) -> torch.Tensor:
+    thread = threading.Thread(target=compiled_anew, args=(x.detach(),))
+    thread.start()
+    thread.join()
+    return x
+
+
+@pytest.mark.filterwarnings("ignore:Remembering is no longer captured")
+@pytest.mark.parametrize("kind", ["another thread", "a compiled function", "a converted model"])
+def test_captures_that_are_not_its_own_cost_a_model_nothing(kind: str) -> None:
+    inner = amp_graph.convert(Remembering(), policy="float16")
+    others = {"another thread": in_another_thread, "a compiled function": compiled_anew}
+    model, x = Calls(others.get(kind, inner)), torch.randn(4, 8)
+    amp_graph.convert(model, policy="float16")
+    model(x)
+    expected = amp_graph.plans(model)
+    for _ in range(MAX_CAPTURES_IN_A_ROW + 2):
+        model(x)
+    assert amp_graph.plans(model) == expected
+    assert all(plan.low and plan.dtype is torch.float16 for plan in expected)
+    assert len(expected) == 2
 
 
 class Slices(Breaking):

@@ -6,7 +6,6 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     torch._dynamo.config                     the settings below
     torch._dynamo.optimize, the callback of what it returns
                                              to have the settings in force while it captures
-    torch._dynamo.utils.counters             whether Dynamo was at work
     torch._dynamo.convert_frame              whether an error comes from there
     TorchDispatchMode.ignore_compile_internals, set_is_in_mode_without_ignore_compile_internals
                                              let compiled code run under a dispatch mode
@@ -40,11 +39,11 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._C._functorch import TransformType
 from torch._dynamo import convert_frame, disallow_in_graph
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from amp_graph.capture.frames import Frames
 from amp_graph.capture.recurrent import recurrent_layers_whole
 
 set_flag: Callable[[bool], None] | None = getattr(
@@ -87,7 +86,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def captured_call(
-    module: nn.Module, compile_graph: GraphCompiler, **changed: Any
+    module: nn.Module, compile_graph: GraphCompiler, frames: Frames, **changed: Any
 ) -> Callable[..., Any]:
     """Return a function that runs `module(...)` with every graph of it given to the method
     `compile_graph`, whose object has to keep what it returns: Dynamo keeps what it gets for good,
@@ -96,7 +95,8 @@ def captured_call(
     Dynamo skips frames of torch.nn itself, so that a bare nn.Sequential or nn.LSTM would never
     be captured; the function returned is a frame outside torch.nn that calls into it. Its code
     object is its own, because Dynamo counts recompilations per code object. Hooks of the module
-    are captured with it, save those of FSDP. `changed` are settings other than SETTINGS.
+    are captured with it, save those of FSDP. `frames` counts its captures. `changed` are settings
+    other than SETTINGS.
     """
     _forget_abandoned()
     call_impl: Callable[..., Any] = type(module)._call_impl
@@ -122,7 +122,7 @@ def captured_call(
         return lambda *args: run()(*args)
 
     context: Any = torch._dynamo.optimize(backend=backend)
-    context.callback = _with_settings(context.callback, SETTINGS | changed)
+    context.callback = _with_settings(context.callback, SETTINGS | changed, frames)
     compiled = context(own)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -185,11 +185,6 @@ def _files_behind(error: Exception) -> list[str]:
     return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
-def frames_seen() -> int:
-    """How often Dynamo has begun to capture something, anywhere in this process."""
-    return int(counters["frames"]["total"])
-
-
 def can_capture() -> bool:
     """Whether Dynamo may be entered. Inside a functorch transform (and, without `set_flag`, under
     a dispatch mode) it refuses, and would then never capture that code again. In forward-mode AD
@@ -228,12 +223,14 @@ def can_watch() -> bool:
     return set_flag is not None
 
 
-def _with_settings(capture: Callable[..., Any], chosen: Mapping[str, Any]) -> Callable[..., Any]:
+def _with_settings(
+    capture: Callable[..., Any], chosen: Mapping[str, Any], frames: Frames
+) -> Callable[..., Any]:
     """What Dynamo calls for a frame that it has no graph for, with the settings in force. To set
     them around each call of a model would cost more than looking up its graph."""
 
     def capture_with_settings(*args: Any, **kwargs: Any) -> Any:
-        with settings(chosen):
+        with settings(chosen), frames.counted():
             return capture(*args, **kwargs)
 
     capture_with_settings._torchdynamo_orig_backend = capture  # type: ignore[attr-defined]

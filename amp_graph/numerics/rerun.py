@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.aten import get_attribute
 from amp_graph.capture.dynamo import captured_call, is_of_capture
+from amp_graph.capture.frames import Frames
 from amp_graph.compiler import Compiler
 from amp_graph.conversion import found_conversion
 from amp_graph.errors import AmpGraphError
@@ -83,7 +84,7 @@ class Rerun(Compiler):
         self._mixed = False
         self._observer = Observer()
         self._calls = 0
-        self._call = captured_call(model, self.compile_graph)
+        self._call = captured_call(model, self.compile_graph, Frames())
         self._handles: list[Any] = []
 
     def module_names(self) -> dict[str, str]:
