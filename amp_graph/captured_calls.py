@@ -42,7 +42,8 @@ from amp_graph.runtime import (
     without_autocast,
 )
 
-MAX_CAPTURES_IN_A_ROW = 16
+MAX_CAPTURES = 16  # calls that captured something, less one for
+REPAID_BY = 4  # calls that did not
 # Of Dynamo, for what it cannot capture: that is often where a number or a size that depends on data
 # is asked for its value, of which it tells in many ways.
 BREAK_AT_DATA = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
@@ -60,7 +61,7 @@ class CapturedCalls:
         self._watch = Outside(compiler.lists) if can_watch() else None  # in the next call
         self._is_watched = self._watch is not None  # again, when something is captured
         self._is_new = True
-        self._captures_in_a_row = 0
+        self._captures = 0.0  # not yet repaid
         self._frames = Frames()
         self._graph_runs = 0
         self._settings: Mapping[str, Any] = {}  # of Dynamo, other than usual
@@ -112,7 +113,7 @@ class CapturedCalls:
             has_begun = self._graph_runs != runs
             result = self._run_uncaptured(uncaptured, has_begun, args, kwargs)
         has_captured = self._frames.begun != frames
-        if has_captured or self._captures_in_a_row or self._is_new or self._watch is not None:
+        if has_captured or self._captures or self._is_new or self._watch is not None:
             self._look_back(has_captured)
         return result
 
@@ -168,13 +169,14 @@ class CapturedCalls:
             if not any(plan.converts for plan in self._record.plans):
                 why = why_nothing_is_low(self._record.plans)
                 warn(f"nothing of {self._name} was converted: {why}")
+        self._record.breaks += self._frames.take_skipped()
         if not has_captured:
-            self._captures_in_a_row = 0
+            self._captures = max(0.0, self._captures - 1 / REPAID_BY)
             return
-        self._captures_in_a_row += 1
+        self._captures += 1
         if self._is_watched:
             self._watch = Outside(self._compiler.lists)
-        if self._captures_in_a_row == MAX_CAPTURES_IN_A_ROW:
+        if self._captures >= MAX_CAPTURES:
             self._stop_capturing()
 
     def _judge(self, watch: Outside) -> None:
@@ -186,15 +188,20 @@ class CapturedCalls:
         self._is_watched = False
         found = ", ".join(sorted(watch.found))
         reason = f"code between graphs ({found}) is not captured"
+        if not self._graph_runs:
+            where = "; ".join(self._frames.skipped) or "Dynamo does not say why"
+            reason = f"nothing is captured ({found}): {where}"
         index = self._stand_in(reason, watch.met_sparse)
+        if not self._graph_runs:
+            warn(f"{self._name} {self._record.plans[index].otherwise}")
         if self._record.plans[index].autocast:
             self._around = partial(self._autocast_around, index=index)
             self._capture()
 
     def _stop_capturing(self) -> None:
-        """Something of Python is another at each call, a list that grows, say, and the model's own
-        code is faster than capturing it each time."""
-        reason = f"each of the last {MAX_CAPTURES_IN_A_ROW} calls was captured anew"
+        """Something of Python is another at call after call, a list that grows, say, or the layers
+        that are chosen, and the model's own code is faster than capturing it each time."""
+        reason = "it was captured anew again and again"
         advice = "TORCH_LOGS=recompiles tells what changes in it at each call"
         index = self._stand_in(reason)
         self._own_code = self.by_own_code(index)

@@ -14,7 +14,7 @@ from training import assert_same_gradients
 
 import amp_graph
 from amp_graph import ConversionWarning
-from amp_graph.captured_calls import MAX_CAPTURES_IN_A_ROW
+from amp_graph.captured_calls import MAX_CAPTURES
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -45,13 +45,13 @@ def test_what_others_capture_meanwhile_is_not_held_against_it() -> None:
     model = amp_graph.convert(DiffersWhenCompiled())
     with pytest.warns(ConversionWarning, match="not captured"):
         model(torch.randn(4, 8))
-    numbers = iter(range(2 * MAX_CAPTURES_IN_A_ROW))
+    numbers = iter(range(2 * MAX_CAPTURES))
 
     def capture(*_: object) -> None:
         torch.compile(eval(f"lambda x: x + {next(numbers)}"), backend="eager")(torch.ones(1))
 
     model.register_forward_hook(capture)
-    for _ in range(MAX_CAPTURES_IN_A_ROW + 1):
+    for _ in range(MAX_CAPTURES + 1):
         model(torch.randn(4, 8))
     assert len(amp_graph.plans(model)) == 1
 

@@ -12,7 +12,7 @@ from nets import Net, low_share
 from torch import nn
 
 import amp_graph
-from amp_graph.captured_calls import MAX_CAPTURES_IN_A_ROW
+from amp_graph.captured_calls import MAX_CAPTURES
 from amp_graph.runtime import Guarded
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -122,7 +122,7 @@ def test_captures_that_are_not_its_own_cost_a_model_nothing(kind: str) -> None:
     amp_graph.convert(model, policy="float16")
     model(x)
     expected = amp_graph.plans(model)
-    for _ in range(MAX_CAPTURES_IN_A_ROW + 2):
+    for _ in range(MAX_CAPTURES + 2):
         model(x)
     assert amp_graph.plans(model) == expected
     assert all(plan.low and plan.dtype is torch.float16 for plan in expected)

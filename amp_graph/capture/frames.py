@@ -7,12 +7,13 @@ with Dynamo, which is called for all of its code, after a graph break as well, a
 
 Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
 
-    torch._dynamo.utils.counters    whether Dynamo was at work, or let the frame be
+    torch._dynamo.utils.counters    whether Dynamo was at work, or let the frame be, and why
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 from torch._dynamo.utils import counters
@@ -23,12 +24,32 @@ class Frames:
 
     def __init__(self) -> None:
         self.begun = 0
+        self.skipped: list[str] = []  # frames that run uncaptured, and why
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
         """Around the model's callback, one thread at a time."""
-        before = counters["frames"]["total"]
+        before, reasons = counters["frames"]["total"], set(counters["unimplemented"])
         try:
             yield
         finally:
             self.begun += counters["frames"]["total"] != before
+            new = [reason for reason in counters["unimplemented"] if reason not in reasons]
+            self.skipped += filter(None, map(_skipped, new))
+
+    def take_skipped(self) -> list[str]:
+        """Those that were skipped since this was last asked."""
+        skipped, self.skipped = self.skipped, []
+        return skipped
+
+
+def _skipped(reason: str) -> str | None:
+    """Of a frame that Dynamo left to Python because of a break that it cannot go on after, in a
+    loop, say: "net.py:12, in forward: why"."""
+    frame = re.search(r"frame skipped: (\S+) \((.*) line (\d+)\)", reason)
+    if frame is None:
+        return None
+    name, file, line = frame.groups()
+    called = re.search(r"qualname: ([^,\n]+)", reason)
+    what = f" ({called[1]})" if called else ""
+    return f"{file.rpartition('/')[2]}:{line}, in {name}: {reason.splitlines()[0]}{what}"

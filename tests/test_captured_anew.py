@@ -1,0 +1,103 @@
+"""Models that are captured again and again, or not at all, and what is said of them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_graph
+from amp_graph import ConversionWarning
+from amp_graph.captured_calls import MAX_CAPTURES, REPAID_BY
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+X = torch.randn(20, 16)
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(16, 8), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(self.seen))
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_model_that_changes_at_each_call_is_not_captured_for_ever(dtype: str) -> None:
+    plain = Remembering()
+    model = amp_graph.convert(copy.deepcopy(plain), policy=dtype)
+    with pytest.warns(ConversionWarning, match="captured anew again and again"):
+        for _ in range(MAX_CAPTURES):
+            model(X).sum().backward()
+    captured = len(amp_graph.plans(model))
+    for _ in range(3):
+        for m in (plain, model):
+            m.zero_grad()
+            m(X).sum().backward()
+        torch.testing.assert_close(
+            model.layer.weight.grad, plain.layer.weight.grad, atol=0.1, rtol=0
+        )
+    assert len(amp_graph.plans(model)) == captured <= MAX_CAPTURES + 1
+    assert len(model.seen) == MAX_CAPTURES + 3
+
+
+class Chosen(nn.Module):
+    """Layers that are chosen by the caller, as in one-shot architecture search."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor, choice: tuple[int, ...]) -> Tensor:
+        for i in choice:
+            x = self.layers[i](x)
+        return x
+
+
+def test_calls_in_between_that_are_not_captured_do_not_make_it_go_on_for_ever() -> None:
+    model = amp_graph.convert(Chosen(), policy="bfloat16")
+    choices = list(itertools.product(range(3), repeat=4))
+    with pytest.warns(ConversionWarning, match="captured anew again and again"):
+        for choice in choices[: 2 * MAX_CAPTURES]:
+            model(X, choice)
+            model(X, choices[0])
+    captured = len(amp_graph.plans(model))
+    for choice in choices[40:44]:
+        model(X, choice)
+    assert len(amp_graph.plans(model)) == captured
+
+
+def test_captures_that_pay_are_forgiven() -> None:
+    model = amp_graph.convert(Chosen(), policy="bfloat16")
+    for choice in itertools.islice(itertools.product(range(3), repeat=4), MAX_CAPTURES + 2):
+        for _ in range(1 + REPAID_BY):
+            model(X, choice)
+    assert {plan.fallback for plan in amp_graph.plans(model)} == {None}
+
+
+class Forcing(nn.Module):
+    """Teacher forcing in a loop over time, at which Dynamo leaves the whole frame to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.layer(x) if random.random() < 0.5 else self.layer(x).tanh()
+        return x
+
+
+def test_why_nothing_is_captured_is_said() -> None:
+    model = amp_graph.convert(Forcing())
+    where = r"nothing is captured .*test_captured_anew.py:\d+, in forward: "
+    with pytest.warns(ConversionWarning, match=where):
+        model(X)
+    assert "in forward: " in str(amp_graph.explain(model))
+    assert "in forward: " in amp_graph.plans(model)[0].fallback
