@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp_graph.training.engine import sent
+from amp_graph.training.engine import not_compiled, sent
 from amp_graph.training.found_inf import found_inf
 from amp_graph.training.graph_scale import GraphScale
 
 
+@not_compiled
 @torch.no_grad()
 def overflowed(parameters: Sequence[Tensor], scales: Sequence[GraphScale], by: object) -> Tensor:
     """Whether any gradient of these parameters overflowed, as `found_inf` tells. Each scale is told
