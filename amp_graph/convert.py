@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from amp_graph.compiler import Compiler, Record
 from amp_graph.conversion import Conversion, conversion_of, found_conversion
-from amp_graph.errors import MISTAKES, AmpGraphError, PlanError, PolicyError, did_you_mean
+from amp_graph.errors import AmpGraphError, PlanError, PolicyError, did_you_mean
 from amp_graph.ir import Plan
 from amp_graph.modules import devices_of, unwrapped
 from amp_graph.pins import Saved
@@ -74,8 +74,9 @@ def convert(
     none of them is for raises PlanError when it is captured.
 
     A model converted already stays as it is, with a warning. A glob of the policy that matches
-    no module warns, too. Raises AmpGraphError for what cannot be converted and PolicyError or
-    ListError for a policy that makes no sense.
+    no module warns, too. Raises AmpGraphError for what cannot be converted, PolicyError or
+    ListError for a policy that makes no sense, and what the model raises on `example_inputs`; the
+    model is not converted then.
     """
     _check_model(model)
     inner = unwrapped(model)
@@ -112,13 +113,12 @@ def _convert(model: nn.Module, policy: Policy, saved: Saved | None, example_inpu
         policy = _in_dtype_of(saved, policy)
     conversion = Conversion(model, policy, saved)
     conversion.open()
-    conversion.scale_for(policy.dtype_for(devices_of(model)))
-    if example_inputs is None:
-        return
     try:
-        conversion.capture_now(example_inputs)
-    except MISTAKES:
-        restore(model)
+        conversion.scale_for(policy.dtype_for(devices_of(model)))
+        if example_inputs is not None:
+            conversion.capture_now(example_inputs)
+    except BaseException:  # whoever mends what raised, and converts again, is to get all of it
+        conversion.close()
         raise
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from typing import Any
 
 import pytest
@@ -75,21 +73,31 @@ def test_a_buffer_may_require_a_gradient() -> None:
     assert model.table.requires_grad and model.table.is_leaf and torch.equal(model.table, table)
 
 
-@pytest.mark.parametrize("save", ["pickle", "torch.save"])
-def test_pickle_carries_the_plain_model(save: str) -> None:
-    model, x = amp_graph.convert(Net().eval()), torch.randn(4, 8)
-    model(x)
-    if save == "pickle":
-        loaded = pickle.loads(pickle.dumps(model))
-    else:
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        loaded = torch.load(buffer, weights_only=False)
-    assert not amp_graph.is_converted(loaded)
-    assert torch.equal(loaded(x), amp_graph.restore(model)(x))
-    again = amp_graph.convert(copy.deepcopy(loaded))
-    assert low_share(again, x) == 1
+class Interrupted(Net):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("make", "error"), [(lambda: nn.Linear(7, 7), RuntimeError), (Interrupted, KeyboardInterrupt)]
+)
+def test_a_model_that_raises_on_example_inputs_is_as_it_was(make: Any, error: Any) -> None:
+    model = make()
+    attributes, optimizer = dict(vars(model)), torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(error):
+        amp_graph.convert(model, optimizer, policy="float16", example_inputs=(torch.randn(4, 8),))
+    assert vars(model) == attributes and "step" not in vars(optimizer)
+
+
+def test_converting_again_after_a_mistake_converts_everything() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError):
+        amp_graph.convert(model, optimizer, example_inputs=(torch.randn(4, 7),))
+    amp_graph.convert(model, optimizer, policy="float16", example_inputs=(torch.randn(4, 8),))
+    assert amp_graph.plans(model)[0].dtype is torch.float16
+    model(torch.randn(4, 8)).mean().backward()
+    assert optimizer.step() is True
 
 
 @pytest.mark.parametrize(
