@@ -15,10 +15,11 @@ from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.captured_calls import CapturedCalls
 from amp_graph.compiler import Compiler, written_inputs
 from amp_graph.errors import AmpGraphError
-from amp_graph.modules import Run, call_with, map_tensors, plain_code, unchanged, unwrapped
+from amp_graph.modules import Run, call_with, plain_code, unchanged, unwrapped
 from amp_graph.pins import Saved
 from amp_graph.policy import Policy
 from amp_graph.replicas import REPLICATE, SLOT, Replicate
+from amp_graph.results import map_tensors
 from amp_graph.runtime import autocast_devices, without_autocast
 from amp_graph.training.engine import never_captured
 from amp_graph.training.graph_scale import GraphScale

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -14,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map
 
 Run = Callable[..., Any]
 
@@ -46,29 +42,6 @@ def call_with(call: Run, batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         return call(batch)
     return call(**batch) if isinstance(batch, Mapping) else call(*batch)
-
-
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
-    """A model's result with `function` applied to the tensors in it: in containers, those that are
-    registered with PyTorch as such included, and in the fields of dataclasses, of which there is a
-    copy if a tensor changed."""
-
-    def mapped(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return function(leaf)
-        if isinstance(leaf, type) or not dataclasses.is_dataclass(leaf):
-            return leaf
-        names = [f.name for f in dataclasses.fields(leaf) if hasattr(leaf, f.name)]
-        before = [getattr(leaf, name) for name in names]
-        after = map_tensors(function, before)
-        if all(map(operator.is_, tree_leaves(before), tree_leaves(after))):
-            return leaf
-        changed = copy.copy(leaf)
-        for name, value in zip(names, after, strict=True):
-            object.__setattr__(changed, name, value)  # it may be frozen
-        return changed
-
-    return tree_map(mapped, result)
 
 
 class KeptRandomState:

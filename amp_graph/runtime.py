@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.ir import Color
-from amp_graph.modules import Kept, KeptRandomState, Run, map_tensors
+from amp_graph.modules import Kept, KeptRandomState, Run
 from amp_graph.oplists import OpLists
+from amp_graph.results import map_tensors
 
 
 def autocast_devices() -> tuple[str, ...]:

@@ -1,0 +1,122 @@
+"""What a model returns keeps its form when its tensors get another dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_graph
+from amp_graph.results import map_tensors
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclasses.dataclass
+class Node:
+    value: Any
+    parent: Any = None
+    children: list[Any] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    value: Any
+
+
+def low(tensor: Tensor) -> Tensor:
+    return tensor.bfloat16() if tensor.dtype is torch.float32 else tensor
+
+
+def family(value: Any, child: Any) -> Node:
+    root = Node(value)
+    root.children.append(Node(child, root))
+    return root
+
+
+class Tree(nn.Module):
+    def __init__(self, grow: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.grow = nn.Linear(4, 4), grow
+
+    def forward(self, x: Tensor) -> Any:
+        return self.grow(self.layer(x))
+
+
+def held_by_itself(y: Tensor) -> list[Any]:
+    result = [y]
+    result.append(result)
+    return result
+
+
+RESULTS = {
+    "a family": (lambda y: family(y, y + 1), lambda r: [r.value, r.children[0].parent.value]),
+    "a list": (held_by_itself, lambda r: [r[0], r[1][1][0]]),
+}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(("grow", "reach"), RESULTS.values(), ids=RESULTS.keys())
+def test_a_model_may_return_what_refers_to_itself(grow: Any, reach: Any) -> None:
+    policy, x = amp_graph.Policy("bfloat16", output_dtype="bfloat16"), torch.randn(2, 4)
+    model, found = amp_graph.convert(Tree(grow), policy=policy), []
+    torch.vmap(lambda x: found.append(model(x)) or x)(x)  # under autocast
+    for result, dtype in (found[0], torch.float32), (model(x), torch.bfloat16):
+        first, again = reach(result)
+        assert first is again and first.dtype is dtype
+
+
+def test_copies_lead_to_each_other_as_before() -> None:
+    root = family(torch.ones(2), "a leaf")
+    result = map_tensors(low, root)
+    assert result is not root and result.children[0] is not root.children[0]
+    assert result.children[0].parent is result and result.value.dtype is torch.bfloat16
+    assert root.children[0].parent is root and root.value.dtype is torch.float32
+
+
+@pytest.mark.parametrize("kind", [list, deque])
+def test_a_tuple_in_a_list_in_itself(kind: type) -> None:
+    inside: Any = kind([torch.ones(2)])
+    inside.append((inside, 1))
+    result = map_tensors(low, (inside, 1))
+    assert type(result[0]) is kind and result[0][1][0] is result[0]
+    result = map_tensors(low, inside[1])
+    assert result[0][1] is result and result[0][0].dtype is torch.bfloat16
+
+
+def test_what_leads_to_no_tensor_that_changed_stays() -> None:
+    number = torch.ones(2, dtype=torch.int64)
+    circle: dict[str, Any] = {"root": family(number, number)}
+    circle["circle"] = circle
+    for unchanged in (circle, Frozen(number), [1, "a"], Node, None):
+        assert map_tensors(low, unchanged) is unchanged
+    result = map_tensors(low, [circle, torch.ones(2)])
+    assert result[0] is circle and result[1].dtype is torch.bfloat16
+
+
+def test_containers_and_dataclasses_keep_their_kinds() -> None:
+    x = torch.ones(2)
+    for before in (
+        {"a": [x]},
+        OrderedDict(a=x),
+        defaultdict(list, a=[x]),
+        deque([x], maxlen=3),
+        Pair(x, (1, Frozen([x]))),
+        Frozen({"a": x}),
+    ):
+        after = map_tensors(low, before)
+        assert type(after) is type(before)
+        assert repr(after) == repr(map_tensors(torch.Tensor.bfloat16, before))
+        assert "bfloat16" in repr(after) and "bfloat16" not in repr(before)
+    assert map_tensors(low, defaultdict(list, a=x)).default_factory is list
+
+
+def test_a_tensor_that_is_there_twice_stays_one() -> None:
+    x, calls = torch.ones(2), []
+    first, second = map_tensors(lambda t: calls.append(t) or t.bfloat16(), (x, [x]))
+    assert first is second[0] and len(calls) == 1
