@@ -14,11 +14,11 @@ from amp_graph.capture.dynamo import can_capture, is_exporting, wants_plain_code
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.captured_calls import CapturedCalls
 from amp_graph.compiler import Compiler, written_inputs
+from amp_graph.copies import SLOT, StandIn, put_in, take_out
 from amp_graph.errors import AmpGraphError
 from amp_graph.modules import Run, call_with, plain_code, unchanged, unwrapped
 from amp_graph.pins import Saved
 from amp_graph.policy import Policy
-from amp_graph.replicas import REPLICATE, SLOT, Replicate
 from amp_graph.results import map_tensors
 from amp_graph.runtime import autocast_devices, without_autocast
 from amp_graph.training.engine import never_captured
@@ -26,12 +26,14 @@ from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.optimizers import attach, detach, drop_scale, use_scale
 
 
-class Conversion(Compiler):
+class Conversion(StandIn, Compiler):
     """A converted model's stand-in for `nn.Module._call_impl`.
 
     It sits in the model's `__dict__`, so that it lives and dies with the model: a deep copy of
     the model carries a conversion of its own, a pickle carries the plain model.
     """
+
+    name = SLOT
 
     def __init__(self, module: nn.Module, policy: Policy, saved: Saved | None = None):
         super().__init__(policy, saved)
@@ -66,12 +68,11 @@ class Conversion(Compiler):
 
     def open(self) -> None:
         """From now on the model's calls come here."""
-        self.module.__dict__.update({SLOT: self, REPLICATE: Replicate(self)})
+        put_in(self)
 
     def close(self) -> None:
         """The model runs its own code again."""
-        for name in (SLOT, REPLICATE):
-            del self.module.__dict__[name]
+        take_out(self.module)
         if self.scale is not None:
             drop_scale(self.scale)
         for optimizer in self._optimizers:
@@ -80,6 +81,13 @@ class Conversion(Compiler):
     def of_copy(self, own_code: Run) -> Run:
         """What runs a copy of the model that `nn.DataParallel` made for one call on one GPU."""
         return self._calls.of_copy(own_code)
+
+    def convert_too(self, copied: nn.Module) -> None:
+        """Convert a deep copy of the model alike; its loss scale goes on by itself."""
+        conversion = Conversion(copied, self.policy, self.saved)
+        if self.scale is not None:
+            conversion._use(self.scale.copy(copied.parameters))
+        conversion.open()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_exporting():  # by `torch.export`, for which Dynamo may read this line
@@ -124,20 +132,6 @@ class Conversion(Compiler):
 
     def _as_output(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.policy.output_dtype) if value.dtype is torch.float32 else value
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Conversion:
-        """Called while the model is copied, when its copy exists but is not filled in yet."""
-        module = memo[id(self.module)]
-        conversion = Conversion(module, self.policy, self.saved)
-        if self.scale is not None:
-            conversion._use(self.scale.copy(module.parameters))
-        conversion.open()
-        return conversion
-
-    def __reduce__(self) -> Any:
-        """Pickled as the method that it stands in front of, so that the model loads plain, also
-        where this package is not installed."""
-        return getattr, (self.module, SLOT)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
