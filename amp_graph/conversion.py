@@ -29,8 +29,8 @@ from amp_graph.training.optimizers import attach, detach, drop_scale, use_scale
 class Conversion(StandIn, Compiler):
     """A converted model's stand-in for `nn.Module._call_impl`.
 
-    It sits in the model's `__dict__`, so that it lives and dies with the model: a deep copy of
-    the model carries a conversion of its own, a pickle carries the plain model.
+    It sits in the model's `__dict__`, so that it lives and dies with the model. What copies of the
+    model have in its stead is in `copies`.
     """
 
     name = SLOT

@@ -4,8 +4,9 @@ methods that make them.
 A copy has all that is in the model's `__dict__`, the conversion as well, whose graphs read the
 parameters of the model itself. So
 
-    nn.DataParallel  gets copies, on each of its GPUs in each call, that run their own code
-    copy.deepcopy    gets a copy with a conversion of its own
+    nn.DataParallel    gets copies, on each of its GPUs in each call, that run their own code
+    copy.deepcopy      gets a copy with a conversion of its own
+    pickle, copy.copy  get the plain model, which loads also where this package is not installed
 
 Private names used here; of PyTorch, seen to work on 2.11, 2.13 and 2.15, and of Python, on 3.11:
 
@@ -16,6 +17,7 @@ Private names used here; of PyTorch, seen to work on 2.11, 2.13 and 2.15, and of
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from typing import Any, Protocol
 
@@ -36,8 +38,8 @@ class StandIn:
     module: nn.Module
 
     def __reduce__(self) -> Any:
-        """Pickled or copied without the model, as what stands there in its stead: its method, if it
-        has one, once it was loaded, plain; what a copy has in front of that."""
+        """Pickled or copied where `Reduce` did not leave it out, without the model, say, it is what
+        stands there in its stead: in a loaded model the method; in a copy what the copy has."""
         return getattr, (self.module, self.name, None)
 
 
@@ -103,9 +105,39 @@ class DeepCopy(StandIn):
         return copied
 
 
+class Reduce(StandIn):
+    """Says what is pickled of a model, and what `copy.copy` copies: `pickle` and `copy` ask the
+    instance for this method, and not its class (Python 3.11, in C as well)."""
+
+    name = "__reduce_ex__"
+
+    def __init__(self, conversion: Converted):
+        self.module = conversion.module
+
+    def __call__(self, protocol: int) -> Any:
+        return _plain(type(self.module).__reduce_ex__(self.module, protocol))
+
+
+def _plain(state: Any, levels: int = 5) -> Any:
+    """What a class has pickled, with nothing of ours in the `__dict__` that is there somewhere. All
+    else is the same objects as before, since `copy.copy` shares them."""
+    if levels == 0 or type(state) not in (tuple, list, dict):
+        return state
+    if type(state) is dict:
+        plain: Any = {k: v for k, v in state.items() if not isinstance(v, StandIn)}
+        if len(plain) < len(state):
+            return plain
+        plain = {k: _plain(v, levels - 1) for k, v in state.items()}
+        is_same = all(plain[k] is v for k, v in state.items())
+    else:
+        plain = type(state)(_plain(v, levels - 1) for v in state)
+        is_same = all(map(operator.is_, plain, state))
+    return state if is_same else plain
+
+
 def put_in(conversion: Converted) -> None:
     """From now on calls of the model and copies of it are made here."""
-    entries = (conversion, Replicate(conversion), DeepCopy(conversion))
+    entries = (conversion, Replicate(conversion), DeepCopy(conversion), Reduce(conversion))
     conversion.module.__dict__.update((entry.name, entry) for entry in entries)
 
 

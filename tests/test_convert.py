@@ -30,7 +30,7 @@ def test_converts_in_place_and_keeps_the_module_what_it_was() -> None:
     assert list(model.state_dict()) == keys
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert all(p.dtype is torch.float32 for p in model.parameters())
-    ours = {"_call_impl", "_replicate_for_data_parallel", "__deepcopy__"}
+    ours = {"_call_impl", "_replicate_for_data_parallel", "__deepcopy__", "__reduce_ex__"}
     assert set(vars(model)) - attributes == ours
     amp_graph.restore(model)
     assert set(vars(model)) == attributes

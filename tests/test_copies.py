@@ -5,33 +5,130 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
 import torch
 from nets import Net, low_share
-from torch import nn
+from torch import fx, nn
 
 import amp_graph
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-@pytest.mark.parametrize("save", ["pickle", "torch.save"])
-def test_pickle_carries_the_plain_model(save: str) -> None:
-    model, x = amp_graph.convert(Net().eval()), torch.randn(4, 8)
+class InItsState(Net):
+    """In a state of its own form, which leads back to the model."""
+
+    def __getstate__(self) -> Any:
+        return {"inside": (vars(self), self)}
+
+    def __setstate__(self, state: Any) -> None:
+        inside, model = state["inside"]
+        assert type(model) is type(self)
+        vars(self).update(inside)
+
+
+def rebuilt(attributes: dict[str, Any]) -> nn.Module:
+    model = ByArguments.__new__(ByArguments)
+    model.__dict__ = attributes
+    return model
+
+
+class ByArguments(Net):
+    def __reduce__(self) -> Any:
+        return rebuilt, (self.__dict__,)
+
+
+class WithoutCache(Net):
+    def __getstate__(self) -> Any:
+        return {name: value for name, value in super().__getstate__().items() if name != "cache"}
+
+
+def as_graph_module() -> nn.Module:
+    return fx.symbolic_trace(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
+
+
+def by_pickle(model: nn.Module, protocol: int | None = None, dumps: Any = pickle.dumps) -> Any:
+    data = dumps(model, protocol)
+    assert b"amp_graph" not in data, "it loads where this package is not installed"
+    return pickle.loads(data)
+
+
+def by_python(model: nn.Module) -> Any:
+    return by_pickle(model, dumps=pickle._dumps)  # type: ignore[attr-defined]
+
+
+def by_forking(model: nn.Module) -> Any:
+    """As `multiprocessing` hands a model to another process."""
+    return pickle.loads(ForkingPickler.dumps(model))
+
+
+def by_torch(model: nn.Module) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    assert b"amp_graph" not in buffer.getvalue()
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+WAYS = {
+    "pickle": by_pickle,
+    "pickle, 0": lambda model: by_pickle(model, 0),
+    "pickle, 5": lambda model: by_pickle(model, 5),
+    "pickle in Python": by_python,
+    "torch.save": by_torch,
+    "multiprocessing": by_forking,
+    "copy.copy": copy.copy,
+}
+KINDS = [Net, InItsState, ByArguments, WithoutCache, as_graph_module]
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.filterwarnings("ignore:GraphModule has a __call__ of its own")
+def test_what_is_pickled_or_copied_is_the_plain_model(make: Any, way: Any) -> None:
+    plain = make().eval()
+    model, x = amp_graph.convert(copy.deepcopy(plain)), torch.randn(4, 8)
     model(x)
-    if save == "pickle":
-        loaded = pickle.loads(pickle.dumps(model))
-    else:
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        loaded = torch.load(buffer, weights_only=False)
-    assert not amp_graph.is_converted(loaded)
-    assert torch.equal(loaded(x), amp_graph.restore(model)(x))
+    loaded = way(model)
+    assert vars(loaded).keys() == vars(way(plain)).keys()
+    assert torch.equal(loaded(x), plain(x))
     again = amp_graph.convert(copy.deepcopy(loaded))
     assert low_share(again, x) == 1
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_copies_of_what_was_loaded_run_on_their_own_parameters(way: Any) -> None:
+    loaded, x = way(amp_graph.convert(Net())), torch.randn(4, 8)
+    for copied in (copy.copy(loaded), loaded._replicate_for_data_parallel()):
+        copied._modules = dict(copied._modules, second=nn.Linear(16, 2))
+        assert copied(x).shape == (4, 2) and loaded(x).shape == (4, 4)
+
+
+def test_a_converted_part_of_what_is_pickled() -> None:
+    model = amp_graph.convert(Net())
+    whole, part = by_pickle(["a list", nn.Sequential(model), model])[1:]
+    assert whole[0] is part and not amp_graph.is_converted(part)
+    assert vars(part).keys() == vars(Net()).keys()
+
+
+def test_a_shallow_copy_shares_what_it_shares() -> None:
+    model = amp_graph.convert(Net())
+    model.names = ["a"]
+    shallow = copy.copy(model)
+    assert not amp_graph.is_converted(shallow) and amp_graph.is_converted(model)
+    for name in ("_parameters", "_modules", "_buffers", "names"):
+        assert getattr(shallow, name) is getattr(model, name)
+
+
+def test_a_pickled_dict_of_a_model_is_of_the_plain_one() -> None:
+    model, x = amp_graph.convert(Net().eval()), torch.randn(4, 8)
+    clone = Net.__new__(Net)
+    clone.__dict__.update(pickle.loads(pickle.dumps(vars(model))))
+    assert torch.equal(clone(x), amp_graph.restore(model)(x))
+    assert torch.equal(copy.deepcopy(clone)(x), model(x))
 
 
 class ByDict(Net):
@@ -63,18 +160,6 @@ class Anew(Net):
         new = type(self)()
         new.load_state_dict(self.state_dict())
         return new
-
-
-class InItsState(Net):
-    """In a state of its own form, which leads back to the model."""
-
-    def __getstate__(self) -> Any:
-        return {"inside": (vars(self), self)}
-
-    def __setstate__(self, state: Any) -> None:
-        inside, model = state["inside"]
-        assert model is self
-        vars(self).update(inside)
 
 
 @pytest.mark.parametrize("kind", [Net, ByDict, MemoFirst, ByAttribute, Anew, InItsState])
