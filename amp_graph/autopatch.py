@@ -27,10 +27,11 @@ from torch import nn
 
 from amp_graph.errors import AmpGraphError, PolicyError
 from amp_graph.exit_report import write_report
-from amp_graph.first_call import Model, Models
+from amp_graph.first_call import Models
 from amp_graph.ir import Level
 from amp_graph.policy import COMPILERS, REFRESH, Policy
 from amp_graph.runtime import ConversionWarning
+from amp_graph.script_models import Model
 
 SLOT = "_compiled_call_impl"
 YES, NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
@@ -130,7 +131,7 @@ class Installation:
     def __init__(self, settings: Settings):
         self.models = Models(settings.policy, settings.verbose, self._say)
         self._dump, self._process = settings.dump, os.getpid()
-        self._inherited, self._has_reported = 0, False
+        self._has_reported = False
         self._original = getattr(nn.Module, SLOT)
         self._warning_filter: Any = None
         if any(f[0] == "error" and issubclass(ConversionWarning, f[2]) for f in warnings.filters):
@@ -153,12 +154,13 @@ class Installation:
     def begin_child(self) -> None:
         """A process of multiprocessing begins, forked or spawned. It has no exit handlers then: it
         drops multiprocessing's own, and a forked one ends without running Python's."""
-        self._process, self._inherited = os.getpid(), len(self.models.seen)
+        self._process = os.getpid()
+        self.models.begin_child()
         Finalize(None, self.report, exitpriority=0)
 
     def report(self) -> None:
         """Say, once, what became of the models, unless another process is to."""
-        models = self.models.seen[self._inherited :]
+        models = self.models.seen
         is_child = multiprocessing.parent_process() is not None
         is_told = self._is_child_told_of(models) if is_child else _is_main_process()
         if not is_told or self._has_reported or os.getpid() != self._process:

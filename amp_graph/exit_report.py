@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from amp_graph.convert import is_converted
-from amp_graph.first_call import Model
 from amp_graph.inspection import render
 from amp_graph.inspection.dump import dump
 from amp_graph.ir import NodeFacts
 from amp_graph.reasons import why_nothing_is_low
+from amp_graph.script_models import Model, folded
 
 NOT_OPERATORS = ("placeholder", "get_attr", "output", "getitem")
 
@@ -22,6 +22,7 @@ def write_report(models: Sequence[Model], folder: Path | None, process: str = ""
     """Print the report; with a folder also write report.json and the annotated graphs there: a
     text for each plan and, of models that still live, all that `dump` writes. `process` names one
     of several that report: it begins each line, and its files have a folder of that name."""
+    models = folded(models)
     breaks = dict.fromkeys(b for m in models if m.record for b in m.record.breaks)
     report = {"models": [describe(m) for m in models], "graph_breaks": [*breaks]}
     begin = f"amp_graph: {process}: " if process else "amp_graph: "
@@ -45,9 +46,11 @@ def write_report(models: Sequence[Model], folder: Path | None, process: str = ""
 
 
 def describe(model: Model) -> dict[str, Any]:
-    """The figures of one model. Operators and casts are counted as often as they ran."""
+    """The figures of one model, operators and casts as often as they ran; or of several that were
+    `alike`: sums, but for the loss scale, which is the last's."""
+    named = {"model": model.name, "alike": max(1, model.gone)}
     if model.record is None:
-        return {"model": model.name, "converted": False, "why": model.left_alone}
+        return named | {"converted": False, "why": model.left_alone}
     low = total = casts = moved = 0
     for graph, plan in enumerate(model.record.plans):
         runs = model.record.runs[graph]
@@ -57,8 +60,7 @@ def describe(model: Model) -> dict[str, Any]:
             total += runs * len(operators)
         casts += runs * len(plan.casts_inside)
         moved += runs * plan.cast_bytes
-    described = {
-        "model": model.name,
+    described = named | {
         "converted": any(plan.converts for plan in model.record.plans),
         "dtype": str(model.record.plans[0].dtype) if model.record.plans else "",
         "graphs": len(model.record.plans),
@@ -73,29 +75,30 @@ def describe(model: Model) -> dict[str, Any]:
     }
     if not described["converted"]:
         described["why"] = why_nothing_is_low(model.record.plans)
-    scale = model.record.scale
-    if scale is not None:
-        described |= {"loss_scale": scale.get_scale(), "steps_skipped": scale.skips}
+    scales = model.scales()
+    if scales:
+        skipped = sum(scale.skips for scale in scales)
+        described |= {"loss_scale": scales[-1].get_scale(), "steps_skipped": skipped}
     return described
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
     models = report["models"]
     if not any(m["converted"] for m in models):
-        whys = "; ".join(f"{m['model']}: {m['why']}" for m in models)
+        whys = "; ".join(f"{_name(m)}: {m['why']}" for m in models)
         whys = whys or "no module with parameters was called in this process"
         yield f"NOTHING WAS CONVERTED, because {whys}"
     else:  # what was left alone was told of when it was first called
         tried = [m for m in models if "graphs" in m and not m["converted"]]
-        yield from (f"{m['model']}: nothing was converted, because {m['why']}" for m in tried)
+        yield from (f"{_name(m)}: nothing was converted, because {m['why']}" for m in tried)
     for m in models:
         if not m["converted"]:
             continue
         if not m["runs"]:
-            yield f"{m['model']}: no captured graph ran"
+            yield f"{_name(m)}: no captured graph ran"
         else:
             yield (
-                f"{m['model']}: {m['operators_low']} of {m['operators']} operators in "
+                f"{_name(m)}: {m['operators_low']} of {m['operators']} operators in "
                 f"{m['dtype'].removeprefix('torch.')}, {m['casts']} casts moving "
                 f"{m['cast_bytes'] / 2**20:.1f} MiB, in {m['runs']} runs of {m['graphs']} graphs"
             )
@@ -103,6 +106,11 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         if "loss_scale" in m:
             yield f"  loss scale {m['loss_scale']:g}, {m['steps_skipped']} steps skipped"
     yield from (f"  graph break at {text}" for text in report["graph_breaks"])
+
+
+def _name(described: dict[str, Any]) -> str:
+    name, alike = described["model"], described["alike"]
+    return f"{name} ({alike} alike)" if alike > 1 else str(name)
 
 
 def _is_operator(facts: NodeFacts) -> bool:

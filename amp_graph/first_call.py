@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,31 +16,21 @@ from torch.utils.data import get_worker_info
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_graph.capture.dynamo import can_capture, wants_plain_code
-from amp_graph.compiler import Record
 from amp_graph.conversion import found_conversion
 from amp_graph.convert import convert_at_first_call, is_converted, record_of, restore
 from amp_graph.modules import unwrapped
 from amp_graph.policy import Policy
 from amp_graph.runtime import autocast_devices
-from amp_graph.training.engine import backward_pass, has_process_group
+from amp_graph.script_models import Model, folded, model_of
+from amp_graph.training.engine import backward_pass
 from amp_graph.training.grad_scaler import is_grad_scaler_around
 
 AUTOCAST = "the script uses torch.autocast"
 ON_META = "its parameters are on the meta device"
 
 
-@dataclass
-class Model:
-    """One model of the script, as the report tells of it."""
-
-    name: str
-    module: weakref.ref[nn.Module]
-    record: Record | None = None  # of its conversion
-    left_alone: str = ""  # why
-
-
 class Models:
-    """All models that were called so far.
+    """All models that were called so far, in this process.
 
     rank: this process's among those that train together, once a model was called; None if alone.
     say: what is told of them while the script runs goes here, a line at a time.
@@ -50,6 +38,7 @@ class Models:
 
     def __init__(self, policy: Policy, verbose: bool, say: Callable[[str], None]):
         self.seen: list[Model] = []
+        self._inherited: list[Model] = []
         self.rank: int | None = None
         self._policy, self._verbose, self._say = policy, verbose, say
         # By identity: a module may define an equality of its own.
@@ -110,8 +99,7 @@ class Models:
 
     def _first_call(self, module: nn.Module, inner: nn.Module) -> None:
         """Convert a model or leave it alone; the latter whatever goes wrong."""
-        shown = getattr(inner, "_orig_mod", inner)  # below torch.compile
-        model = Model(type(shown).__name__, weakref.ref(inner))
+        model = model_of(inner)
         if has_process_group():
             self.rank = torch.distributed.get_rank()  # asked now: at exit the group may be gone
         try:
@@ -123,7 +111,7 @@ class Models:
                     self._convert(model, inner)
         except Exception as error:
             model.left_alone = _in_a_line(error)
-        self.seen[:] = [*(m for m in self.seen if m.module() is not inner), model]
+        self.seen = [*folded(m for m in self.seen if m.module() is not inner), model]
         self._parts.update(dict.fromkeys([module, *inner.modules()], model))
         if model.left_alone:
             self._say(f"{model.name} is left as it is: {model.left_alone}")
@@ -153,8 +141,12 @@ class Models:
         conversion = found_conversion(module)
         return conversion is not None and conversion.policy is self._policy
 
+    def begin_child(self) -> None:
+        """In a process that was forked: the models so far are told of by its parent."""
+        self._inherited, self.seen = self._inherited + self.seen, []
+
     def restore_all(self) -> None:
-        for model in self.seen:
+        for model in self._inherited + self.seen:
             module = model.module()
             if module is not None and model.record and is_converted(module):
                 restore(module)

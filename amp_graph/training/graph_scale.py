@@ -27,6 +27,7 @@ from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.engine import backward_pass, is_captured, sent
 from amp_graph.training.grad_scaler import is_grad_scaler_around
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, number, save_state
+from amp_graph.training.outcome import Outcome
 
 _serials = itertools.count()
 
@@ -209,6 +210,11 @@ class GraphScale:
     def get_scale(self) -> float:
         """The loss scale as a number; waits for the device."""
         return float(self.state.scale) if self.is_on() else 1.0
+
+    def outcome(self) -> Outcome:
+        """What is to be told of it; computes nothing."""
+        found_inf = self._found_inf if self._is_pending else None
+        return Outcome(self.config, self._state, self._skips, found_inf, self.is_on())
 
     def state_dict(self) -> dict[str, Any]:
         """A state that `load_state_dict` and `torch.amp.GradScaler.load_state_dict` take."""

@@ -1,0 +1,95 @@
+"""The models that a script called, as the report at its end tells of them.
+
+A script may make models without end, copies for a search or for each of many rounds. While a model
+lives, its record is the conversion's, with its loss scale. Of those that are gone the plans stay,
+how often they ran and what became of the scale; models that were alike are one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from amp_graph.compiler import Record
+from amp_graph.training.graph_scale import GraphScale
+from amp_graph.training.outcome import Outcome
+
+
+@dataclass
+class Model:
+    """One model, or several that are gone and were alike.
+
+    record: of its conversion, while that is in place.
+    left_alone: why, if it is not converted.
+    gone: how many models it stands for, once they are.
+    outcomes: of the loss scales of these.
+    """
+
+    name: str
+    module: weakref.ref[nn.Module]
+    record: Record | None = None
+    left_alone: str = ""
+    gone: int = 0
+    outcomes: tuple[Outcome, ...] = ()
+
+    def let_go(self) -> None:
+        """Of a model that is gone, let go of the loss scale, which each step of every optimizer
+        looks at. It lives on with whatever else needs it, a backward pass that is still to come.
+
+        Called by Python's collector, hence at any time, in any thread, under any mode: it computes
+        nothing and takes no lock."""
+        record = self.record
+        scale = None if record is None else record.scale
+        if record is not None and scale is not None:
+            self.outcomes = (scale.outcome(),)
+            record.scale = None
+
+    def scales(self) -> Sequence[GraphScale | Outcome]:
+        scale = None if self.record is None else self.record.scale
+        return self.outcomes if scale is None else (scale,)
+
+
+def model_of(module: nn.Module) -> Model:
+    """What is to be told of a module that was called now."""
+    shown = getattr(module, "_orig_mod", module)  # below torch.compile
+    model = Model(type(shown).__name__, weakref.ref(module))
+    weakref.finalize(module, model.let_go).atexit = False
+    return model
+
+
+def folded(models: Iterable[Model]) -> list[Model]:
+    """The same models, with one for all that are gone and were alike; those that live come last."""
+    models = list(models)
+    gone = [model for model in models if model.gone]
+    alive = []
+    for model in models:
+        if model.gone:
+            continue
+        if model.module() is not None:
+            alive.append(model)
+            continue
+        model.let_go()  # its turn may not have come yet
+        twin = next((i for i, other in enumerate(gone) if _are_alike(other, model)), None)
+        if twin is None:
+            gone.append(replace(model, gone=1))
+        else:
+            gone[twin] = _together(gone[twin], model)
+    return [*gone, *alive]
+
+
+def _are_alike(one: Model, other: Model) -> bool:
+    if (one.name, one.left_alone) != (other.name, other.left_alone):
+        return False
+    if one.record is None or other.record is None:
+        return one.record is other.record
+    return one.record.plans == other.record.plans and one.record.breaks == other.record.breaks
+
+
+def _together(one: Model, other: Model) -> Model:
+    record = one.record
+    if record is not None and other.record is not None:
+        record = replace(record, runs=record.runs + other.record.runs)
+    return replace(one, record=record, gone=one.gone + 1, outcomes=(*one.outcomes, *other.outcomes))

@@ -1,0 +1,107 @@
+"""Models of a script that are gone: what is kept of them, and that the report tells of them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import amp_graph
+from amp_graph.exit_report import describe
+from amp_graph.script_models import folded
+from amp_graph.training.optimizers import _scales
+
+X = torch.ones(2, 8)
+COUNTS = ("runs", "operators", "operators_low", "casts", "cast_bytes", "steps_skipped")
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def train(model: nn.Module, *factors: float) -> None:
+    """A step for each factor of the loss, of which an infinite one is skipped."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for factor in factors:
+        optimizer.zero_grad()
+        (model(X).mean() * factor).backward()
+        optimizer.step()
+
+
+def figures(installation) -> list[dict[str, object]]:
+    return [describe(model) for model in folded(installation.models.seen)]
+
+
+def test_copies_that_are_gone_are_one_and_their_scales_are_gone_too(start):
+    installation, plain, lasting = start(DTYPE="float16"), nn.Linear(8, 4), nn.Linear(8, 2)
+    gc.collect()
+    before = len(_scales)
+    train(lasting, 1.0)
+    for _ in range(4):
+        train(copy.deepcopy(plain), 1.0, float("inf"), 1.0)
+        gc.collect()
+    gc.collect()  # a scale goes with the collection after its model's
+    assert len(_scales) == before + 1
+    assert len(installation.models.seen) == 3  # one of them since the last was new
+    gone, alive = figures(installation)
+    assert (gone["alike"], alive["alike"]) == (4, 1)
+    assert (gone["runs"], gone["steps_skipped"], gone["loss_scale"]) == (12, 4, 2.0**15)
+
+    single = copy.deepcopy(plain)
+    train(single, 1.0, float("inf"), 1.0)
+    *_, one = figures(installation)
+    assert [gone[name] for name in COUNTS] == [4 * one[name] for name in COUNTS]
+    assert {k: v for k, v in gone.items() if k not in (*COUNTS, "alike")} == {
+        k: v for k, v in one.items() if k not in (*COUNTS, "alike")
+    }
+
+
+@pytest.mark.parametrize("factors", [(1.0, float("inf")), (float("inf"), 1.0), ()])
+def test_of_one_that_is_gone_is_told_what_was_told_before(start, factors):
+    installation, model = start(DTYPE="float16"), nn.Linear(8, 4)
+    train(model, *factors)
+    with torch.no_grad():
+        model(X)
+    (before,) = figures(installation)
+    del model
+    gc.collect()
+    assert figures(installation) == figures(installation) == [before]
+
+
+def test_others_that_are_gone_are_told_of_by_themselves(start):
+    installation = start()
+    nn.Linear(8, 4)(X)
+    nn.Linear(8, 3)(X)
+    for _ in range(2):
+        nn.Linear(8, 4).double()(X.double())
+    nn.Linear(8, 4)(X)
+    gc.collect()
+    told = {(m["alike"], m["converted"]) for m in figures(installation)}
+    assert told == {(2, True), (1, True), (2, False)}
+    assert len(figures(installation)) == 3
+
+
+def test_a_backward_pass_that_is_still_to_come_has_its_scale(start):
+    start(DTYPE="float16")
+    model = nn.Linear(8, 4)
+    parameters = [*model.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.01)
+    model(X).sum().backward()
+    optimizer.step()
+    loss = model(X).sum() * float("inf")
+    del model
+    gc.collect()
+    loss.backward()
+    optimizer.step()
+    assert all(p.isfinite().all() for p in parameters)
+
+
+def test_a_child_process_tells_of_its_own_models(start):
+    installation, model = start(), nn.Linear(8, 4)
+    model(X)
+    installation.models.begin_child()
+    nn.Linear(8, 3)(X)
+    assert len(figures(installation)) == 1
+    installation.undo()
+    assert not amp_graph.is_converted(model)
