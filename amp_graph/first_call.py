@@ -22,7 +22,7 @@ from amp_graph.modules import unwrapped
 from amp_graph.policy import Policy
 from amp_graph.runtime import autocast_devices
 from amp_graph.script_models import Model, folded, model_of
-from amp_graph.training.engine import backward_pass
+from amp_graph.training.engine import backward_pass, has_process_group
 from amp_graph.training.grad_scaler import is_grad_scaler_around
 
 AUTOCAST = "the script uses torch.autocast"

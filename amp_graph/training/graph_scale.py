@@ -214,7 +214,7 @@ class GraphScale:
     def outcome(self) -> Outcome:
         """What is to be told of it; computes nothing."""
         found_inf = self._found_inf if self._is_pending else None
-        return Outcome(self.config, self._state, self._skips, found_inf, self.is_on())
+        return Outcome(self.config, self._state, self._skips, found_inf, self._counts, self.is_on())
 
     def state_dict(self) -> dict[str, Any]:
         """A state that `load_state_dict` and `torch.amp.GradScaler.load_state_dict` take."""

@@ -14,13 +14,14 @@ class Outcome:
     """The scale's own tensors, read only when asked for: reading waits for the device.
 
     state, skipped: before its last round, in which an optimizer found `found_inf`; None: none
-        looked.
+        looked. `counts`: as in `LossScale.adjust`.
     """
 
     config: LossScale
     state: ScaleState
     skipped: Tensor
     found_inf: Tensor | None
+    counts: bool
     is_on: bool
 
     @property
@@ -32,4 +33,4 @@ class Outcome:
         """As `GraphScale.get_scale`."""
         if self.found_inf is None or not self.is_on:
             return float(self.state.scale) if self.is_on else 1.0
-        return float(self.config.adjust(self.state, self.found_inf).scale)
+        return float(self.config.adjust(self.state, self.found_inf, self.counts).scale)
