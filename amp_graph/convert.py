@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from amp_graph.compiler import Compiler, Record
 from amp_graph.conversion import Conversion, conversion_of, found_conversion
 from amp_graph.errors import AmpGraphError, PlanError, PolicyError, did_you_mean
-from amp_graph.ir import Plan
+from amp_graph.ir import Plan, dtype_name
 from amp_graph.modules import devices_of, unwrapped
 from amp_graph.pins import Saved
 from amp_graph.plan_file import PlanSource, as_plans
@@ -128,7 +128,7 @@ def _in_dtype_of(saved: Saved, policy: Policy) -> Policy:
     if policy.dtype is None:
         return replace(policy, dtype=saved.plans[0].dtype) if len(dtypes) == 1 else policy
     if dtypes != {policy.dtype}:
-        found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        found = ", ".join(sorted(map(dtype_name, dtypes)))
         raise PlanError(f"{saved.origin}: is in {found}, and the policy asks for {policy.dtype}")
     return policy
 
@@ -240,7 +240,7 @@ def _check_model(model: Any) -> None:
     if not dtypes:
         raise AmpGraphError(f"{name} has no floating-point parameters; there is nothing to convert")
     if torch.float32 not in dtypes:
-        found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        found = ", ".join(sorted(map(dtype_name, dtypes)))
         raise AmpGraphError(
             f"{name} has parameters in {found} only; conversion starts from float32 (model.float())"
         )

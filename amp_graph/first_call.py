@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from amp_graph.capture.dynamo import can_capture, wants_plain_code
 from amp_graph.conversion import found_conversion
 from amp_graph.convert import convert_at_first_call, is_converted, record_of, restore
+from amp_graph.ir import dtype_name
 from amp_graph.modules import unwrapped
 from amp_graph.policy import Policy
 from amp_graph.runtime import autocast_devices
@@ -165,7 +166,7 @@ def _why_not(module: nn.Module, inner: nn.Module) -> str:
     if isinstance(inner, torch.jit.ScriptModule):
         return "it is scripted"
     if dtypes != {torch.float32}:
-        found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        found = ", ".join(sorted(map(dtype_name, dtypes)))
         return f"its parameters are {found}"
     if any(".quantized" in type(m).__module__ for m in inner.modules()):
         return "it is quantised"

@@ -8,12 +8,13 @@ scattered, and a node of a graph too large for the processor's caches costs up t
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 import networkx as nx
 import torch
 
-from amp_graph.ir import Color, NodeFacts
+from amp_graph.ir import Color, NodeFacts, Paint
 
 
 def flow_graph(facts: Mapping[str, NodeFacts]) -> nx.DiGraph:
@@ -99,3 +100,41 @@ def wide_values(
             wide.add(n)
         carried.append(0 if f.is_scalar else bits)
     return wide, not_low
+
+
+Node = TypeVar("Node", contravariant=True)  # what stands for a node: its name or its number
+Known = TypeVar("Known", covariant=True)
+
+
+class Table(Protocol[Node, Known]):
+    """What is known of each node."""
+
+    def __getitem__(self, node: Node, /) -> Known: ...
+
+
+def takes_either(
+    facts: Table[Node, NodeFacts],
+    paints: Table[Node, Paint],
+    value: Node,
+    reader: Node,
+    reads: Iterable[Node],
+    is_low: bool = False,
+) -> bool:
+    """Whether `reader`, low or not, which reads `reads`, needs no cast of `value`, one of them, as
+    its kernel widens operands itself.
+
+    A reduction in float32 reads low values if it is asked for a float32 result. Of operators that
+    promote, a 0-dimensional operand beside larger ones does not decide the result's type, and a
+    float32 operator that reads float32 anyway takes a low operand beside it, as in a residual
+    stream. Not so a wide value, which would arrive rounded.
+    """
+    if facts[reader].widens:
+        return not (is_low or paints[value].wide or paints[reader].color is Color.KEEP)
+    if not facts[reader].promotes:
+        return False
+    others = [o for o in reads if o != value and not facts[o].is_scalar]
+    if facts[value].is_scalar:
+        return bool(others)
+    if paints[reader].color is not Color.DENY or paints[value].wide:
+        return False
+    return any(paints[o].color in (Color.DENY, Color.KEEP) for o in others)

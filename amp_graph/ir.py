@@ -1,20 +1,24 @@
 """The nouns of the compiler: plain, frozen data that the passes hand to one another.
 
-Nothing here imports the rest of the package, and nothing here runs a model.
+Nothing here runs a model, or needs the rest of the package; `Plan.save` does when it is called.
 """
 
 from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import torch
 
 LOW = (torch.float16, torch.bfloat16)  # the precisions that count as low
+
+
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """As people write it: "float16" for `torch.float16`."""
+    return str(dtype).removeprefix("torch.")
 
 
 class Color(enum.Enum):
@@ -243,41 +247,3 @@ class Plan:
         from amp_graph.plan_file import save_plan
 
         save_plan(self, path)
-
-
-Node = TypeVar("Node", contravariant=True)  # what stands for a node: its name or its number
-Known = TypeVar("Known", covariant=True)
-
-
-class Table(Protocol[Node, Known]):
-    """What is known of each node."""
-
-    def __getitem__(self, node: Node, /) -> Known: ...
-
-
-def takes_either(
-    facts: Table[Node, NodeFacts],
-    paints: Table[Node, Paint],
-    value: Node,
-    reader: Node,
-    reads: Iterable[Node],
-    is_low: bool = False,
-) -> bool:
-    """Whether `reader`, low or not, which reads `reads`, needs no cast of `value`, one of them, as
-    its kernel widens operands itself.
-
-    A reduction in float32 reads low values if it is asked for a float32 result. Of operators that
-    promote, a 0-dimensional operand beside larger ones does not decide the result's type, and a
-    float32 operator that reads float32 anyway takes a low operand beside it, as in a residual
-    stream. Not so a wide value, which would arrive rounded.
-    """
-    if facts[reader].widens:
-        return not (is_low or paints[value].wide or paints[reader].color is Color.KEEP)
-    if not facts[reader].promotes:
-        return False
-    others = [o for o in reads if o != value and not facts[o].is_scalar]
-    if facts[value].is_scalar:
-        return bool(others)
-    if paints[reader].color is not Color.DENY or paints[value].wide:
-        return False
-    return any(paints[o].color in (Color.DENY, Color.KEEP) for o in others)

@@ -19,13 +19,12 @@ from typing import Any, TypeVar
 import torch
 
 from amp_graph.errors import PlanError, did_you_mean
+from amp_graph.ir import dtype_name
 
 T = TypeVar("T")
 
 DTYPES = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
+    dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
 NOT_FINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
@@ -36,7 +35,7 @@ def encode(value: Any) -> Any:
         given = ((f, getattr(value, f.name)) for f in fields(value))
         return {f.name: encode(v) for f, v in given if _required(f) or v != _default(f)}
     if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
+        return dtype_name(value)
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, float) and not math.isfinite(value):

@@ -11,7 +11,7 @@ import torch
 
 from amp_graph.errors import PolicyError, did_you_mean
 from amp_graph.inductor import options_of
-from amp_graph.ir import Color, Level, NodeFacts
+from amp_graph.ir import Color, Level, NodeFacts, dtype_name
 from amp_graph.oplists import OpLists, UserLists, known_names, load_lists
 from amp_graph.training.loss_scale import LossScale
 
@@ -202,14 +202,14 @@ def _either(legal: Iterable[str]) -> str:
 
 
 def _low_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    found = LOW_DTYPES.get(str(dtype).removeprefix("torch."))
+    found = LOW_DTYPES.get(dtype_name(dtype))
     if found is None:
         raise PolicyError(f"unknown policy {dtype!r}: give 'float16', 'bfloat16' or a Policy")
     return found
 
 
 def _output_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     if name not in OUTPUT_DTYPES:
         raise PolicyError(f"output_dtype must be {_either(OUTPUT_DTYPES)}, not {dtype!r}")
     found: torch.dtype = getattr(torch, name)

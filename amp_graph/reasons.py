@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from amp_graph.ir import Color, NodeFacts, Paint, Plan
+from amp_graph.ir import Color, NodeFacts, Paint, Plan, dtype_name
 from amp_graph.listing import Listing
 
 # The rules whose `because` is another node; of others it may be a group of the same name.
@@ -121,12 +121,12 @@ def _text(
     if words is None:
         return f"{paint.rule}: {paint.because}" if paint.because else paint.rule
     node = spelled.get(paint.because, paint.because)
-    dtype = str(plan.dtype).removeprefix("torch.")
+    dtype = dtype_name(plan.dtype)
     return words.format(node=node, because=paint.because, dtype=dtype)
 
 
 def _free(plan: Plan, facts: NodeFacts, paint: Paint) -> str:
-    side = str(plan.dtype).removeprefix("torch.") if facts.name in plan.low else "float32"
+    side = dtype_name(plan.dtype) if facts.name in plan.low else "float32"
     if paint.rule == "float32 math inside":
         return f"computes in float32 on tensors stored either way; {side} moves the fewest bytes"
     return f"free to go either way; {side} moves the fewest bytes here"

@@ -16,8 +16,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from amp_graph.inspection.spelling import byte_count, count, dtype_name
-from amp_graph.ir import Cast, Plan
+from amp_graph.inspection.spelling import byte_count, count
+from amp_graph.ir import Cast, Plan, dtype_name
 from amp_graph.pins import fingerprint
 from amp_graph.plan_file import PlanSource, as_plans
 from amp_graph.reasons import short_reason

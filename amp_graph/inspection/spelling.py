@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from amp_graph.ir import NodeFacts, TensorFacts
 
 UNITS = ("KiB", "MiB", "GiB", "TiB")
@@ -17,10 +15,6 @@ def input_kind(facts: NodeFacts) -> str:
 
 def op_name(op: str) -> str:
     return op.removesuffix(".default")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def line_of(facts: NodeFacts) -> str:

@@ -16,13 +16,12 @@ from dataclasses import dataclass, replace
 from amp_graph.inspection.spelling import (
     byte_count,
     count,
-    dtype_name,
     input_kind,
     line_of,
     op_name,
     shapes,
 )
-from amp_graph.ir import Cast, Color, NodeFacts, Plan
+from amp_graph.ir import Cast, Color, NodeFacts, Plan, dtype_name
 from amp_graph.reasons import short_reason
 
 HEADINGS = ("colour", "precision", "node", "shape", "module", "line", "why")

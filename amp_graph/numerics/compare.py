@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from amp_graph.inspection.spelling import dtype_name, op_name
-from amp_graph.ir import NodeFacts
+from amp_graph.inspection.spelling import op_name
+from amp_graph.ir import NodeFacts, dtype_name
 from amp_graph.numerics.rerun import Batch, Loss, Observer, Outcome, Place, Rerun, rerun_of
 from amp_graph.numerics.statistics import Statistics, exponents, relative_error, statistics
 from amp_graph.plain_json import encode

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.ir import Plan
+from amp_graph.ir import Plan, dtype_name
 from amp_graph.numerics.rerun import Batch, Loss, Observer, Outcome, Place, Rerun, rerun_of
 
 NAN, PLUS, MINUS = "NaN", "inf", "-inf"
@@ -199,7 +199,7 @@ def _told(rerun: Rerun, finding: _Finding, kind: str, in_float32: bool) -> NonFi
         operator="outside of the graph" if outside else operator,
         value=_label(plan, finding.place.name),
         kind=kind,
-        dtype=str(finding.dtype).removeprefix("torch."),
+        dtype=dtype_name(finding.dtype),
         module=facts.module_path,
         source=facts.source,
         code=facts.code,

@@ -36,7 +36,8 @@ from amp_graph.capture.aten import (
     written_operands,
 )
 from amp_graph.capture.fake import CannotReplay, replay, replaying
-from amp_graph.ir import Cast, Color, NodeFacts, Paint, takes_either
+from amp_graph.flow import takes_either
+from amp_graph.ir import Cast, Color, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 from amp_graph.passes.written_casts import WrittenCasts
 

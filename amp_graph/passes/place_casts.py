@@ -29,7 +29,8 @@ import networkx as nx
 import torch
 from networkx.algorithms.flow import boykov_kolmogorov
 
-from amp_graph.ir import Cast, Color, NodeFacts, Paint, takes_either
+from amp_graph.flow import takes_either
+from amp_graph.ir import Cast, Color, NodeFacts, Paint
 
 CAST_BYTES = 4 + 2  # read one precision, write the other
 TRAFFIC_BYTES = 2  # what an element costs more in float32, each time it is read or written

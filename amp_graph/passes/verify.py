@@ -25,7 +25,8 @@ from amp_graph.capture.aten import (
 )
 from amp_graph.capture.grad_modes import recorded_nodes
 from amp_graph.errors import VerifyError
-from amp_graph.ir import Color, NodeFacts, Plan, takes_either
+from amp_graph.flow import takes_either
+from amp_graph.ir import Color, NodeFacts, Plan
 
 ADDED = (CAST, CLAMP, SET_GRAD_ENABLED)  # what emit writes besides the captured nodes
 

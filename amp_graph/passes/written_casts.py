@@ -26,7 +26,7 @@ from torch import fx
 
 from amp_graph.capture.aten import CAST, CLAMP, SET_GRAD_ENABLED
 from amp_graph.capture.grad_modes import recorded_nodes
-from amp_graph.ir import Cast, NodeFacts, Paint
+from amp_graph.ir import Cast, NodeFacts, Paint, dtype_name
 
 
 def is_switch(node: fx.Node, facts: Mapping[str, NodeFacts]) -> bool:
@@ -100,7 +100,7 @@ class WrittenCasts:
         if saturate:
             info = torch.finfo(dtype)
             new = self._run(CLAMP, (new, info.min, info.max), {}, f"{value.name}_clamped", value)
-        suffix = str(dtype).removeprefix("torch.")
+        suffix = dtype_name(dtype)
         cast = self._run(CAST, (new,), {"dtype": dtype}, f"{value.name}_{suffix}", value)
         size = sum(t.numel for t in facts.tensors) * (before.itemsize + dtype.itemsize)
         self._casts[cast] = Cast(value.name, dtype, (), size, saturate, facts.is_weight)
