@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from amp_graph.capture.dynamo import can_capture, is_exporting, wants_plain_code
+from amp_graph.capture.fake import is_estimate
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.captured_calls import CapturedCalls
 from amp_graph.compiler import Compiler, written_inputs
@@ -96,7 +97,7 @@ class Conversion(StandIn, Compiler):
 
     @never_captured(reason="a model converted by amp_graph captures its own graphs")
     def _mixed_call(self, *args: Any, **kwargs: Any) -> Any:
-        if wants_plain_code():
+        if wants_plain_code() or is_estimate(self.module):
             return plain_code(self.module)(*args, **kwargs)
         if not can_capture():
             return self._calls.by_own_code()(*args, **kwargs)

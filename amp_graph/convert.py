@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
+from amp_graph.capture.fake import is_estimate
 from amp_graph.compiler import Compiler, Record
 from amp_graph.conversion import Conversion, conversion_of, found_conversion
 from amp_graph.errors import AmpGraphError, PlanError, PolicyError, did_you_mean
@@ -114,7 +115,8 @@ def _convert(model: nn.Module, policy: Policy, saved: Saved | None, example_inpu
     conversion = Conversion(model, policy, saved)
     conversion.open()
     try:
-        conversion.scale_for(policy.dtype_for(devices_of(model)))
+        if not is_estimate(model):  # else there is one from when a graph is captured
+            conversion.scale_for(policy.dtype_for(devices_of(model)))
         if example_inputs is not None:
             conversion.capture_now(example_inputs)
     except BaseException:  # whoever mends what raised, and converts again, is to get all of it

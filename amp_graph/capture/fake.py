@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from amp_graph.capture.aten import CAST, tensors_of
@@ -25,6 +26,17 @@ def fake_mode_of(module: fx.GraphModule) -> FakeTensorMode | None:
         if isinstance(value, FakeTensor):
             return value.fake_mode
     return None
+
+
+def is_estimate(module: nn.Module) -> bool:
+    """Whether a call now is to run a module that is real on fake tensors, under a mode of the
+    user's: to estimate its memory, say. What is kept of a call would be fake in later ones."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    modes = _get_current_dispatch_mode_stack()
+    if not any(isinstance(mode, FakeTensorMode) for mode in modes):
+        return False
+    return not all(isinstance(p, FakeTensor) for p in module.parameters())
 
 
 def _values(module: fx.GraphModule) -> Iterator[Any]:
