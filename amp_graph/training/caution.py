@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from amp_graph.nonfinite import FirstNonfinite
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.crossing import has_left
-from amp_graph.training.engine import backward_pass, is_batched, sent
+from amp_graph.training.engine import backward_pass, sent, unbatched
 from amp_graph.training.loss_scale import LossScale
 
 PEAK = 1.0  # what the largest incoming gradient is brought to
@@ -116,12 +116,13 @@ class Caution:
     def _bounded(self, watched: Tensor, gradient: Tensor, highest: float) -> Factors:
         """A power of 2, so that it rounds nothing. The gradient of a single number, a loss times
         some weight, says little about the gradients of what it was made from, so that they are not
-        made smaller for it. One that is all zero, or batched, tells nothing."""
+        made smaller for it. One that is all zero tells nothing."""
         config = self._scale.config
         least = max(config.floor, 1.0) if gradient.dim() == 0 else config.floor
         peak = torch.ones_like(watched)
-        if gradient.numel() and not is_batched(gradient):
-            values = gradient if gradient.layout is torch.strided else gradient._values()
+        values = unbatched(gradient)  # one scale for all of a batch
+        if values.numel():
+            values = values if values.layout is torch.strided else values._values()
             found = values.detach().abs().amax().float()
             peak = torch.where(found == 0, peak, found)
         enough = torch.exp2(torch.floor(torch.log2(highest / peak)))

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from amp_graph.nonfinite import FirstNonfinite
 from amp_graph.training.checked_gradients import CheckedGradients
-from amp_graph.training.engine import are_plain, never_captured
+from amp_graph.training.engine import are_plain, for_all, never_captured
 
 # Of a model that takes gradients inside, Dynamo would capture what runs in them.
 not_captured = never_captured(reason="the boundary of a graph of amp_graph")
@@ -252,27 +252,20 @@ class _Cross(Function):
             again = torch.is_grad_enabled()
             incoming = gradient * ctx.factor if again else gradient
             factor = ctx.factor * ctx.scale.factor(incoming, again, of_gradient=True)
-        back = _apply(_Cross, gradient, factor, ctx.dtype, ctx.scale, not ctx.is_coming_in)
+        back = _cross(gradient, factor, ctx.dtype, ctx.scale, not ctx.is_coming_in)
         return back, None, None, None, None
 
 
 def _come_in(scale: Scale, gradient: Tensor, dtype: torch.dtype) -> Tensor:
     again = torch.is_grad_enabled()
     factor = scale.factor(gradient, again)
-    if again:
-        crossed: Tensor = _apply(_Cross, gradient, factor.clone(), dtype, scale, True)
-        return crossed
-    return _times(gradient, factor, dtype)
+    return _cross(gradient, factor.clone() if again else factor, dtype, scale, True)
 
 
 def _go_out(scale: Scale | None, gradient: Tensor, dtype: torch.dtype) -> Tensor:
     if scale is None:
         return gradient.to(dtype)
-    factor = scale.inverse(gradient.device)
-    if torch.is_grad_enabled():
-        crossed: Tensor = _apply(_Cross, gradient, factor, dtype, scale, False)
-        return crossed
-    return _times(gradient, factor, dtype)
+    return _cross(gradient, scale.inverse(gradient.device), dtype, scale, False)
 
 
 def _go_out_to_others(scale: Scale, gradient: Tensor, dtype: torch.dtype) -> Tensor:
@@ -284,6 +277,14 @@ def _go_out_to_others(scale: Scale, gradient: Tensor, dtype: torch.dtype) -> Ten
     factor = scale.inverse(gradient.device)
     torch._amp_foreach_non_finite_check_and_unscale_([wide], spill, factor)
     return wide.to(dtype)
+
+
+def _cross(
+    value: Tensor, factor: Tensor, dtype: torch.dtype, scale: Scale, is_coming_in: bool
+) -> Tensor:
+    if not torch.is_grad_enabled():
+        return _times(value, factor, dtype)
+    return for_all(lambda v: _apply(_Cross, v, factor, dtype, scale, is_coming_in), value)
 
 
 def _times(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,8 @@
 
 torch._C._current_graph_task_id                                     2.11, 2.13, 2.15
 torch._C._functorch.is_batchedtensor, is_legacy_batchedtensor       2.11, 2.13, 2.15
+torch._C._functorch.get_unwrapped                                   2.11, 2.13, 2.15
+torch._remove_batch_dim, _add_batch_dim                             2.11, 2.13, 2.15
 torch.UntypedStorage._weak_ref, _expired, _free_weak_ref            2.11, 2.13, 2.15
 torch.Tensor._view_func                                             2.11, 2.13, 2.15
 torch.autograd.graph.Node._set_sequence_nr, of a Function's         2.13, 2.15
@@ -99,9 +101,32 @@ def runs_when_ready(node: Any) -> None:
         node._set_sequence_nr(2**64 - 1)
 
 
-def is_batched(gradient: Tensor) -> bool:
-    """Inside torch.vmap, or torch.autograd.grad(is_grads_batched=True)."""
-    return _is_batched(gradient) or _is_legacy_batched(gradient)
+def unbatched(tensor: Tensor) -> Tensor:
+    """All of the batch that a tensor inside of torch.vmap, or of the older vmap, stands for."""
+    while _is_batched(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return _without_levels(tensor)[0]
+
+
+def for_all(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """What a function makes of each element of a tensor. Of the tensors of the older vmap, that of
+    `torch.autograd.grad(is_grads_batched=True)`, it gets the whole batch: what an autograd.Function
+    does to one of them is recorded for what stands for the batch, and forgotten with it."""
+    whole, levels = _without_levels(tensor)
+    result = function(whole)
+    for level in range(1, levels + 1):
+        result = torch._add_batch_dim(result, levels - level, level)
+    return result
+
+
+def _without_levels(tensor: Tensor) -> tuple[Tensor, int]:
+    """All of a batch of the older vmap, whose levels count from 1: the last is the first dimension.
+    One that the tensor does not have is a dimension of 1."""
+    level = 0
+    while _is_legacy_batched(tensor):
+        level += 1
+        tensor = torch._remove_batch_dim(tensor, level, 1, 0)
+    return tensor, level
 
 
 def are_plain(gradients: Sequence[Tensor]) -> bool:
