@@ -32,8 +32,6 @@ SIGNIFICANT = 3.5
 # Subgraphs that may stay original, by case, with the reason. At most one case in twenty.
 EXPECTED_FALLBACK = {
     "mamba": "its scan uses functorch's vmap, which does not retrace: runs under autocast",
-    "translator": "nn.Transformer looks into its mask, and Dynamo does not resume inside torch.nn: "
-    "runs under autocast",
 }
 if torch.__version__ < "2.13":
     del EXPECTED_FALLBACK["mamba"]  # torch 2.11 captures its scan in a way that does retrace
