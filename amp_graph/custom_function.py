@@ -8,6 +8,7 @@ autograd off, as if nobody asked for a second derivative (torch 2.13).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +41,8 @@ def applied(
 
 class _Applied(torch.autograd.Function):
     """`marks` are positions: among the results, of what was written to and of what has no gradient;
-    and among what the first half hands to the second, of what was given to `save_for_backward`."""
+    and among what the first half hands to the second, of what was given to `save_for_backward`.
+    Under autocast Dynamo recorded both halves in it, so that the second runs in it as well."""
 
     @staticmethod
     def forward(ctx: Any, forward: Any, backward: Any, marks: Any, *args: Any) -> Any:
@@ -51,6 +53,9 @@ class _Applied(torch.autograd.Function):
         ctx.mark_non_differentiable(*(each[i] for i in without_gradient))
         ctx.save_for_backward(*(handed_on[i] for i in ctx.saved))
         ctx.others = {i: v for i, v in enumerate(handed_on) if i not in ctx.saved}
+        kinds = {v.device.type for v in args if isinstance(v, torch.Tensor)}
+        around = filter(torch.is_autocast_enabled, kinds)
+        ctx.autocasts = [(kind, torch.get_autocast_dtype(kind)) for kind in around]
         ctx.backward_graph = backward
         return results
 
@@ -63,7 +68,10 @@ class _Applied(torch.autograd.Function):
                 "its module out of the converted model, or call it under torch.compiler.disable"
             )
         handed_on = ctx.others | dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
-        found = ctx.backward_graph(*gradients, *(handed_on[i] for i in sorted(handed_on)))
+        with contextlib.ExitStack() as stack:
+            for kind, dtype in ctx.autocasts:
+                stack.enter_context(torch.autocast(kind, dtype))
+            found = ctx.backward_graph(*gradients, *(handed_on[i] for i in sorted(handed_on)))
         return None, None, None, *(found if isinstance(found, tuple | list) else (found,))
 
 

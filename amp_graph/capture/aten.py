@@ -17,6 +17,7 @@ SET_GRAD_ENABLED = torch._C._set_grad_enabled
 # `x.data`, as Dynamo 2.11 - 2.15 spells it.
 DATA: Callable[..., Any] = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 SELECTIVE = "_checkpoint_context_fn"  # in the meta of a body: what selective checkpointing saves
+ASKS_FOR_LOW = "amp_graph_asks_for_low"  # in the meta of a graph captured under autocast: a node
 
 
 def op_name(node: fx.Node) -> str:

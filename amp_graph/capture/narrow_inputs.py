@@ -1,30 +1,38 @@
-"""Inputs that code between two graphs, which runs under autocast, left in low precision.
+"""What code between two graphs, which runs under autocast, left in low precision.
 
 A graph is rewritten from float32, so it takes them widened; casts that it need not have had the
-lists will put back where they belong.
+lists will put back where they belong. Dynamo, which captured it under autocast, recorded low values
+further on, too. The retrace makes them anew, except what graphs inside of it take and return, which
+is widened like inputs. A graph that asks for a low precision is left to autocast: `x.to(w.dtype)`
+is recorded as the answer that autocast gave, like a conversion that the author meant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from amp_graph.capture.aten import ASKS_FOR_LOW, bodies_of
 from amp_graph.ir import LOW
+
+NARROWING = ("half", "bfloat16")  # methods that ask for a precision by their name
 
 
 def widen_inputs(graph: fx.GraphModule) -> list[int]:
-    """Have a graph of Dynamo's take float32 where autocast, in force now, gives it less. Returns
-    the positions of these inputs."""
-    widened = []
-    for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):
-        value = node.meta.get("example_value")
-        if isinstance(value, Tensor) and _is_narrow(value):
-            node.meta["example_value"] = _widened(value)
-            widened.append(i)
-    return widened
+    """Have a graph of Dynamo's, and those inside it, take float32 where autocast, in force now,
+    gives it less. Returns the positions of these inputs."""
+    inputs = graph.graph.find_nodes(op="placeholder")
+    if not any(_is_under_autocast(node.meta.get("example_value")) for node in inputs):
+        return []
+    for node in _asking(graph):
+        graph.meta[ASKS_FOR_LOW] = node
+        return []
+    return _widen(graph)
 
 
 def taking_narrow(
@@ -47,9 +55,52 @@ def taking_narrow(
     return wide
 
 
-def _is_narrow(value: Tensor) -> bool:
-    return value.dtype in LOW and torch.is_autocast_enabled(value.device.type)
+def _is_under_autocast(value: Any) -> bool:
+    return isinstance(value, Tensor) and torch.is_autocast_enabled(value.device.type)
+
+
+def _is_narrow(value: Any) -> bool:
+    return _is_under_autocast(value) and value.dtype in LOW
+
+
+def _outside_own_regions(graph: fx.GraphModule) -> Iterator[fx.Node]:
+    """The nodes for which the autocast around the graph is in force, not one of its own."""
+    depth = 0
+    for node in graph.graph.nodes:
+        depth += (node.target is _enter_autocast) - (node.target is _exit_autocast)
+        if not depth:
+            yield node
+
+
+def _asking(graph: fx.GraphModule) -> Iterator[str]:
+    """The names of nodes that ask for a low precision, in the graph or those inside it."""
+    for node in _outside_own_regions(graph):
+        if any(a in LOW for a in tree_leaves((node.args, node.kwargs)) if type(a) is torch.dtype):
+            yield node.name
+        if node.op == "call_method" and node.target in NARROWING:
+            yield node.name
+        for body in bodies_of(graph, node).values():
+            yield from _asking(body)
+
+
+def _widen(graph: fx.GraphModule) -> list[int]:
+    widened = []
+    inputs = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+    for node in _outside_own_regions(graph):
+        bodies = bodies_of(graph, node)
+        for body in bodies.values():
+            _widen(body)
+        if not bodies and node not in inputs:
+            continue
+        value = node.meta.get("example_value")
+        if any(map(_is_narrow, tree_leaves(value))):
+            node.meta["example_value"] = tree_map_only(Tensor, _widened, value)
+            if node in inputs:
+                widened.append(inputs[node])
+    return widened
 
 
 def _widened(value: Tensor) -> Tensor:
+    if not _is_narrow(value):
+        return value
     return value.detach().float().requires_grad_(value.requires_grad)

@@ -35,6 +35,7 @@ from torch.nn.attention import (
 )
 
 from amp_graph.capture.aten import (
+    ASKS_FOR_LOW,
     DATA,
     SELECTIVE,
     SET_GRAD_ENABLED,
@@ -60,6 +61,9 @@ def retrace(module: fx.GraphModule, names: Mapping[str, str] | None = None) -> f
     refers to it; a graph of a part of the model spells paths from there on, or not at all.
     Raises CaptureError where the graph cannot be traced on fake tensors.
     """
+    if ASKS_FOR_LOW in module.meta:
+        asking = module.meta[ASKS_FOR_LOW]
+        raise CaptureError(f"'{asking}', captured under autocast, asks for a low precision")
     retracer = _Retracer(module, names or {})
     try:
         traced = retracer.run()
