@@ -4,7 +4,7 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
 
     nn.Module._call_impl                     what `module(...)` runs, hooks included
     torch._dynamo.config                     the settings below
-    torch._dynamo.optimize, its result's callback    to have the settings in force in captures
+    torch._dynamo.optimize, its callback     to have the settings in force while it captures
     torch._dynamo.convert_frame              whether an error comes from there
     TorchDispatchMode.ignore_compile_internals, set_is_in_mode_without_ignore_compile_internals
                                              let compiled code run under a dispatch mode
@@ -42,8 +42,8 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from amp_graph.capture.frames import Frames
 from amp_graph.capture.causal_masks import masks_unread
+from amp_graph.capture.frames import Frames
 from amp_graph.capture.recurrent import recurrent_layers_whole
 
 set_flag: Callable[[bool], None] | None = getattr(
