@@ -31,13 +31,14 @@ def overflowed(parameters: Sequence[Tensor], scales: Sequence[GraphScale], by: o
     owned = [scale.own(parameters) for scale in scales]
     ids = {id(p) for own in owned for p in own}
     of_all = found_inf(p for p in parameters if id(p) not in ids)
+    flags = [spilled for spilled in spills if spilled is not None]
+    any_spilled = torch.stack([sent(f, flags[0].device) for f in flags]).amax() if flags else None
     for scale, own, spilled in zip(scales, owned, spills, strict=True):
         if own:
             found = found_inf(own, checked=scale.checked)
             of_all = torch.maximum(found, sent(of_all, found.device))
-            for other in spills:
-                if other is not None and other is not spilled:
-                    found = found * (1 - sent(other, found.device))
+            if any_spilled is not None:
+                found = found * (1 - sent(any_spilled, found.device))
             if spilled is not None:
                 found = torch.maximum(found, sent(spilled, found.device))
             scale.stepped(found, by)
