@@ -271,6 +271,31 @@ def test_what_a_model_does_not_catch_is_its_own() -> None:
     assert low_share(model, x) == 1
 
 
+class Pair(tuple):
+    """Like Irrep of e3nn. Dynamo asks for its length when it writes the guards of a graph."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Unpacks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.pair = nn.Linear(8, 8), Pair((1, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.pair
+        return self.layer(x) * (a + b)
+
+
+def test_an_error_that_says_nothing_is_told_by_where_it_comes_from() -> None:
+    model = amp_graph.convert(Unpacks(), policy="bfloat16")
+    with pytest.warns(
+        ConversionWarning, match=r"test_breaks.py:\d+, __len__: NotImplementedError\)$"
+    ):
+        model(torch.randn(4, 8))
+
+
 class Vmapped(nn.Module):
     """A graph with a functorch transform inside is not retraced, but left to autocast."""
 

@@ -8,11 +8,20 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
 
 from __future__ import annotations
 
+import os
+import sysconfig
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+PYTHON = sysconfig.get_path("stdlib")
+PYTORCH = f"{Path(torch.__file__).parent}{os.sep}"
+HERE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def break_in(graph: fx.GraphModule) -> list[str]:
@@ -31,7 +40,10 @@ def why_not_captured(error: Exception) -> str:
     _, got, raised = text.partition(": got ")
     if got:
         reason = f"{reason}: {raised.splitlines()[0]}"
-    return _at(getattr(error, "real_stack", None) or (), reason)
+    frames = getattr(error, "real_stack", None)
+    if not frames and reason.endswith((":", type(error).__name__)):  # it says nothing itself
+        return f"{_raised_in(error)}{reason.removesuffix(':')}"
+    return _at(frames or (), reason)
 
 
 def depends_on_data(error: Exception) -> bool:
@@ -40,6 +52,20 @@ def depends_on_data(error: Exception) -> bool:
     if isinstance(error, GuardOnDataDependentSymNode):
         return True
     return str(error).startswith("PendingUnbackedSymbolNotFound")  # raised as an internal error
+
+
+def _raised_in(error: Exception) -> str:
+    """The innermost function behind an error that is the user's: "net.py:12, __len__: "."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = [
+        f"{f.filename.rpartition('/')[2]}:{f.lineno}, {f.name}: " for f in frames if _is_users(f)
+    ]
+    return "".join(where[-1:])
+
+
+def _is_users(frame: traceback.FrameSummary) -> bool:
+    is_pythons = frame.filename.startswith(PYTHON) and "site-packages" not in frame.filename
+    return not is_pythons and not frame.filename.startswith((PYTORCH, HERE))
 
 
 def _at(frames: Sequence[Any], reason: str) -> str:
