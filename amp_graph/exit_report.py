@@ -51,7 +51,7 @@ def describe(model: Model) -> dict[str, Any]:
     named = {"model": model.name, "alike": max(1, model.gone)}
     if model.record is None:
         return named | {"converted": False, "why": model.left_alone}
-    low = total = casts = moved = 0
+    low = total = casts = moved = unsized = 0
     for graph, plan in enumerate(model.record.plans):
         runs = model.record.runs[graph]
         for part in plan.parts():
@@ -60,6 +60,7 @@ def describe(model: Model) -> dict[str, Any]:
             total += runs * len(operators)
         casts += runs * len(plan.casts_inside)
         moved += runs * plan.cast_bytes
+        unsized += runs * len(plan.unsized_casts)
     described = named | {
         "converted": any(plan.converts for plan in model.record.plans),
         "dtype": str(model.record.plans[0].dtype) if model.record.plans else "",
@@ -69,6 +70,7 @@ def describe(model: Model) -> dict[str, Any]:
         "operators_low": low,
         "casts": casts,
         "cast_bytes": moved,
+        "casts_of_unknown_size": unsized,
         "fallbacks": [
             why for plan in model.record.plans for why in (plan.otherwise, plan.uncompiled) if why
         ],
@@ -97,9 +99,10 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         if not m["runs"]:
             yield f"{_name(m)}: no captured graph ran"
         else:
+            least = "at least " if m["casts_of_unknown_size"] else ""
             yield (
                 f"{_name(m)}: {m['operators_low']} of {m['operators']} operators in "
-                f"{m['dtype'].removeprefix('torch.')}, {m['casts']} casts moving "
+                f"{m['dtype'].removeprefix('torch.')}, {m['casts']} casts moving {least}"
                 f"{m['cast_bytes'] / 2**20:.1f} MiB, in {m['runs']} runs of {m['graphs']} graphs"
             )
         yield from (f"  {fallback}" for fallback in m["fallbacks"])

@@ -62,6 +62,11 @@ class TensorFacts:
     device: str
     numel: int
 
+    @property
+    def is_sized(self) -> bool:
+        """Whether its size is known, rather than made up because it depends on data (`u0`)."""
+        return not any(re.search(r"\bu\d+\b", str(size)) for size in self.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
@@ -233,9 +238,17 @@ class Plan:
         return (*(c for c in self.casts if not c.is_weight), *bodies)
 
     @property
+    def unsized_casts(self) -> tuple[Cast, ...]:
+        """Those of them whose bytes are made up, as the size of the value depends on data."""
+        found = ((part.facts.get(c.value), c) for part in self.parts() for c in part.casts)
+        return tuple(c for f, c in found if f and not all(t.is_sized for t in f.tensors))
+
+    @property
     def cast_bytes(self) -> int:
-        """Bytes read and written by the casts in the graph and in its bodies."""
-        return sum(c.bytes for c in self.casts_inside)
+        """Bytes read and written by the casts in the graph and in its bodies; none for those of
+        unknown size."""
+        made_up = sum(c.bytes for c in self.unsized_casts)
+        return sum(c.bytes for c in self.casts_inside) - made_up
 
     @property
     def weight_bytes(self) -> int:

@@ -18,6 +18,7 @@ import amp_graph
 from amp_graph.autopatch import COLORS, SLOT, VARIABLES, Settings, install
 from amp_graph.errors import AmpGraphError
 from amp_graph.exit_report import describe, write_report
+from amp_graph.inspection import render
 from amp_graph.ir import Level
 
 X = torch.randn(4, 8)
@@ -250,6 +251,29 @@ def test_casts_inside_of_a_checkpoint_are_in_the_report(start):
     after = describe(installation.models.seen[0])
     assert after["casts"] - before["casts"] == casts.forward.casts == 6
     assert after["cast_bytes"] - before["cast_bytes"] == casts.forward.bytes
+
+
+class Chosen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        return self.layer(x[mask]).softmax(-1).sum(0)
+
+
+def test_casts_of_unknown_size_are_counted_without_bytes(start, capsys):
+    installation, model = start(), Chosen()
+    model(X, X[:, 0] < 9)
+    (plan,) = installation.models.seen[0].record.plans
+    assert plan.cast_bytes == 0
+    assert f"moving at least {plan.weight_bytes} B" in render(plan)
+    assert "size unknown" in render(plan)
+    found = describe(installation.models.seen[0])
+    assert found["casts_of_unknown_size"] == found["casts"] > 0
+    assert found["cast_bytes"] == 0
+    write_report(installation.models.seen, None)
+    assert "casts moving at least 0.0 MiB" in capsys.readouterr().err
 
 
 class SparseNet(nn.Module):

@@ -68,7 +68,7 @@ def _facts_in_brief(plan: Plan) -> Iterator[tuple[str, str]]:
     for color in (Color.ALLOW, Color.INFER, Color.CLEAR, Color.DENY):
         if painted[color]:
             yield color.value, f"{low[color]} of {painted[color]} in {dtype_name(plan.dtype)}"
-    yield "casts", f"{len(plan.casts)}, moving {byte_count(_own_bytes(plan))}"
+    yield "casts", f"{len(plan.casts)}, moving {_least(plan)}{byte_count(_own_bytes(plan))}"
     if plan.bodies:
         moved = byte_count(_inner_bytes(plan))
         yield "inner graphs", f"{', '.join(plan.bodies)}; casts moving {moved}"
@@ -114,14 +114,15 @@ def _line(cells: tuple[str, ...], widths: Iterable[int]) -> str:
 def _rows(plan: Plan) -> Iterator[_Row]:
     labels = {name: facts.label for name, facts in plan.facts.items()}
     casts = _casts_by_first_reader(plan)
+    unsized = {cast.value for cast in replace(plan, bodies={}).unsized_casts}
     bodies = {name.replace(".", "_"): name for name in plan.bodies}
     for name, facts in plan.facts.items():
         for cast in casts.pop(name, ()):
-            yield _cast_row(cast, labels)
+            yield _cast_row(cast, labels, cast.value not in unsized)
         yield _Row(_node_cells(plan, facts, labels), body=bodies.get(name))
     for left_over in casts.values():
         for cast in left_over:
-            yield _cast_row(cast, labels)
+            yield _cast_row(cast, labels, cast.value not in unsized)
 
 
 def _casts_by_first_reader(plan: Plan) -> dict[str, list[Cast]]:
@@ -133,7 +134,7 @@ def _casts_by_first_reader(plan: Plan) -> dict[str, list[Cast]]:
     return grouped
 
 
-def _cast_row(cast: Cast, labels: dict[str, str]) -> _Row:
+def _cast_row(cast: Cast, labels: dict[str, str], is_sized: bool) -> _Row:
     readers = [labels.get(name, name) for name in cast.readers]
     listed = ", ".join(readers[:READERS_SHOWN])
     if len(readers) > READERS_SHOWN:
@@ -141,7 +142,8 @@ def _cast_row(cast: Cast, labels: dict[str, str]) -> _Row:
     value = labels.get(cast.value, cast.value)
     text = f"{value} -> {dtype_name(cast.dtype)} for {listed}"
     note = "saturating" if cast.saturate else ""
-    return _Row(("", "cast", text, byte_count(cast.bytes), "", "", note))
+    size = byte_count(cast.bytes) if is_sized else "size unknown"
+    return _Row(("", "cast", text, size, "", "", note))
 
 
 def _node_cells(plan: Plan, facts: NodeFacts, labels: dict[str, str]) -> tuple[str, ...]:
@@ -192,8 +194,12 @@ def _fit(start: str, operands: list[str], end: str) -> str:
 
 
 def _own_bytes(plan: Plan) -> int:
-    return sum(cast.bytes for cast in plan.casts)
+    return replace(plan, bodies={}).cast_bytes + plan.weight_bytes
 
 
 def _inner_bytes(plan: Plan) -> int:
-    return plan.cast_bytes - _own_bytes(plan)
+    return sum(_own_bytes(part) for body in plan.bodies.values() for part in body.parts())
+
+
+def _least(plan: Plan) -> str:
+    return "at least " if replace(plan, bodies={}).unsized_casts else ""
