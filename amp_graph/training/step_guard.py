@@ -29,9 +29,8 @@ from amp_graph.training.step_record import StepRecord
 from amp_graph.training.undo import Copies, GuardedClosure, closure_of, guarding_closure
 
 InUse = Callable[[], Iterable[GraphScale]]
-HOOKED_STEP = Optimizer.profile_hook_step(
-    Optimizer.step
-).__code__  # what calls a step and its hooks
+# What PyTorch calls steps and their hooks by.
+HOOKED_STEP = Optimizer.profile_hook_step(Optimizer.step).__code__
 
 
 class StepGuard:
