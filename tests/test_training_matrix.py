@@ -178,10 +178,17 @@ class Run:
         return losses[-1].detach()
 
     def backoffs(self, model: nn.Module) -> int:
-        """How often a model's scale has to go down: once in a round. A step with a closure is a
-        round of its own, unless reentrant checkpointing hides its forwards."""
+        """How often a model's scale has to go down: once in a round in which an overflow spilled
+        out of it into what comes before it, or in which its own gradients overflowed and no model
+        spilled. A step with a closure is a round of its own, unless reentrant checkpointing hides
+        its forwards. Nobody looks at what the first model gives its input, or what is given to
+        such checkpoints."""
         own = {id(p) for p in model.parameters()} & self.bad
-        rounds = sum(any(id(p) in own for p in ps) for ps in self.parts)
+        spilling = self.models[1:] if self.case.loop != "checkpoint" else []
+        if self.case.inject == "forward" and spilling:
+            rounds = len(self.parts) if model in spilling else 0
+        else:
+            rounds = sum(any(id(p) in own for p in ps) for ps in self.parts)
         own_rounds = self.case.kind == "LBFGS" and self.case.loop != "checkpoint"
         return rounds if own_rounds else min(rounds, 1)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.amp import is_autocast_available
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -56,7 +57,9 @@ def taking_narrow(
 
 
 def _is_under_autocast(value: Any) -> bool:
-    return isinstance(value, Tensor) and torch.is_autocast_enabled(value.device.type)
+    if not isinstance(value, Tensor) or not is_autocast_available(value.device.type):
+        return False
+    return torch.is_autocast_enabled(value.device.type)
 
 
 def _is_narrow(value: Any) -> bool:

@@ -23,6 +23,8 @@ from amp_graph.training.graph_scale import GraphScale
 def overflowed(parameters: Sequence[Tensor], scales: Sequence[GraphScale], by: object) -> Tensor:
     """Whether any gradient of these parameters overflowed, as `found_inf` tells. Each scale is told
     of what it is to blame for, of the step that `by` is about to take."""
+    for scale in scales:
+        scale.begin_step(by)
     spills = [scale.spilled() for scale in scales]
     if len(scales) == 1 and spills[0] is None:
         found = found_inf(parameters, checked=scales[0].checked)
@@ -31,7 +33,14 @@ def overflowed(parameters: Sequence[Tensor], scales: Sequence[GraphScale], by: o
     owned = [scale.own(parameters) for scale in scales]
     ids = {id(p) for own in owned for p in own}
     of_all = found_inf(p for p in parameters if id(p) not in ids)
-    flags = [spilled for spilled in spills if spilled is not None]
+    began = (
+        min(s.first_pass or 0 for s, own in zip(scales, owned, strict=True) if own) if ids else 0
+    )
+    flags = [
+        spilled
+        for scale, spilled in zip(scales, spills, strict=True)
+        if spilled is not None and scale.spilled_last >= began  # not long before, by another model
+    ]
     any_spilled = torch.stack([sent(f, flags[0].device) for f in flags]).amax() if flags else None
     for scale, own, spilled in zip(scales, owned, spills, strict=True):
         if own:

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from amp_graph.nonfinite import FirstNonfinite
 from amp_graph.training.checked_gradients import CheckedGradients
-from amp_graph.training.engine import are_plain, for_all, never_captured
+from amp_graph.training.engine import are_plain, backward_pass, for_all, never_captured
 
 # Of a model that takes gradients inside, Dynamo would capture what runs in them.
 not_captured = never_captured(reason="the boundary of a graph of amp_graph")
@@ -186,7 +186,8 @@ class _EnterInput(Function):
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.dtype = scale, tensor.dtype
         node: Any = tensor.grad_fn
-        ctx.is_own = has_left(node) and node.scale is scale  # a graph of the same model
+        # It comes from a graph of the same model, or goes to what runs again in a backward pass.
+        ctx.is_own = (has_left(node) and node.scale is scale) or backward_pass() is not None
         return value.detach()
 
     @staticmethod

@@ -58,6 +58,8 @@ class GraphScale:
         self._alone, self._exposed = Caution(self), Caution(self)
         self._is_exposed = False
         self._spills: dict[torch.device, Tensor] = {}  # flags of this round
+        self.spilled_last = 0  # the backward pass in which they were last written to
+        self.first_pass: int | None = None  # of this round
         self._parameters = weakref.WeakMethod(parameters)
         self._entered = WeakTensorKeyDictionary()  # parameters of others that graphs read
         self._known: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
@@ -80,6 +82,8 @@ class GraphScale:
 
     def inverse(self, device: torch.device) -> Tensor:
         """1/S on a device."""
+        if self.first_pass is None:
+            self.first_pass = backward_pass()
         if self._alone.rules():
             return self._alone.inverse(device)
         return self.factors_on(device)[1]
@@ -122,6 +126,7 @@ class GraphScale:
     def spill_on(self, device: torch.device) -> Tensor:
         """The flag on a device that is 1 once a gradient overflowed in this round which went out to
         what the model does not own."""
+        self.spilled_last = backward_pass() or self.spilled_last
         if device not in self._spills:
             self._spills.setdefault(device, torch.zeros((), device=device))
         return self._spills[device]
@@ -137,13 +142,16 @@ class GraphScale:
             return flags[0] if flags else None
         return torch.stack([sent(flag, flags[0].device) for flag in flags]).amax()
 
-    def stepped(self, found_inf: Tensor, by: object, is_own: bool = True) -> None:
-        """Take note that an optimizer stepped (0) or had to skip (1) in this round. One that steps
-        twice has seen a round end without a forward (reentrant checkpointing hides them). `is_own`:
-        it steps parameters of the model. That another one did not overflow counts only for a model
-        whose parameters nobody steps."""
+    def begin_step(self, by: object) -> None:
+        """An optimizer that steps twice in a round has seen it end without a forward (reentrant
+        checkpointing hides them)."""
         if id(by) in self._stepped_by:
             self.end_round()
+
+    def stepped(self, found_inf: Tensor, by: object, is_own: bool = True) -> None:
+        """Take note that an optimizer stepped (0) or had to skip (1) in this round. `is_own`: it
+        steps parameters of the model. That another one did not overflow counts only for a model
+        whose parameters nobody steps."""
         self._stepped_by.add(id(by))
         self._is_stepped |= is_own
         self._counts |= is_own or not self._is_stepped
@@ -180,6 +188,7 @@ class GraphScale:
         self._is_pending = self._counts = False
         self._stepped_by.clear()
         self._spills.clear()
+        self.first_pass = None
         self._forget_factors()
         self._skipped.follow(self._state.skipped, self.config.abort_after)
         if self.config.abort_after is None or self._skipped.latest < self.config.abort_after:
