@@ -1,0 +1,97 @@
+"""What cannot be converted, and policies that make no sense: one clear error each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from nets import Net
+from torch import nn
+
+import amp_graph
+from amp_graph import AmpGraphError, ConversionWarning, Override, Policy, PolicyError
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+class Asynchronous(nn.Linear):
+    async def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (42, "takes a torch.nn.Module, not int"),
+        (nn.ReLU(), "no floating-point parameters"),
+        (nn.Linear(2, 2).half(), "float16 only"),
+        (nn.Linear(2, 2).double(), "float64 only"),
+        (torch.jit.script(nn.Linear(2, 2)), "scripted"),
+        (Asynchronous(2, 2), "asynchronous"),
+        (compiled_in_place(nn.Linear(2, 2)), "compiled by its compile()"),
+    ],
+    ids=["not a module", "no parameters", "half", "double", "scripted", "asynchronous", "compiled"],
+)
+def test_what_cannot_be_converted(model: Any, message: str) -> None:
+    with pytest.raises(AmpGraphError, match=message):
+        amp_graph.convert(model)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda: amp_graph.convert(nn.Linear(2, 2), policy="float8"),
+        lambda: amp_graph.convert(nn.Linear(2, 2), policy=torch.float64),
+        lambda: amp_graph.convert(nn.Linear(2, 2), policy=7),  # type: ignore[arg-type]
+        lambda: Policy(overrides=("deny",)),  # type: ignore[arg-type]
+        lambda: Override("purple", op="aten.add"),
+        lambda: Override("deny"),
+        lambda: Override("deny", op="aten.gelu.defualt"),
+        lambda: Override("deny", op="gelu"),
+        lambda: Policy(output_dtype="half"),
+        lambda: Policy(output_dtype=torch.int64),
+    ],
+)
+def test_a_policy_that_makes_no_sense(policy: Any) -> None:
+    with pytest.raises(PolicyError):
+        policy()
+
+
+def test_an_operator_that_torch_has_not_is_named_with_one_that_is_close() -> None:
+    with pytest.raises(PolicyError, match=r"'aten.rleu'.*Did you mean 'aten.relu'"):
+        Override("deny", op="aten.rleu")
+    for op in ("aten.relu", "aten.softmax.int", "cond", "not_imported.operator"):
+        assert Override("deny", op=op).op == op
+
+
+def test_a_single_override_needs_no_tuple() -> None:
+    override = Override("deny", module="second")
+    assert Policy(overrides=override).overrides == (override,)  # type: ignore[arg-type]
+
+
+def test_a_glob_that_matches_no_module_warns() -> None:
+    policy = Policy(
+        dtype="bfloat16",
+        keep_float32=("secnod", "first"),
+        overrides=(Override("deny", module="layers.*"), Override("deny", name="linear")),
+    )
+    with pytest.warns(ConversionWarning) as warned:
+        model = amp_graph.convert(Net(), policy=policy)
+    said = [str(w.message) for w in warned]
+    assert len(said) == 2 and all("matches no path in Net.named_modules()" in s for s in said)
+    assert said[0].startswith("keep_float32='secnod'") and said[0].endswith("mean 'second'?")
+    assert said[1].startswith("Override(module='layers.*')")
+    assert all(w.filename == __file__ for w in warned)
+    assert amp_graph.is_converted(model)
+
+
+def test_restore_and_plans_need_a_converted_model() -> None:
+    for function in (amp_graph.restore, amp_graph.plans):
+        with pytest.raises(AmpGraphError, match="not converted"):
+            function(Net())
