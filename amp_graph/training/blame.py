@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp_graph.training.engine import not_compiled, sent
+from amp_graph.training.engine import any_of, not_compiled, sent
 from amp_graph.training.found_inf import found_inf
 from amp_graph.training.graph_scale import GraphScale
 
@@ -41,7 +41,7 @@ def overflowed(parameters: Sequence[Tensor], scales: Sequence[GraphScale], by: o
         for scale, spilled in zip(scales, spills, strict=True)
         if spilled is not None and scale.spilled_last >= began  # not long before, by another model
     ]
-    any_spilled = torch.stack([sent(f, flags[0].device) for f in flags]).amax() if flags else None
+    any_spilled = any_of(flags, flags[0].device) if flags else None
     for scale, own, spilled in zip(scales, owned, spills, strict=True):
         if own:
             found = found_inf(own, checked=scale.checked)

@@ -72,6 +72,12 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
+def any_of(flags: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The largest of some flags, which may be on several devices, on this one."""
+    found, *others = (sent(flag, device) for flag in flags)
+    return torch.stack([found, *others]).amax() if others else found
+
+
 def is_captured(device: torch.device) -> bool:
     """Whether what runs on a device is being captured as a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

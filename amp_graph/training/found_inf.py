@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.training.checked_gradients import CheckedGradients
-from amp_graph.training.engine import has_process_group, sent
+from amp_graph.training.engine import any_of, has_process_group, sent
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -60,10 +60,7 @@ def found_inf(
         factor = torch.ones_like(flag) if inverse is None else sent(inverse, device)
         torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
         flags.append(flag)
-    device = gradients[0].device
-    found, *others = (sent(flag, device) for flag in flags)
-    if others:
-        found = torch.stack([found, *others]).amax()
+    found = any_of(flags, gradients[0].device)
     for mesh in meshes.values():
         for dimension in range(mesh.ndim):
             torch.distributed.all_reduce(

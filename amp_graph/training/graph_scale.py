@@ -24,7 +24,7 @@ from amp_graph.errors import OverflowAbort
 from amp_graph.nonfinite import FirstNonfinite
 from amp_graph.training.caution import Caution, Factors, are_wanted
 from amp_graph.training.checked_gradients import CheckedGradients
-from amp_graph.training.engine import backward_pass, is_captured, sent
+from amp_graph.training.engine import any_of, backward_pass, is_captured, sent
 from amp_graph.training.grad_scaler import is_grad_scaler_around
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, number, save_state
 from amp_graph.training.outcome import Outcome
@@ -138,9 +138,7 @@ class GraphScale:
     def spilled(self) -> Tensor | None:
         """Whether one of them overflowed. None if there were none."""
         flags = [*self._spills.values()]
-        if len(flags) < 2:
-            return flags[0] if flags else None
-        return torch.stack([sent(flag, flags[0].device) for flag in flags]).amax()
+        return any_of(flags, flags[0].device) if flags else None
 
     def begin_step(self, by: object) -> None:
         """An optimizer that steps twice in a round has seen it end without a forward (reentrant
