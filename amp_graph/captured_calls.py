@@ -21,6 +21,7 @@ from amp_graph.capture.breaks import depends_on_data, why_not_captured
 from amp_graph.capture.dynamo import (
     CAPTURED_TOO_OFTEN,
     DYNAMO_ERRORS,
+    GraphCompiler,
     can_watch,
     captured_call,
     is_of_capture,
@@ -29,6 +30,7 @@ from amp_graph.capture.dynamo import (
 from amp_graph.capture.frames import Frames
 from amp_graph.capture.hooks import Hooks
 from amp_graph.compiler import Compiler
+from amp_graph.cpu import emulates, why_emulated
 from amp_graph.errors import MISTAKES
 from amp_graph.ir import Plan
 from amp_graph.modules import Kept, Run, devices_of, has_backward_hooks, plain_code
@@ -52,13 +54,16 @@ _UNWATCHED = contextlib.nullcontext()
 
 
 class CapturedCalls:
-    """Calls a model by the graphs that its compiler makes of what is captured."""
+    """Calls a model by what `compile_graph` makes of the graphs that are captured, and its own code
+    as `compiler` has the rest."""
 
-    def __init__(self, module: nn.Module, compiler: Compiler):
+    def __init__(self, module: nn.Module, compiler: Compiler, compile_graph: GraphCompiler):
         self._module = module
-        self._compiler = compiler
+        self._policy = compiler.policy
+        self._lists = compiler.lists
         self._record = compiler.record
-        self._watch = Outside(compiler.lists) if can_watch() else None  # in the next call
+        self._compile_graph = compile_graph
+        self._watch = Outside(self._lists) if can_watch() else None  # in the next call
         self._is_watched = self._watch is not None  # again, when something is captured
         self._is_new = True
         self._captures = 0.0  # not yet repaid
@@ -75,9 +80,7 @@ class CapturedCalls:
         """Capture anew, from the next call on."""
         self._captured_as = _code_of(self._module)
         settings = {**self._settings, **self._hooks.settings()}
-        captured = captured_call(
-            self._module, self._compiler.compile_graph, self._frames, **settings
-        )
+        captured = captured_call(self._module, self._compile_graph, self._frames, **settings)
         self._run = self._around(captured)
 
     def _begin_again(self, has_captured: bool = True) -> None:
@@ -86,7 +89,7 @@ class CapturedCalls:
         if has_captured:
             self._capture()
         if self._watch is not None:
-            self._watch = Outside(self._compiler.lists)
+            self._watch = Outside(self._lists)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._own_code is not None:
@@ -117,9 +120,11 @@ class CapturedCalls:
             self._look_back(has_captured)
         return result
 
-    def of_graph(self, graph: fx.GraphModule, run: Run, index: int) -> Run:
+    def of_graph(
+        self, graph: fx.GraphModule, run: Run, index: int, module_names: Mapping[str, str]
+    ) -> Run:
         """What runs a captured graph in such a call; plan `index` is its."""
-        self._hooks.follow(graph, self._compiler.module_names())
+        self._hooks.follow(graph, module_names)
 
         def counted(*args: Any) -> Any:
             self._graph_runs += 1
@@ -155,9 +160,8 @@ class CapturedCalls:
     def own_dtype(self) -> torch.dtype:
         """The precision of code that is not captured. It has no boundary at which gradients could
         be scaled, so where they have to be it is the one that does without."""
-        policy = self._compiler.policy
-        dtype = policy.dtype_for(devices_of(self._module))
-        return torch.bfloat16 if policy.loss_scale_for(dtype) else dtype
+        dtype = self._policy.dtype_for(devices_of(self._module))
+        return torch.bfloat16 if self._policy.loss_scale_for(dtype) else dtype
 
     def _look_back(self, has_captured: bool) -> None:
         """After a call: whether all that was asked for happened, and whether to go on so."""
@@ -166,23 +170,28 @@ class CapturedCalls:
             self._judge(watch)
         if self._is_new:
             self._is_new = False
-            if not any(plan.converts for plan in self._record.plans):
-                why = why_nothing_is_low(self._record.plans)
-                warn(f"nothing of {self._name} was converted: {why}")
+            self._tell_of_first_call()
         self._record.breaks += self._frames.take_skipped()
         if not has_captured:
             self._captures = max(0.0, self._captures - 1 / REPAID_BY)
             return
         self._captures += 1
         if self._is_watched:
-            self._watch = Outside(self._compiler.lists)
+            self._watch = Outside(self._lists)
         if self._captures >= MAX_CAPTURES:
             self._stop_capturing()
 
+    def _tell_of_first_call(self) -> None:
+        converted = {plan.dtype for plan in self._record.plans if plan.converts}
+        if not converted:
+            why = why_nothing_is_low(self._record.plans)
+            warn(f"nothing of {self._name} was converted: {why}")
+        elif "cpu" in devices_of(self._module) and any(map(emulates, converted)):
+            warn(f"{self._name} may be slower than in float32: {why_emulated(converted)}")
+
     def _judge(self, watch: Outside) -> None:
         """Run the code between graphs under autocast if it did what belongs in low precision."""
-        policy = self._compiler.policy
-        says_what_stays_float32 = policy.keep_float32 or policy.overrides
+        says_what_stays_float32 = self._policy.keep_float32 or self._policy.overrides
         if not watch.found or says_what_stays_float32:
             return
         self._is_watched = False

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
+from amp_graph.assemble import written_inputs
 from amp_graph.capture.dynamo import can_capture, is_exporting, wants_plain_code
 from amp_graph.capture.fake import is_estimate
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.captured_calls import CapturedCalls
-from amp_graph.compiler import Compiler, written_inputs
+from amp_graph.compiler import Compiler
 from amp_graph.copies import SLOT, StandIn, put_in, take_out
 from amp_graph.errors import AmpGraphError
-from amp_graph.modules import Run, call_with, plain_code, unchanged, unwrapped
+from amp_graph.modules import Run, call_with, path_by_id, plain_code, unchanged, unwrapped
 from amp_graph.pins import Saved
 from amp_graph.policy import Policy
 from amp_graph.results import map_tensors
@@ -27,7 +28,7 @@ from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.optimizers import attach, detach, drop_scale, use_scale
 
 
-class Conversion(StandIn, Compiler):
+class Conversion(StandIn):
     """A converted model's stand-in for `nn.Module._call_impl`.
 
     It sits in the model's `__dict__`, so that it lives and dies with the model. What copies of the
@@ -37,14 +38,16 @@ class Conversion(StandIn, Compiler):
     name = SLOT
 
     def __init__(self, module: nn.Module, policy: Policy, saved: Saved | None = None):
-        super().__init__(policy, saved)
         self.module = module
+        self.policy = policy
+        self.compiler = Compiler(policy, saved, self.scale_for)
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._calls = CapturedCalls(module, self)
+        self._runs: list[Run] = []  # that stand in `captured_call` for graphs
+        self._calls = CapturedCalls(module, self.compiler, self.compile_graph)
 
     @property
     def scale(self) -> GraphScale | None:
-        return self.record.scale
+        return self.compiler.record.scale
 
     def scale_for(self, dtype: torch.dtype) -> GraphScale | None:
         """There is one for all graphs that need it, from when the first does: a model may be
@@ -57,7 +60,7 @@ class Conversion(StandIn, Compiler):
         return self.scale
 
     def _use(self, scale: GraphScale) -> None:
-        self.record.scale = scale
+        self.compiler.record.scale = scale
         use_scale(scale)
         for optimizer in self._optimizers:
             attach(optimizer, scale)
@@ -85,7 +88,7 @@ class Conversion(StandIn, Compiler):
 
     def convert_too(self, copied: nn.Module) -> None:
         """Convert a deep copy of the model alike; its loss scale goes on by itself."""
-        conversion = Conversion(copied, self.policy, self.saved)
+        conversion = Conversion(copied, self.policy, self.compiler.saved)
         if self.scale is not None:
             conversion._use(self.scale.copy(copied.parameters))
         conversion.open()
@@ -108,18 +111,20 @@ class Conversion(StandIn, Compiler):
             return result
         return map_tensors(self._as_output, result)
 
-    def compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    def compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Run:
+        """What runs instead of a graph that Dynamo captured in a call."""
+        names, record = path_by_id(self.module), self.compiler.record
         widened = widen_inputs(graph)
         example_inputs = [x.float() if i in widened else x for i, x in enumerate(example_inputs)]
-        compile_graph = without_autocast(super().compile_graph, autocast_devices())
+        compile_graph = without_autocast(self.compiler.compile_graph, autocast_devices())
         # Saved-tensor hooks of the user (checkpoint's, say) are not for the tensors of a trace.
         with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
-            run = compile_graph(graph, example_inputs)
+            run = compile_graph(graph, example_inputs, names)
         if widened:
-            plan = self.record.plans[-1]
+            plan = record.plans[-1]
             written = written_inputs(plan) if plan.facts else frozenset(widened)
             run = taking_narrow(run, widened, written)
-        counted = self._calls.of_graph(graph, run, len(self.record.plans) - 1)
+        counted = self._calls.of_graph(graph, run, len(record.plans) - 1, names)
         self._runs.append(counted)
         return counted
 
@@ -127,9 +132,6 @@ class Conversion(StandIn, Compiler):
         """Run the model once for its graphs; buffers and random state are put back."""
         with unchanged(self.module):
             call_with(self.module, example_inputs)
-
-    def module_names(self) -> dict[str, str]:
-        return {str(id(module)): name for name, module in self.module.named_modules()}
 
     def _as_output(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.policy.output_dtype) if value.dtype is torch.float32 else value

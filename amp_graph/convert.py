@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from amp_graph.capture.fake import is_estimate
-from amp_graph.compiler import Compiler, Record
+from amp_graph.compiler import Compiler
 from amp_graph.conversion import Conversion, conversion_of, found_conversion
 from amp_graph.errors import AmpGraphError, PlanError, PolicyError, did_you_mean
 from amp_graph.ir import Plan, dtype_name
@@ -22,6 +22,7 @@ from amp_graph.modules import devices_of, unwrapped
 from amp_graph.pins import Saved
 from amp_graph.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, as_policy
+from amp_graph.record import Record
 from amp_graph.runtime import warn
 from amp_graph.training.found_inf import parameters_of
 from amp_graph.training.graph_scale import GraphScale
@@ -148,7 +149,7 @@ def is_converted(model: nn.Module) -> bool:
 
 def plans(model: nn.Module) -> tuple[Plan, ...]:
     """The plans of the graphs captured from a converted model so far, in order of capture."""
-    return conversion_of(model).plans
+    return conversion_of(model).compiler.plans
 
 
 def scale_of(model: nn.Module) -> GraphScale | None:
@@ -170,7 +171,7 @@ def has_finite_gradients(model: nn.Module) -> bool:
 
 def record_of(model: nn.Module) -> Record:
     """What happened to a converted model so far; it goes on while the model lives."""
-    return conversion_of(model).record
+    return conversion_of(model).compiler.record
 
 
 def _checked(optimizer: Any, model: nn.Module) -> list[Optimizer]:

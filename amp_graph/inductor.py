@@ -20,14 +20,14 @@ Names of PyTorch used here that are not documented, and the versions they were s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 
 from amp_graph.capture.recurrent import recurrent_layers_in_steps
+from amp_graph.decide import Lifted, Traced
 from amp_graph.modules import Run
 from amp_graph.runtime import without_autocast
 
@@ -39,34 +39,27 @@ STATIC = {"_dynamo_static_input_type": "unguarded"}  # marks an input that stays
 
 
 def compile_graph(
-    lifted: fx.GraphModule,
-    weights: Sequence[tuple[int, torch.dtype]],
-    eager: Run,
-    captured: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    options: Mapping[str, Any],
-    device_types: Iterable[str],
+    lifted: Lifted, eager: Run, traced: Traced, settings: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Return `lifted`, compiled, as a function of the same inputs; `lifted` stays as it was.
+    """Return a lifted graph, compiled, as a function of the same inputs; it stays as it was.
 
-    weights: of each low-precision weight, the position of its parameter and its dtype.
-    eager: what runs `lifted` operator by operator.
-    captured, example_inputs: what Dynamo called its backend with.
-    options: settings of Inductor.
+    eager: what runs it operator by operator.
+    traced: what Dynamo called its backend with.
+    settings: of Inductor.
     """
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
-    module = _described(copy.deepcopy(lifted), captured)
-    inputs = [*example_inputs]
+    module = _described(copy.deepcopy(lifted.graph), traced.graph)
+    inputs = [*traced.inputs]
     placeholders = module.graph.find_nodes(op="placeholder")
-    for node, (position, _) in zip(placeholders[len(inputs) :], weights, strict=True):
-        inputs.append(_example(node.meta["val"], example_inputs[position].requires_grad))
+    for node, (position, _) in zip(placeholders[len(inputs) :], lifted.weights, strict=True):
+        inputs.append(_example(node.meta["val"], traced.inputs[position].requires_grad))
     read = _without_unread_parameters(module.graph)
     module.recompile()
     with config.patch(SETTINGS), recurrent_layers_in_steps():
-        run = without_autocast(compile_fx, device_types)(
-            module, [inputs[i] for i in read], config_patches=dict(options)
+        run = without_autocast(compile_fx, lifted.devices)(
+            module, [inputs[i] for i in read], config_patches=dict(settings)
         )
 
     frozen = [
@@ -81,17 +74,6 @@ def compile_graph(
         return run(*[args[i] for i in read])
 
     return run_on_what_is_read
-
-
-def options_of(options: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Settings of Inductor from a mode of `torch.compile`, or as they are.
-
-    Raises RuntimeError for an unknown mode.
-    """
-    if not isinstance(options, str):
-        return options or {}
-    settings: dict[str, Any] = torch._inductor.list_mode_options(options)
-    return settings
 
 
 def _example(low: Tensor, requires_grad: bool) -> Tensor:

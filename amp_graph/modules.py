@@ -22,6 +22,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+def path_by_id(model: nn.Module) -> dict[str, str]:
+    """The path of each module in a model by its id, as `retrace` wants them."""
+    return {str(id(module)): path for path, module in model.named_modules()}
+
+
 def devices_of(module: nn.Module) -> frozenset[str]:
     """The types of the devices that a model's parameters are on."""
     return frozenset(p.device.type for p in module.parameters())

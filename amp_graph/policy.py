@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from amp_graph.errors import PolicyError, did_you_mean
-from amp_graph.inductor import options_of
 from amp_graph.ir import Color, Level, NodeFacts, dtype_name
 from amp_graph.oplists import OpLists, UserLists, known_names, load_lists
 from amp_graph.training.loss_scale import LossScale
@@ -148,7 +147,7 @@ class Policy:
                 f"not {self.compiler_options!r}"
             )
         try:
-            options_of(self.compiler_options)
+            self.inductor_settings()
         except RuntimeError as error:
             raise PolicyError(f"compiler_options: {error}") from None
 
@@ -165,6 +164,13 @@ class Policy:
             return LossScale() if dtype is torch.float16 else None
         assert not isinstance(self.loss_scale, (str, float))
         return self.loss_scale
+
+    def inductor_settings(self) -> Mapping[str, Any]:
+        """The compiler options with a mode spelled out. Raises RuntimeError for an unknown one."""
+        if not isinstance(self.compiler_options, str):
+            return self.compiler_options or {}
+        settings: dict[str, Any] = torch._inductor.list_mode_options(self.compiler_options)
+        return settings
 
     def override_for(self, facts: NodeFacts) -> tuple[Color, str] | None:
         """The colour the user gave this node and the words that say so."""

@@ -34,7 +34,8 @@ def autocast_devices() -> tuple[str, ...]:
 
 
 class ConversionWarning(UserWarning):
-    """Part of a model runs otherwise than asked, with the same results as before conversion."""
+    """Part of a model runs otherwise than asked, with the same results as before conversion; or all
+    of it slower than before."""
 
 
 class Guarded:

@@ -17,11 +17,12 @@ from counting import CASTS, COPIES, LOW, DispatchCounter, tensors
 from torch._dynamo.utils import compilation_time_metrics
 from torch.profiler import profile
 
-from amp_graph import compiler
+from amp_graph import assemble, decide
 from amp_graph.capture.dynamo import can_watch
 
 READS_BACK = frozenset(["_local_scalar_dense", "is_nonzero", "nonzero", "equal", "_to_host"])
 PASS = ("split_where_wide", "rewrite", "lift_weights")
+STAGES: dict[str, Any] = dict.fromkeys((*PASS, "retrace"), decide) | {"inductor": assemble}
 
 
 @dataclass
@@ -173,8 +174,8 @@ class FirstCall:
 @contextlib.contextmanager
 def first_call() -> Iterator[FirstCall]:
     """Measures what happens inside by stage."""
-    found, spent = FirstCall(), dict.fromkeys((*PASS, "retrace", "inductor"), 0.0)
-    originals = {name: getattr(compiler, name) for name in spent}
+    found, spent = FirstCall(), dict.fromkeys(STAGES, 0.0)
+    originals = {name: getattr(module, name) for name, module in STAGES.items()}
 
     def timed(name: str) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -191,13 +192,13 @@ def first_call() -> Iterator[FirstCall]:
 
     before = dynamo("_compile.compile_inner"), dynamo("OutputGraph.call_user_compiler")
     start = time.perf_counter()
-    for name in spent:
-        setattr(compiler, name, timed(name))
+    for name, module in STAGES.items():
+        setattr(module, name, timed(name))
     try:
         yield found
     finally:
         for name, original in originals.items():
-            setattr(compiler, name, original)
+            setattr(STAGES[name], name, original)
     found.total = time.perf_counter() - start
     backend = dynamo("OutputGraph.call_user_compiler") - before[1]
     found.capture = dynamo("_compile.compile_inner") - before[0] - backend + spent["retrace"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,13 @@ import pytest
 import torch
 
 from amp_graph.autopatch import Installation, Settings, install
+from amp_graph.training import optimizers
+
+
+@pytest.fixture(autouse=True)
+def cpu_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings that a test expects do not depend on the machine."""
+    monkeypatch.setattr("amp_graph.captured_calls.emulates", lambda dtype: False)
 
 
 @pytest.fixture
@@ -17,6 +25,12 @@ def fresh_dynamo() -> None:
     """Nothing captured before, and the same random numbers in each test."""
     torch._dynamo.reset()
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def no_other_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What spilled out of a model of another test, if that still lives, is not looked at."""
+    monkeypatch.setattr(optimizers, "_scales", weakref.WeakValueDictionary())
 
 
 @pytest.fixture

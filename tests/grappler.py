@@ -151,7 +151,7 @@ def captured_plans(
         seen.append((captured, plan))
         return emitted, plan
 
-    with mock.patch("amp_graph.compiler.rewrite", recording):
+    with mock.patch("amp_graph.decide.rewrite", recording):
         amp_graph.convert(model, policy=policy)(*args, **kwargs)
     return seen
 

@@ -55,7 +55,7 @@ def test_golden_text(name: str) -> None:
 def test_every_node_of_the_emitted_graph_is_there_once_with_a_reason(name: str) -> None:
     model = converted(name)
     graphs = annotated_model(model).after[0].everything()
-    _, emitted = model.__dict__["_call_impl"].graphs[0]
+    _, emitted = model.__dict__["_call_impl"].compiler.graphs[0]
     emitted_graphs = [emitted, *(m for m in emitted.children() if hasattr(m, "graph"))]
     for graph, ran in zip(graphs, emitted_graphs, strict=True):
         assert Counter(n.name for n in graph.nodes) == Counter(n.name for n in ran.graph.nodes)
@@ -138,7 +138,7 @@ def test_graphviz_reads_odd_names(tmp_path: Path) -> None:
 def test_a_graph_left_as_captured_is_dumped_with_the_reason(tmp_path: Path) -> None:
     model = converted("classifier")
     with pytest.warns(amp_graph.ConversionWarning):
-        model.__dict__["_call_impl"].record.fall_back(0, "planted <b>")
+        model.__dict__["_call_impl"].compiler.record.fall_back(0, "planted <b>")
     amp_graph.dump(model, tmp_path)
     assert "runs as captured: planted <b>" in (tmp_path / "graph0.after.txt").read_text()
     assert "cast" not in (tmp_path / "graph0.after.txt").read_text().partition("why")[2]

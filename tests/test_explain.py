@@ -119,7 +119,7 @@ def test_operators_and_activation_bytes_equal_those_of_a_run() -> None:
     model = amp_graph.convert(Mixed().eval(), policy="bfloat16")
     with torch.no_grad():
         model(x)
-    _, emitted = model.__dict__["_call_impl"].graphs[0]
+    _, emitted = model.__dict__["_call_impl"].compiler.graphs[0]
     values = dict(model.named_parameters())
     inputs = [
         values.get(n.name.partition("modules_")[2].replace("_parameters_", ".").rstrip("_"), x)
@@ -207,7 +207,7 @@ def test_breaks_and_fallbacks_are_named() -> None:
     wrapped = amp_graph.convert(Net(), policy="bfloat16")
     wrapped(torch.randn(4, 8))
     with pytest.warns(ConversionWarning):
-        wrapped.__dict__["_call_impl"].record.fall_back(0, "planted")
+        wrapped.__dict__["_call_impl"].compiler.record.fall_back(0, "planted")
     text = str(amp_graph.explain(wrapped))
     assert "graph0 runs as captured: planted" in text
     assert "0% of operators" in text

@@ -81,7 +81,7 @@ def test_a_graph_that_cannot_be_retraced_runs_under_autocast(
     def broken(*args: Any) -> Any:
         raise RuntimeError("planted in retrace")
 
-    monkeypatch.setattr(sys.modules["amp_graph.compiler"], "retrace", broken)
+    monkeypatch.setattr(sys.modules["amp_graph.decide"], "retrace", broken)
     _, converted = pair
     with MatmulCounter() as counter:
         assert converted(X).dtype is torch.float32

@@ -6,7 +6,6 @@ Host reads are counted where Python asks for a number in a tensor; on an acceler
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +18,8 @@ from training import Mlp, X, scaled
 
 import amp_graph
 from amp_graph import LossScale, Policy
-from amp_graph.training import optimizers
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_other_scales")
 
 MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW fused": lambda p: AdamW(p, lr=0.01, fused=True),
@@ -31,12 +29,6 @@ MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: SGD(p, lr=0.01, momentum=0.9),
 }
 STEPS = 6
-
-
-@pytest.fixture(autouse=True)
-def no_model_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What spilled out of one that still lives would be looked at here."""
-    monkeypatch.setattr(optimizers, "_scales", weakref.WeakValueDictionary())
 
 
 def reads(model: nn.Module, optimizer: Any, scaler: torch.amp.GradScaler) -> list[int]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from training import scaled
 
 import amp_graph
 
 Z = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_other_scales")
 
 
 def generator() -> nn.Module:
@@ -26,6 +26,17 @@ def generator() -> nn.Module:
 def discriminator() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+class Polyak(SGD):
+    """Moves before it evaluates."""
+
+    def step(self, closure):  # type: ignore[no-untyped-def,override]
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.mul_(1.001)
+        closure()
+        return super().step()
 
 
 def are_finite(model: nn.Module) -> bool:
@@ -139,4 +150,55 @@ def test_what_goes_from_graph_to_graph_of_one_model_is_no_spill() -> None:
     optimizer = SGD(model.parameters(), lr=1e-3)
     amp_graph.convert(model, optimizer, policy="float16")
     model(Z).sum().backward()
-    assert not amp_graph.scale_of(model).may_have_spilled()
+    assert not amp_graph.scale_of(model).may_have_spilled(optimizer)
+
+
+def test_only_the_first_step_of_each_optimizer_after_a_spill_is_looked_at() -> None:
+    G, D = generator(), discriminator()
+    amp_graph.convert(D, SGD(D.parameters(), lr=1e-3), policy="float16")
+    D(G(Z)).sum().backward()  # and D is never called again
+    for _ in range(2):
+        other = nn.Linear(4, 4)
+        optimizer = SGD(other.parameters(), lr=1e-3)
+        for _ in range(3):
+            other(Z).sum().backward()
+            optimizer.step()
+        counts = amp_graph.step_counts(optimizer)
+        assert (counts.stepped, counts.skipped) == (1, 0)
+
+
+@pytest.mark.parametrize("steps", [1, 6])
+@pytest.mark.parametrize("kind", [SGD, LBFGS, Polyak])
+def test_no_overflow_in_a_closure_reaches_a_plain_model(kind: type[Optimizer], steps: int) -> None:
+    """From the first step on, when nothing is known of the optimizer yet."""
+    G, D = generator(), discriminator()
+    amp_graph.convert(D, SGD(D.parameters(), lr=1e-3), policy="float16")
+    optimizer = kind(G.parameters(), lr=1e-3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = 10 * D(G(Z)).mean()
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(closure)
+    assert are_finite(G)
+    assert amp_graph.step_counts(optimizer).skipped > 0
+
+
+def test_an_optimizer_without_a_scale_keeps_its_closure_to_itself() -> None:
+    amp_graph.convert(discriminator(), policy="float16")
+    model, calls = nn.Linear(4, 4), []
+    optimizer = LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        loss = model(Z).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert all(calls) and len(calls) >= 3
+    assert amp_graph.step_counts(optimizer).stepped == 0

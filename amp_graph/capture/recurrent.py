@@ -23,6 +23,8 @@ from torch import Tensor, fx
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 
+from amp_graph.cpu import emulates
+
 aten = torch.ops.aten
 LAYERS = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 KEY = DispatchKey.CompositeImplicitAutograd
@@ -43,8 +45,15 @@ def recurrent_layers_whole() -> Iterator[None]:
 @contextlib.contextmanager
 def recurrent_layers_in_steps() -> Iterator[None]:
     """Within, they are PyTorch's own again: a compiler needs the steps."""
-    with _run_by(PYTORCHS):
+    with _run_by({**PYTORCHS, aten.lstm.input: _lstm_in_steps}):
         yield
+
+
+def _lstm_in_steps(input: Tensor, *others: Any) -> Any:
+    """PyTorch hands it to oneDNN also where that has no kernel for its dtype (torch 2.13)."""
+    has_kernel = input.dtype is torch.float32 or not emulates(input.dtype)
+    with contextlib.nullcontext() if has_kernel else torch.backends.mkldnn.flags(enabled=False):
+        return PYTORCHS[aten.lstm.input](input, *others)
 
 
 @contextlib.contextmanager

@@ -29,21 +29,21 @@ class AnnotatedModel:
 
 def annotated_model(model: nn.Module) -> AnnotatedModel:
     """What there is to see of a converted model. Raises AmpGraphError if there is nothing."""
-    conversion = conversion_of(model)
-    if not conversion.plans:
+    compiler = conversion_of(model).compiler
+    if not compiler.plans:
         name = type(model).__name__
         raise AmpGraphError(f"no graph of {name} is captured; call it once")
     before, after = [], []
-    for i, (plan, graphs) in enumerate(zip(conversion.plans, conversion.graphs, strict=True)):
+    for i, (plan, graphs) in enumerate(zip(compiler.plans, compiler.graphs, strict=True)):
         captured, emitted = graphs or (None, None)
         emitted = captured if plan.fallback is not None else emitted
         before.append(captured_graph(f"graph{i}", plan, captured))
-        after.append(annotated_graph(f"graph{i}", plan, emitted, conversion.lists))
+        after.append(annotated_graph(f"graph{i}", plan, emitted, compiler.lists))
     return AnnotatedModel(
         type(model).__name__,
         after[0].dtype,
-        conversion.plans,
+        compiler.plans,
         tuple(before),
         tuple(after),
-        tuple(conversion.record.breaks),
+        tuple(compiler.record.breaks),
     )

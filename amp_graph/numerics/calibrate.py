@@ -161,7 +161,7 @@ class _Search:
                 node = found.graph, found.body, found.node
                 if node not in worst or found.badness > worst[node].badness:
                     worst[node] = found
-        low = [n for i, plan in enumerate(self.rerun.plans) for n in _low(plan, i)]
+        low = [n for i, plan in enumerate(self.rerun.compiler.plans) for n in _low(plan, i)]
         ranked = sorted(low, key=lambda n: _harm(worst.get(n)), reverse=True)
         return {n: _reason(worst.get(n)) for n in ranked}
 
@@ -188,19 +188,19 @@ class _Search:
         self, denied: Sequence[Node], reasons: Mapping[Node, str]
     ) -> list[tuple[Plan, fx.GraphModule | None]]:
         rewritten: list[tuple[Plan, fx.GraphModule | None]] = []
-        for i, plan in enumerate(self.rerun.plans):
+        for i, plan in enumerate(self.rerun.compiler.plans):
             paints = {
                 (body, name): Paint(Color.DENY, RULE, reasons.get((graph, body, name), ""))
                 for graph, body, name in denied
                 if graph == i
             }
-            graphs = self.rerun.graphs[i]
+            graphs = self.rerun.compiler.graphs[i]
             if graphs is None or plan.fallback is not None or not paints:
                 rewritten.append((plan, None))
                 continue
             pins = _pins(plan, paints, "")
-            policy = replace(self.rerun.policy, dtype=plan.dtype)
-            module, new = rewrite(graphs[0], policy, self.rerun.lists, pins)
+            policy = replace(self.rerun.compiler.policy, dtype=plan.dtype)
+            module, new = rewrite(graphs[0], policy, self.rerun.compiler.lists, pins)
             rewritten.append((new, module))
         return rewritten
 

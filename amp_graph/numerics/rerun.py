@@ -29,7 +29,7 @@ from amp_graph.compiler import Compiler
 from amp_graph.conversion import found_conversion
 from amp_graph.errors import AmpGraphError
 from amp_graph.ir import Plan
-from amp_graph.modules import call_with, plain_code, unchanged
+from amp_graph.modules import Run, call_with, path_by_id, plain_code, unchanged
 from amp_graph.pins import Saved
 from amp_graph.policy import Policy, as_policy
 from amp_graph.runtime import ConversionWarning
@@ -73,39 +73,38 @@ class Outcome:
     gradients: Mapping[str, torch.Tensor]
 
 
-class Rerun(Compiler):
-    """`plans` and `graphs` fill while the first run captures. `replaced[index]` runs instead of
-    an emitted graph."""
+class Rerun:
+    """Plans and graphs are with the `compiler` from the first run on, which captures.
+    `replaced[index]` runs instead of an emitted graph."""
 
     def __init__(self, model: nn.Module, policy: Policy, saved: Saved | None = None):
-        super().__init__(replace(policy, compiler="eager", compiler_options=None), saved=saved)
+        policy = replace(policy, compiler="eager", compiler_options=None)
         self.model = model
+        self.compiler = Compiler(policy, saved)
         self.replaced: dict[int, fx.GraphModule] = {}
         self._mixed = False
         self._observer = Observer()
         self._calls = 0
         self._call = captured_call(model, self.compile_graph, Frames())
         self._handles: list[Any] = []
+        self._runs: list[Run] = []  # that stand in `captured_call` for graphs
 
-    def module_names(self) -> dict[str, str]:
-        return {str(id(module)): name for name, module in self.model.named_modules()}
-
-    def compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        index = len(self.plans)
-        otherwise = super().compile_graph(graph, example_inputs)
+    def compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Run:
+        index, names = len(self.compiler.plans), path_by_id(self.model)
+        otherwise = self.compiler.compile_graph(graph, example_inputs, names)
 
         def run(*args: Any) -> Any:
-            graphs = self.graphs[index]
+            graphs = self.compiler.graphs[index]
             if graphs is None:
                 return otherwise(*args) if self._mixed else graph.forward(*args)
             captured, emitted = graphs
             self._calls += 1
             place = Place(self._calls, index, "", "")
-            if self._mixed and self.plans[index].fallback is None:
+            if self._mixed and self.compiler.plans[index].fallback is None:
                 try:
                     return _Watched(self.replaced.get(index, emitted), self, place).run(*args)
                 except Exception as error:  # as in a converted model, the graph runs as captured
-                    self.record.fall_back(index, f"{type(error).__name__}: {error}")
+                    self.compiler.record.fall_back(index, f"{type(error).__name__}: {error}")
             return _Watched(captured, self, place).run(*args)
 
         self._runs.append(run)
@@ -129,7 +128,7 @@ class Rerun(Compiler):
                 warnings.simplefilter("ignore", ConversionWarning)
                 torch.manual_seed(SEED)
                 output = call_with(self._call, batch)
-                if not self.plans:
+                if not self.compiler.plans:
                     raise _not_captured(self.model)
                 return self._outcome(output, loss or default_loss, loss_scale)
         except Exception as error:
@@ -175,7 +174,7 @@ class Rerun(Compiler):
 
     def plan_at(self, place: Place) -> Plan:
         """The plan of the graph or body that a node is in."""
-        plan = self.plans[place.graph]
+        plan = self.compiler.plans[place.graph]
         for name in filter(None, place.body.split("/")):
             plan = plan.bodies[name]
         return plan
@@ -273,7 +272,7 @@ def rerun_of(model: nn.Module, policy: Policy | str | torch.dtype | None = None)
     """A rerun of a model, converted or not. A converted one brings its own policy and plans."""
     conversion = found_conversion(model)
     if conversion is not None and policy is None:
-        return Rerun(model, conversion.policy, conversion.saved)
+        return Rerun(model, conversion.policy, conversion.compiler.saved)
     return Rerun(model, as_policy(policy))
 
 

@@ -25,10 +25,10 @@ def overflowed(parameters: Sequence[Tensor], scales: Sequence[GraphScale], by: o
     of what it is to blame for, of the step that `by` is about to take."""
     for scale in scales:
         scale.begin_step(by)
-    spills = [scale.spilled() for scale in scales]
+    spills = [scale.spills.show(by) for scale in scales]
     if len(scales) == 1 and spills[0] is None:
         found = found_inf(parameters, checked=scales[0].checked)
-        scales[0].stepped(found, by)
+        scales[0].stepped(found, by, is_own=bool(scales[0].own(parameters)))
         return found
     owned = [scale.own(parameters) for scale in scales]
     ids = {id(p) for own in owned for p in own}
@@ -39,7 +39,8 @@ def overflowed(parameters: Sequence[Tensor], scales: Sequence[GraphScale], by: o
     flags = [
         spilled
         for scale, spilled in zip(scales, spills, strict=True)
-        if spilled is not None and scale.spilled_last >= began  # not long before, by another model
+        if spilled is not None
+        and scale.spills.last_pass >= began  # not long before, by another model
     ]
     any_spilled = any_of(flags, flags[0].device) if flags else None
     for scale, own, spilled in zip(scales, owned, spills, strict=True):

@@ -24,10 +24,11 @@ from amp_graph.errors import OverflowAbort
 from amp_graph.nonfinite import FirstNonfinite
 from amp_graph.training.caution import Caution, Factors, are_wanted
 from amp_graph.training.checked_gradients import CheckedGradients
-from amp_graph.training.engine import any_of, backward_pass, is_captured, sent
+from amp_graph.training.engine import backward_pass, is_captured, sent
 from amp_graph.training.grad_scaler import is_grad_scaler_around
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, number, save_state
 from amp_graph.training.outcome import Outcome
+from amp_graph.training.spills import Spills
 
 _serials = itertools.count()
 
@@ -57,8 +58,7 @@ class GraphScale:
         self._factors: dict[torch.device, Factors] = {}
         self._alone, self._exposed = Caution(self), Caution(self)
         self._is_exposed = False
-        self._spills: dict[torch.device, Tensor] = {}  # flags of this round
-        self.spilled_last = 0  # the backward pass in which they were last written to
+        self.spills = Spills()
         self.first_pass: int | None = None  # of this round
         self._parameters = weakref.WeakMethod(parameters)
         self._entered = WeakTensorKeyDictionary()  # parameters of others that graphs read
@@ -124,21 +124,12 @@ class GraphScale:
         return found is not None and found[0]() is parameter
 
     def spill_on(self, device: torch.device) -> Tensor:
-        """The flag on a device that is 1 once a gradient overflowed in this round which went out to
-        what the model does not own."""
-        self.spilled_last = backward_pass() or self.spilled_last
-        if device not in self._spills:
-            self._spills.setdefault(device, torch.zeros((), device=device))
-        return self._spills[device]
+        """The flag for gradients that go out to what the model does not own; see `Spills`."""
+        return self.spills.flag_on(device)
 
-    def may_have_spilled(self) -> bool:
-        """Whether gradients went out to others in this round; the host does not wait."""
-        return bool(self._spills) and self.is_on()
-
-    def spilled(self) -> Tensor | None:
-        """Whether one of them overflowed. None if there were none."""
-        flags = [*self._spills.values()]
-        return any_of(flags, flags[0].device) if flags else None
+    def may_have_spilled(self, by: object) -> bool:
+        """Whether what `by` steps may hold some that overflowed and that it was not told of."""
+        return self.is_on() and self.spills.are_new_to(by)
 
     def begin_step(self, by: object) -> None:
         """An optimizer that steps twice in a round has seen it end without a forward (reentrant
@@ -185,7 +176,7 @@ class GraphScale:
         self.config.adjust_(self._state, self._found_inf, self._counts)
         self._is_pending = self._counts = False
         self._stepped_by.clear()
-        self._spills.clear()
+        self.spills.clear()
         self.first_pass = None
         self._forget_factors()
         self._skipped.follow(self._state.skipped, self.config.abort_after)
@@ -240,7 +231,7 @@ class GraphScale:
     def go_on_from(self, config: LossScale, state: ScaleState) -> None:
         self.config, self._state = config, state.copy(self._found_inf.device)
         self._is_pending = self._counts = False
-        self._spills.clear()
+        self.spills.clear()
         self._skipped = _Readback(math.inf)
         self._forget_factors()
 

@@ -25,6 +25,7 @@ from amp_graph.training.found_inf import parameters_of
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.step_guard import StepGuard
 from amp_graph.training.step_record import StepCounts
+from amp_graph.training.undo import closure_of
 
 _scales: weakref.WeakValueDictionary[int, GraphScale] = weakref.WeakValueDictionary()
 _guards: weakref.WeakKeyDictionary[Optimizer, StepGuard] = weakref.WeakKeyDictionary()
@@ -79,21 +80,28 @@ def _in_use() -> list[GraphScale]:
     return [scale for ref in _scales.valuerefs() if (scale := ref()) is not None]
 
 
-def _concerns_a_scale(optimizer: Optimizer) -> bool:
+def _concerns_a_scale(optimizer: Optimizer, has_closure: bool) -> bool:
+    """Whether gradients may be made under a scale that this step uses. What a closure will call is
+    not known."""
     parameters = parameters_of(optimizer)
-    return any(scale.may_have_spilled() or scale.own(parameters) for scale in _in_use())
+    if has_closure:
+        return any(scale.is_on() for scale in _in_use())
+    return any(scale.may_have_spilled(optimizer) or scale.own(parameters) for scale in _in_use())
 
 
 def overflowed_by_hand(parameters: Sequence[Tensor], scale: GraphScale | None, by: object) -> bool:
     """Whether a gradient of these overflowed, which are to be updated without an optimizer."""
     own = [] if scale is None else [scale]
-    spilling = [s for s in _in_use() if s.may_have_spilled() and s is not scale]
+    spilling = [s for s in _in_use() if s is not scale and s.may_have_spilled(by)]
     return bool(overflowed(parameters, [*own, *spilling], by))
 
 
 @not_compiled
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    if not _scales or (optimizer not in _guards and not _concerns_a_scale(optimizer)):
+    if not _scales:
+        return None
+    has_closure = closure_of(args[1:], kwargs) is not None
+    if optimizer not in _guards and not _concerns_a_scale(optimizer, has_closure):
         return None
     guard = _guard_of(optimizer)
     return None if guard.is_stepping else guard.before_unguarded_step(optimizer, args, kwargs)

@@ -76,11 +76,11 @@ class StepGuard:
     def _step(
         self, optimizer: Optimizer, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
+        if closure_of(args, kwargs) is not None:
+            return self._step_with_closure(optimizer, original, args, kwargs)
         scales = self.scales_to_ask(optimizer)
         if not scales:
             return original(*args, **kwargs)
-        if closure_of(args, kwargs) is not None:
-            return self._step_with_closure(optimizer, original, scales, args, kwargs)
         found = overflowed(parameters_of(optimizer), scales, optimizer)
         if _can_skip_by_itself(optimizer):
             self.record.add(found)
@@ -94,25 +94,32 @@ class StepGuard:
 
     @not_compiled
     def _step_with_closure(
-        self,
-        optimizer: Optimizer,
-        original: Callable[..., Any],
-        scales: Sequence[GraphScale],
-        args: Any,
-        kwargs: Any,
+        self, optimizer: Optimizer, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        guarded, args, kwargs = _guarded(optimizer, scales, args, kwargs)
+        if not any(scale.is_on() for scale in self._in_use()):
+            return original(*args, **kwargs)
+        guarded, args, kwargs = self._guarded(optimizer, args, kwargs)
         if guarded.overflowed:
             self.record.add(True)
             return guarded.loss
-        is_at_risk = self._calls_closure_again or not guarded.is_first
+        is_at_risk = not guarded.is_first or (self._calls_closure_again and guarded.is_scaled)
         copies = Copies(optimizer) if is_at_risk else None
         result = original(*args, **kwargs)
         self._calls_closure_again = guarded.calls > 1
-        self.record.add(guarded.overflowed)
+        if guarded.is_scaled:
+            self.record.add(guarded.overflowed)
         if guarded.overflowed and copies is not None:
             copies.put_back(optimizer)
         return result
+
+    def _guarded(
+        self, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> tuple[GuardedClosure, Any, Any]:
+        def overflows() -> bool | None:
+            scales = self.scales_to_ask(optimizer)  # a model may be in its first call only now
+            return _overflows(optimizer, scales) if scales else None
+
+        return guarding_closure(args, kwargs, overflows, type(optimizer))
 
     @not_compiled
     def scales_to_ask(self, optimizer: Optimizer) -> list[GraphScale]:
@@ -122,7 +129,7 @@ class StepGuard:
         explicit = bool(scales) and is_grad_scaler_stepping(sys._getframe())
         for scale in scales:
             scale.driven_by_grad_scaler = explicit
-        spilling = [s for s in self._in_use() if s.may_have_spilled() and s not in scales]
+        spilling = [s for s in self._in_use() if s not in scales and s.may_have_spilled(optimizer)]
         return [] if explicit else [*scales, *spilling]
 
     def scales(self, optimizer: Optimizer) -> list[GraphScale]:
@@ -141,20 +148,20 @@ class StepGuard:
         self._unguarded = self._unguarded + 1 if is_inner else 1  # the one before may have raised
         if self._unguarded > 1:  # a step that calls the step of its base class
             return None
-        self._undo = None
-        scales = self.scales_to_ask(optimizer)
-        if not scales:
-            return None
+        self.record.overflowed, self._undo = False, None
         if closure_of(args[1:], kwargs) is None:
-            self.record.add(bool(overflowed(parameters_of(optimizer), scales, optimizer)))
+            scales = self.scales_to_ask(optimizer)
+            if scales:
+                self.record.add(_overflows(optimizer, scales))
             if self.record.overflowed:
                 self._undo = Copies(optimizer)
                 self._undo.give_zeros()
             return None
-        guarded, others, kwargs = _guarded(optimizer, scales, args[1:], kwargs)
-        self._undo = Copies(optimizer)
-        if guarded.overflowed:
-            self._undo.give_zeros()
+        guarded, others, kwargs = self._guarded(optimizer, args[1:], kwargs)
+        if guarded.is_scaled or not guarded.is_first:
+            self._undo = Copies(optimizer)
+            if guarded.overflowed:
+                self._undo.give_zeros()
         return (optimizer, *others), kwargs
 
     def after_unguarded_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -164,7 +171,7 @@ class StepGuard:
             return
         undo, self._undo = self._undo, None
         closure = closure_of(args[1:], kwargs)
-        if isinstance(closure, GuardedClosure):
+        if isinstance(closure, GuardedClosure) and closure.is_scaled:
             self.record.add(closure.overflowed)
         if undo is not None and self.record.overflowed:
             undo.put_back(optimizer)
@@ -182,13 +189,9 @@ def _can_skip_by_itself(optimizer: Optimizer) -> bool:
     )
 
 
-def _guarded(
-    optimizer: Optimizer, scales: Sequence[GraphScale], args: Any, kwargs: Any
-) -> tuple[GuardedClosure, Any, Any]:
-    def overflows() -> bool:
-        return bool(overflowed(parameters_of(optimizer), scales, optimizer))
-
-    return guarding_closure(args, kwargs, overflows, type(optimizer))
+def _overflows(optimizer: Optimizer, scales: Sequence[GraphScale]) -> bool:
+    """Whether its gradients overflowed; waits for the device."""
+    return bool(overflowed(parameters_of(optimizer), scales, optimizer))
 
 
 def _is_inside_of_a_step() -> bool:

@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 from amp_graph.training.found_inf import parameters_of
 
+Overflows = Callable[[], bool | None]
+
 
 class Copies:
     """An optimizer's parameters, gradients and state as they are now."""
@@ -37,15 +39,19 @@ class GuardedClosure:
     """A closure whose every evaluation is checked; after one that overflowed nothing more is
     evaluated.
 
+    overflows: whether the gradients of an evaluation overflowed; None if they were made under no
+        loss scale.
+
     If the optimizer is known to begin with a call of its closure, that evaluation comes before the
     step, which then need not begin after an overflow. Others move the weights first (SAM).
     """
 
-    def __init__(self, closure: Callable[..., Any], overflows: Callable[[], bool], kind: type):
+    def __init__(self, closure: Callable[..., Any], overflows: Overflows, kind: type):
         self._closure = closure
         self._overflows = overflows
         self.calls = 0
         self.overflowed = False
+        self.is_scaled = False  # any evaluation so far
         self.loss: Any = None
         self.is_first = kind.step.__module__.startswith("torch.optim.")  # type: ignore[attr-defined]
         self._is_ahead = self.is_first
@@ -62,7 +68,9 @@ class GuardedClosure:
     def _evaluate(self, *args: Any, **kwargs: Any) -> None:
         with torch.enable_grad():
             self.loss = self._closure(*args, **kwargs)
-        self.overflowed = self._overflows()
+        found = self._overflows()
+        self.is_scaled |= found is not None
+        self.overflowed = bool(found)
 
 
 def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
@@ -72,7 +80,7 @@ def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., 
 
 
 def guarding_closure(
-    args: Sequence[Any], kwargs: Mapping[str, Any], overflows: Callable[[], bool], kind: type
+    args: Sequence[Any], kwargs: Mapping[str, Any], overflows: Overflows, kind: type
 ) -> tuple[GuardedClosure, Sequence[Any], Mapping[str, Any]]:
     """The closure among a step's arguments guarded, and these with it in its stead."""
     closure = closure_of(args, kwargs)

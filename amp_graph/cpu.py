@@ -1,0 +1,34 @@
+"""What the CPU can do by itself, and what is emulated.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+
+    torch.ops.mkldnn._is_mkldnn_bf16_supported, _is_mkldnn_fp16_supported
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from amp_graph.ir import dtype_name
+
+ASKED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+
+
+def emulates(dtype: torch.dtype) -> bool:
+    """Whether matrix products in a low precision have no kernels for this CPU and go element by
+    element, tens of times slower than in float32 (scripts/emulation.py): in bfloat16 on x86 without
+    AVX-512, say. False where PyTorch does not know, and for other dtypes."""
+    if dtype not in ASKED or not torch.backends.mkldnn.is_available():
+        return False
+    is_supported = getattr(torch.ops.mkldnn, ASKED[dtype], None)
+    return is_supported is not None and not is_supported()
+
+
+def why_emulated(dtypes: Iterable[torch.dtype]) -> str:
+    """What to tell whoever computes in these."""
+    names = ", ".join(sorted(dtype_name(dtype) for dtype in dtypes if emulates(dtype)))
+    others = [dtype_name(dtype) for dtype in ASKED if not emulates(dtype)]
+    better = f"has some for {others[0]}" if others else "is meant for float32"
+    return f"this CPU has no kernels for products in {names}, which PyTorch emulates; it {better}"

@@ -1,0 +1,112 @@
+"""Decide: what becomes of one graph that Dynamo captured, as data.
+
+    Dynamo's graph -- retrace --> captured -- rewrite --> emitted -- lift weights --> lifted
+
+Whatever fails on the way, the decision is for something right: a graph that cannot be retraced runs
+under autocast, one that cannot be rewritten as it was captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import fx
+
+from amp_graph.capture.retrace import retrace
+from amp_graph.errors import MISTAKES
+from amp_graph.ir import Plan
+from amp_graph.oplists import OpLists
+from amp_graph.passes.lift_weights import lift_weights
+from amp_graph.pins import Pins, Saved, pins_for
+from amp_graph.policy import Policy
+from amp_graph.rewrite import device_types, outline, rewrite, split_where_wide
+
+Weights: TypeAlias = tuple[tuple[int, torch.dtype], ...]
+
+
+class Traced(NamedTuple):
+    """What Dynamo hands over: a graph, and fake tensors in place of its inputs."""
+
+    graph: fx.GraphModule
+    inputs: Sequence[Any]
+
+
+class Graphs(NamedTuple):
+    """One graph in ATen form, in its own precision and in mixed precision."""
+
+    captured: fx.GraphModule
+    emitted: fx.GraphModule
+
+
+class Lifted(NamedTuple):
+    """An emitted graph that takes its low-precision weights as inputs, after the captured ones; of
+    each the position of its parameter among those and its dtype; and the kinds of device that the
+    graph computes on."""
+
+    graph: fx.GraphModule
+    weights: Weights
+    devices: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a graph.
+
+    graphs: None if it could not be retraced; the captured one twice if it could not be rewritten.
+    lifted: what is to run; None in both cases.
+    failure: why it could not be rewritten.
+    """
+
+    plan: Plan
+    graphs: Graphs | None = None
+    lifted: Lifted | None = None
+    failure: str = ""
+
+
+def decide(
+    traced: Traced,
+    policy: Policy,
+    lists: OpLists,
+    saved: Saved | None = None,
+    module_names: Mapping[str, str] | None = None,
+) -> Decision:
+    """Decide about a graph of Dynamo's, which is left as it is, under the modes in force.
+
+    `module_names`: see `retrace`. Raises what the user has to mend: PlanError if no saved plan is
+    for this graph, PolicyError if an override cannot be asked.
+    """
+    try:
+        captured = split_where_wide(retrace(traced.graph, module_names), policy, lists)
+    except MISTAKES:
+        raise
+    except Exception as error:
+        reason = " ".join(f"not retraced to ATen ({_in_words(error)})".split())
+        dtype = policy.dtype_for(devices_of_inputs(traced.inputs))
+        return Decision(Plan(dtype, fallback=reason, autocast=True))
+    pins = None if saved is None else _pins_for(captured, saved, policy, lists)
+    try:
+        emitted, plan = rewrite(captured, policy, lists, pins)
+        devices = devices_of_inputs(traced.inputs) | device_types(captured)
+        lifted = Lifted(*lift_weights(emitted, plan), devices)
+    except MISTAKES:
+        raise
+    except Exception as error:
+        nothing_decided = outline(captured, policy, lists)
+        return Decision(nothing_decided, Graphs(captured, captured), failure=_in_words(error))
+    return Decision(plan, Graphs(captured, emitted), lifted)
+
+
+def devices_of_inputs(inputs: Sequence[Any]) -> frozenset[str]:
+    """The kinds of device that these inputs of a graph are on."""
+    return frozenset(x.device.type for x in inputs if isinstance(x, torch.Tensor))
+
+
+def _pins_for(captured: fx.GraphModule, saved: Saved, policy: Policy, lists: OpLists) -> Pins:
+    return pins_for(saved, outline(captured, policy, lists))
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

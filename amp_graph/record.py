@@ -1,0 +1,43 @@
+"""Record: what is known of one conversion. It is kept when the model is gone, for the exit report,
+and must not keep the model alive."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from amp_graph.ir import Plan
+from amp_graph.runtime import warn
+from amp_graph.training.graph_scale import GraphScale
+
+
+@dataclass
+class Record:
+    """The plans of a model's graphs in order of capture, how often each graph ran, where and why
+    graphs ended before the model did, and the loss scale."""
+
+    plans: list[Plan] = field(default_factory=list)
+    runs: Counter[int] = field(default_factory=Counter)
+    breaks: list[str] = field(default_factory=list)
+    scale: GraphScale | None = None
+
+    def add(self, plan: Plan) -> int:
+        """Keep the plan of a graph that was captured, or of code without one; its index."""
+        self.plans.append(plan)
+        return len(self.plans) - 1
+
+    def fall_back(self, index: int, reason: str) -> None:
+        plan = self.plans[index]
+        self.plans[index] = replace(plan, low=frozenset(), casts=(), fallback=reason)
+        warn(f"graph {index} runs as it was captured, in its own precision: {reason}")
+
+    def not_under_autocast(self, index: int, what: str, reason: str) -> None:
+        plan = self.plans[index]
+        why = f"{plan.fallback}; autocast fails ({reason})"
+        self.plans[index] = replace(plan, fallback=why, autocast=False)
+        warn(f"{what} runs in float32: autocast fails ({reason})")
+
+    def not_compiled(self, index: int, reason: str) -> None:
+        reason = " ".join(reason.split())
+        self.plans[index] = replace(self.plans[index], uncompiled=reason)
+        warn(f"graph {index} is not compiled, but runs operator by operator: {reason}")

@@ -1,0 +1,81 @@
+"""A CPU without kernels for a low precision: a warning, and nothing that needs the kernels."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from counting import DispatchCounter
+from torch import nn
+from training import Mlp
+
+import amp_graph
+from amp_graph import ConversionWarning, Policy, cpu
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
+    """The low precisions that the CPU has no kernels for; both, unless a test takes one out."""
+    found = {torch.bfloat16, torch.float16}
+    for module in ("cpu", "captured_calls", "capture.recurrent"):
+        monkeypatch.setattr(f"amp_graph.{module}.emulates", found.__contains__)
+    return found
+
+
+def messages(model: nn.Module, calls: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(calls):
+            model(torch.ones(2, 4))
+    return [str(w.message) for w in caught if w.category is ConversionWarning]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_first_call_warns(emulated: set[torch.dtype], dtype: str) -> None:
+    (message,) = messages(amp_graph.convert(Mlp(), policy=dtype), calls=2)
+    assert message.startswith("Mlp may be slower than in float32")
+    assert f"no kernels for products in {dtype}" in message and "meant for float32" in message
+
+
+def test_the_warning_names_a_precision_that_has_kernels(emulated: set[torch.dtype]) -> None:
+    emulated.discard(torch.bfloat16)
+    assert messages(amp_graph.convert(Mlp(), policy="bfloat16"), calls=1) == []
+    (message,) = messages(amp_graph.convert(Mlp(), policy="float16"), calls=1)
+    assert "it has some for bfloat16" in message
+
+
+def test_a_model_that_stays_in_float32_is_not_slower(emulated: set[torch.dtype]) -> None:
+    (message,) = messages(amp_graph.convert(Mlp(), policy=Policy(keep_float32="*")), calls=1)
+    assert "nothing of Mlp was converted" in message
+
+
+def test_what_is_no_low_precision_is_not_emulated() -> None:
+    assert not cpu.emulates(torch.float32)
+
+
+class Names(DispatchCounter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def record(self, name, args, result) -> None:
+        self.names.add(name)
+
+
+@pytest.mark.parametrize("emulates", [True, False])
+def test_a_compiled_lstm_does_not_ask_onednn_for_what_it_lacks(
+    traced: None, emulated: set[torch.dtype], emulates: bool
+) -> None:
+    if not emulates:
+        emulated.clear()
+        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            pytest.skip("this CPU has no kernels for bfloat16")
+    policy = Policy(dtype="bfloat16", compiler="inductor")
+    model = amp_graph.convert(nn.LSTM(4, 8), policy=policy)
+    with Names() as found, torch.no_grad():
+        model(torch.randn(3, 2, 4))
+    assert ("mkldnn_rnn_layer" in found.names) == (not emulates)
+    assert amp_graph.plans(model)[0].uncompiled is None
