@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
+
+from amp_graph.cpu import emulates
 
 from .case import Case, floating_outputs
 
@@ -49,8 +51,13 @@ class Errors:
         return statistics.median(getattr(self, name))
 
 
-def autocast() -> AbstractContextManager:
-    return torch.autocast("cpu", torch.bfloat16)
+@contextmanager
+def autocast() -> Iterator[None]:
+    """Without oneDNN on a CPU for which it has no kernels: PyTorch hands it LSTMs all the same."""
+    lacks_kernels = emulates(torch.bfloat16)
+    without = torch.backends.mkldnn.flags(enabled=False) if lacks_kernels else nullcontext()
+    with without, torch.autocast("cpu", torch.bfloat16):
+        yield
 
 
 def vector(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
