@@ -19,6 +19,7 @@ from torch._dynamo.exc import RestartAnalysis
 from amp_graph.capture.grad_modes import mode_after, recorded_nodes
 from amp_graph.decide import Decision, Lifted, Traced, devices_of_inputs
 from amp_graph.eager import code_of, eager
+from amp_graph.emulation import emulated_nodes
 from amp_graph.inductor import compile_graph as inductor
 from amp_graph.ir import NodeFacts, Plan
 from amp_graph.modules import Run
@@ -47,6 +48,7 @@ class Assembler:
         self._lists = lists
         self._record = record
         self._scale_for = scale_for
+        self._emulated = emulated_nodes(policy, lists)
         self._weights = LowPrecisionWeights(kept=policy.refresh_weights == ON_CHANGE)
 
     def assemble(self, index: int, decision: Decision, traced: Traced) -> Run:
@@ -65,7 +67,7 @@ class Assembler:
         )
 
     def _rewritten(self, index: int, plan: Plan, lifted: Lifted, traced: Traced) -> Boundary:
-        by_operator = eager(lifted.graph)
+        by_operator = eager(lifted.graph, self._emulated)
         run, parameters = by_operator.forward, _parameters_read(lifted.graph, self._lists)
         if self._policy.compiler == "inductor":
             parameters = dict.fromkeys(parameters, False)

@@ -29,7 +29,7 @@ from amp_graph.errors import AmpGraphError, PolicyError
 from amp_graph.exit_report import write_report
 from amp_graph.first_call import Models
 from amp_graph.ir import Level
-from amp_graph.policy import COMPILERS, REFRESH, Policy
+from amp_graph.policy import COMPILERS, EMULATION, REFRESH, Policy
 from amp_graph.runtime import ConversionWarning
 from amp_graph.script_models import Model
 
@@ -58,6 +58,7 @@ VARIABLES = {
     "AMP_GRAPH_DUMP": "a folder for annotated graphs and the report",
     "AMP_GRAPH_LEVEL": f"how far tensors are narrowed: {' or '.join(LEVELS)}",
     "AMP_GRAPH_REFRESH_WEIGHTS": f"low-precision weights are made anew {' or '.join(REFRESH)}",
+    "AMP_GRAPH_EMULATION": f"what a CPU without kernels computes by: {' or '.join(EMULATION)}",
     "AMP_GRAPH_COMPILER": f"what runs the graphs: {' or '.join(COMPILERS)}",
     "AMP_GRAPH_SKIP": "module paths that stay in float32, with * and ?, by commas",
     "AMP_GRAPH_VERBOSE": "1 says what is converted, when it is",
@@ -90,6 +91,7 @@ class Settings:
             loss_scale=_loss_scale(given.get("AMP_GRAPH_LOSS_SCALE", "")),
             level=_choice(given, "AMP_GRAPH_LEVEL", ("", *LEVELS)) or "balanced",
             refresh_weights=_choice(given, "AMP_GRAPH_REFRESH_WEIGHTS", ("", *REFRESH)) or "always",
+            emulation=_choice(given, "AMP_GRAPH_EMULATION", ("", *EMULATION)) or "native",
             compiler=_choice(given, "AMP_GRAPH_COMPILER", ("", *COMPILERS)) or "eager",
         )
         policy.load_lists()

@@ -10,7 +10,7 @@ Where autocast fails, code runs in float32.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -186,8 +186,11 @@ class CapturedCalls:
         if not converted:
             why = why_nothing_is_low(self._record.plans)
             warn(f"nothing of {self._name} was converted: {why}")
-        elif "cpu" in devices_of(self._module) and any(map(emulates, converted)):
+        elif self._policy.emulation == "native" and self._is_emulated(converted):
             warn(f"{self._name} may be slower than in float32: {why_emulated(converted)}")
+
+    def _is_emulated(self, dtypes: Iterable[torch.dtype]) -> bool:
+        return "cpu" in devices_of(self._module) and any(map(emulates, dtypes))
 
     def _judge(self, watch: Outside) -> None:
         """Run the code between graphs under autocast if it did what belongs in low precision."""

@@ -30,5 +30,8 @@ def why_emulated(dtypes: Iterable[torch.dtype]) -> str:
     """What to tell whoever computes in these."""
     names = ", ".join(sorted(dtype_name(dtype) for dtype in dtypes if emulates(dtype)))
     others = [dtype_name(dtype) for dtype in ASKED if not emulates(dtype)]
-    better = f"has some for {others[0]}" if others else "is meant for float32"
-    return f"this CPU has no kernels for products in {names}, which PyTorch emulates; it {better}"
+    better = f"It has some for {others[0]}; else " if others else ""
+    return (
+        f"this CPU has no kernels for products in {names}, which PyTorch emulates. {better}"
+        f'Policy(emulation="float32") emulates them tens of times faster'
+    )

@@ -1,6 +1,7 @@
 """Eager: the form of a graph that runs operator by operator.
 
     torch.ops.aten.mm.default(x, w)      ->   torch.mm(x, w)
+    the same, emulated                   ->   that of widened values, rounded
     tag_activation_checkpoint(body, x)   ->   torch.utils.checkpoint.checkpoint(body, x)
     autograd_function_apply(f, b, x)     ->   a torch.autograd.Function of f and b
 
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_graph.capture.aten import CAST, SELECTIVE
 from amp_graph.custom_function import applied, can_apply, differentiable, second_halves
+from amp_graph.emulation import in_float32, nothing_emulated
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 BINDINGS = (torch, torch._C._nn, torch.Tensor)  # where they are looked for; 2.11 - 2.15
@@ -31,14 +33,19 @@ OTHER_ARGUMENTS = {"to"}  # bindings that do not take the arguments of their ope
 NATIVE = (BuiltinFunctionType, MethodDescriptorType)  # not Python code of torch
 
 
-def eager(module: fx.GraphModule) -> fx.GraphModule:
+def eager(
+    module: fx.GraphModule, emulated: Callable[[fx.Node], bool] = nothing_emulated
+) -> fx.GraphModule:
     """The graph with other callables in place of its operators, in its bodies too; the module
-    itself if there is nothing to replace."""
+    itself if there is nothing to replace. `emulated`: which nodes are to be computed `in_float32`.
+    """
     bodies = {name: m for name, m in module.named_children() if isinstance(m, fx.GraphModule)}
-    replaced = {name: eager(body) for name, body in bodies.items()}
+    replaced = {name: eager(body, emulated) for name, body in bodies.items()}
     for half in second_halves(module.graph):
         replaced[half] = differentiable(replaced[half])
     called = {n.name: call for n in module.graph.nodes if (call := _called_for(n)) is not None}
+    for node in filter(emulated, module.graph.nodes):
+        called[node.name] = in_float32(called.get(node.name, node.target))
     if not called and all(replaced[name] is body for name, body in bodies.items()):
         return module
     graph = copy.deepcopy(module.graph)

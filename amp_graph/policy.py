@@ -17,6 +17,7 @@ from amp_graph.training.loss_scale import LossScale
 OUTPUT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 LOW_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 COMPILERS = ("eager", "inductor")
+EMULATION = ("native", "float32")
 REFRESH = (ALWAYS, ON_CHANGE) = "always", "on_change"
 FLOAT16_DEVICES = frozenset({"cuda", "mps"})  # elsewhere float16 arithmetic is emulated or slow
 
@@ -90,6 +91,9 @@ class Policy:
         "on_change", for inference and gradient accumulation: before a call after something was
         seen to change. Seen are optimizers of PyTorch's, `load_state_dict` and all that raises a
         parameter's version; writes through `parameter.data` are not (see `training.traces`).
+    emulation: how a CPU without kernels for the low precision computes products in it: "native",
+        PyTorch's way, element by element; or "float32", by float32 kernels, whose results are
+        rounded, tens of times faster.
     compiler: what runs the rewritten graphs: "eager", PyTorch operator by operator, or "inductor",
         which compiles them.
     compiler_options: for Inductor, a mode of `torch.compile`, such as "reduce-overhead" (CUDA
@@ -105,6 +109,7 @@ class Policy:
     loss_scale: LossScale | float | str | None = "dynamic"
     level: Level | str = Level.BALANCED
     refresh_weights: str = ALWAYS
+    emulation: str = "native"
     compiler: str = "eager"
     compiler_options: str | Mapping[str, Any] | None = None
 
@@ -128,6 +133,8 @@ class Policy:
                 f"loss_scale must be 'dynamic', a number, a LossScale or None, "
                 f"not {self.loss_scale!r}"
             )
+        if self.emulation not in EMULATION:
+            raise PolicyError(f"emulation must be {_either(EMULATION)}, not {self.emulation!r}")
         if self.refresh_weights not in REFRESH:
             raise PolicyError(
                 f"refresh_weights must be {_either(REFRESH)}, not {self.refresh_weights!r}"
@@ -137,6 +144,8 @@ class Policy:
     def _check_compiler(self) -> None:
         if self.compiler not in COMPILERS:
             raise PolicyError(f"compiler must be {_either(COMPILERS)}, not {self.compiler!r}")
+        if self.compiler == "inductor" and self.emulation == "float32":
+            raise PolicyError("emulation='float32' is for compiler='eager'")
         if self.compiler_options is None:
             return
         if self.compiler == "eager":

@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from demo import WARM_UP_STEPS, Contestant, DigitNet, load
+from demo import WARM_UP_STEPS, WIDTH, Contestant, DigitNet, load
 from rich.console import Console
 from rich.progress import track
 
@@ -55,7 +55,7 @@ class Operators(DispatchCounter):
 def contestant() -> Contestant:
     torch.manual_seed(0)
     policy = amp_graph.Policy("bfloat16", loss_scale=amp_graph.LossScale())
-    return Contestant(amp_graph.convert(DigitNet(), policy=policy))
+    return Contestant(amp_graph.convert(DigitNet(WIDTH), policy=policy))
 
 
 def processor_seconds(one: Contestant, x: torch.Tensor, y: torch.Tensor) -> float:

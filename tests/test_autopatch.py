@@ -63,10 +63,11 @@ def test_models_of_a_script_are_compiled_if_asked(start, traced):
     kept = Settings.read({"AMP_GRAPH_REFRESH_WEIGHTS": "on_change"}).policy
     assert kept.refresh_weights == "on_change"
     assert Settings.read({}).policy.compiler == "eager"
+    assert Settings.read({"AMP_GRAPH_EMULATION": "float32"}).policy.emulation == "float32"
 
 
 def test_the_table_of_variables_is_what_is_read():
-    assert len(VARIABLES) == 1 + 2 + 2 * len(COLORS) + 7
+    assert len(VARIABLES) == 1 + 2 + 2 * len(COLORS) + 8
     assert Settings.read({"PATH": "x", **dict.fromkeys(VARIABLES, "")}) == Settings()
 
 
@@ -77,6 +78,7 @@ WRONG = {
         "never",
         "AMP_GRAPH_REFRESH_WEIGHTS=never: choose one of always, on_change",
     ),
+    "EMULATION": ("gpu", "AMP_GRAPH_EMULATION=gpu: choose one of native, float32"),
     "COMPILER": ("nvcc", "AMP_GRAPH_COMPILER=nvcc: choose one of eager, inductor"),
     "VERBOSE": ("2", "AMP_GRAPH_VERBOSE=2: choose one of 1, true, yes, on, 0, false, no, off"),
     "LOSS_SCALE": ("big", "AMP_GRAPH_LOSS_SCALE=big: choose dynamic, none or a number above 0"),

@@ -27,6 +27,7 @@ from amp_graph.capture.dynamo import captured_call, is_of_capture
 from amp_graph.capture.frames import Frames
 from amp_graph.compiler import Compiler
 from amp_graph.conversion import found_conversion
+from amp_graph.emulation import emulated_nodes, in_float32
 from amp_graph.errors import AmpGraphError
 from amp_graph.ir import Plan
 from amp_graph.modules import Run, call_with, path_by_id, plain_code, unchanged
@@ -81,6 +82,7 @@ class Rerun:
         policy = replace(policy, compiler="eager", compiler_options=None)
         self.model = model
         self.compiler = Compiler(policy, saved)
+        self.emulated = emulated_nodes(policy, self.compiler.lists)
         self.replaced: dict[int, fx.GraphModule] = {}
         self._mixed = False
         self._observer = Observer()
@@ -215,7 +217,11 @@ class _Watched(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if isinstance(n.target, OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags:
             torch.manual_seed(SEED + hash_of(n.name))  # casts draw none, but orders may differ
-        value = self._run_inside(n) if _is_entered(n) else super().run_node(n)
+        if self.rerun.emulated(n):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            value = in_float32(cast(Any, n.target))(*args, **kwargs)
+        else:
+            value = self._run_inside(n) if _is_entered(n) else super().run_node(n)
         place = self.place
         self.rerun.show(Place(place.call, place.graph, place.body, n.name), n, value)
         return value
