@@ -2,11 +2,11 @@
 
     y = linear(x, w)   ->   y = linear(x.float(), w.float()).to(x.dtype)
 
-PyTorch emulates such products element by element. Kernels for float32 are tens of times faster, and
-what comes out is what a matrix unit would give, which adds up in float32 too: values are rounded
-where they are stored, before and after. For the backward pass operands are kept as they came, in
-low precision; the product is computed again there, and differentiated. NVCaffe called this
-pseudo-FP16: storage in float16, math in float32.
+PyTorch emulates such products element by element. Kernels for float32 are tens of times faster
+(`scripts/emulation.py`), and what comes out is what a matrix unit would give, which adds up in
+float32 too: values are rounded where they are stored, before and after. For the backward pass
+operands are kept as they came, in low precision; the product is computed again there, and
+differentiated. NVCaffe called this pseudo-FP16: storage in float16, math in float32.
 """
 
 from __future__ import annotations

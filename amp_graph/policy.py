@@ -93,7 +93,7 @@ class Policy:
         parameter's version; writes through `parameter.data` are not (see `training.traces`).
     emulation: how a CPU without kernels for the low precision computes products in it: "native",
         PyTorch's way, element by element; or "float32", by float32 kernels, whose results are
-        rounded, tens of times faster.
+        rounded, several times faster (see `emulation`).
     compiler: what runs the rewritten graphs: "eager", PyTorch operator by operator, or "inductor",
         which compiles them.
     compiler_options: for Inductor, a mode of `torch.compile`, such as "reduce-overhead" (CUDA
