@@ -44,8 +44,6 @@ from amp_graph.runtime import (
     without_autocast,
 )
 
-MAX_CAPTURES = 16  # calls that captured something, less one for
-REPAID_BY = 4  # calls that did not
 # Of Dynamo, for what it cannot capture: that is often where a number or a size that depends on data
 # is asked for its value, of which it tells in many ways.
 BREAK_AT_DATA = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
@@ -66,7 +64,6 @@ class CapturedCalls:
         self._watch = Outside(self._lists) if can_watch() else None  # in the next call
         self._is_watched = self._watch is not None  # again, when something is captured
         self._is_new = True
-        self._captures = 0.0  # not yet repaid
         self._frames = Frames()
         self._graph_runs = 0
         self._settings: Mapping[str, Any] = {}  # of Dynamo, other than usual
@@ -79,14 +76,21 @@ class CapturedCalls:
     def _capture(self) -> None:
         """Capture anew, from the next call on."""
         self._captured_as = _code_of(self._module)
-        settings = {**self._settings, **self._hooks.settings()}
-        captured = captured_call(self._module, self._compile_graph, self._frames, **settings)
-        self._run = self._around(captured)
+        self._run = self._around(self._captured())
+
+    def _captured(self) -> Run:
+        hooks, own = self._hooks, self._settings
+        return captured_call(
+            self._module, self._compile_graph, self._frames, lambda: {**own, **hooks.settings()}
+        )
 
     def _begin_again(self, has_captured: bool = True) -> None:
         """After a call that raised: it tells nothing of the model, and what Dynamo was capturing
         meanwhile it would never capture again."""
-        if has_captured:
+        self._frames.end_call(has_captured)
+        if self._frames.are_too_many():
+            self._stop_capturing()
+        elif has_captured:
             self._capture()
         if self._watch is not None:
             self._watch = Outside(self._lists)
@@ -95,7 +99,7 @@ class CapturedCalls:
         if self._own_code is not None:
             return self._own_code(*args, **kwargs)
         # fully_shard() changes the class.
-        if _code_of(self._module) != self._captured_as or self._hooks.have_come():
+        if _code_of(self._module) != self._captured_as or self._hooks.have_changed():
             self._capture()
         frames, runs, uncaptured = self._frames.begun, self._graph_runs, None
         records = torch.is_grad_enabled()
@@ -116,7 +120,7 @@ class CapturedCalls:
             has_begun = self._graph_runs != runs
             result = self._run_uncaptured(uncaptured, has_begun, args, kwargs)
         has_captured = self._frames.begun != frames
-        if has_captured or self._captures or self._is_new or self._watch is not None:
+        if has_captured or self._frames.unpaid or self._is_new or self._watch is not None:
             self._look_back(has_captured)
         return result
 
@@ -172,13 +176,12 @@ class CapturedCalls:
             self._is_new = False
             self._tell_of_first_call()
         self._record.breaks += self._frames.take_skipped()
+        self._frames.end_call(has_captured)
         if not has_captured:
-            self._captures = max(0.0, self._captures - 1 / REPAID_BY)
             return
-        self._captures += 1
         if self._is_watched:
             self._watch = Outside(self._lists)
-        if self._captures >= MAX_CAPTURES:
+        if self._frames.are_too_many():
             self._stop_capturing()
 
     def _tell_of_first_call(self) -> None:
@@ -261,15 +264,16 @@ class CapturedCalls:
 
     def _autocast_around(self, run: Run, index: int) -> Run:
         """A captured call, with the code between its graphs, for which plan `index` stands, under
-        autocast if it can be."""
-        report = partial(self._not_under_autocast, index)
-        run = self._under_autocast(run)
-        return or_else(run, self._capture_in_float32, report, self._module, DYNAMO_ERRORS)
+        autocast if it can be; else it is captured without, and goes on so."""
 
-    def _capture_in_float32(self) -> Run:
-        self._around = _no_autocast_around
-        self._capture()
-        return self._run
+        def report(reason: str) -> None:
+            self._around = _no_autocast_around
+            self._not_under_autocast(index, reason)
+
+        def without() -> Run:
+            return _no_autocast_around(self._captured())
+
+        return or_else(self._under_autocast(run), without, report, self._module, DYNAMO_ERRORS)
 
     def _under_autocast(self, run: Run) -> Run:
         return under_autocast(run, devices_of(self._module), self.own_dtype())

@@ -17,12 +17,13 @@ from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.captured_calls import CapturedCalls
 from amp_graph.compiler import Compiler
 from amp_graph.copies import SLOT, StandIn, put_in, take_out
+from amp_graph.eager import code_of, eager
 from amp_graph.errors import AmpGraphError
 from amp_graph.modules import Run, call_with, path_by_id, plain_code, unchanged, unwrapped
 from amp_graph.pins import Saved
 from amp_graph.policy import Policy
 from amp_graph.results import map_tensors
-from amp_graph.runtime import autocast_devices, without_autocast
+from amp_graph.runtime import autocast_devices, restoring_grad_mode, without_autocast
 from amp_graph.training.engine import never_captured
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.optimizers import attach, detach, drop_scale, use_scale
@@ -123,7 +124,8 @@ class Conversion(StandIn):
         if widened:
             plan = record.plans[-1]
             written = written_inputs(plan) if plan.facts else frozenset(widened)
-            run = taking_narrow(run, widened, written)
+            original = restoring_grad_mode(code_of(eager(graph)))
+            run = taking_narrow(run, original, widened, written)
         counted = self._calls.of_graph(graph, run, len(record.plans) - 1, names)
         self._runs.append(counted)
         return counted

@@ -234,6 +234,8 @@ def _check_model(model: Any) -> None:
     forward = type(unwrapped(model)).forward
     if inspect.iscoroutinefunction(forward) or inspect.isasyncgenfunction(forward):
         raise AmpGraphError(f"{name}.forward is asynchronous; convert the modules that it calls")
+    if inspect.isgeneratorfunction(forward):
+        raise AmpGraphError(f"{name}.forward is a generator; convert the modules that it calls")
     if unwrapped(model).__dict__.get("_compiled_call_impl") is not None:
         raise AmpGraphError(
             f"{name} was compiled by its compile(), which would run instead; convert it first, or "

@@ -14,7 +14,7 @@ from training import assert_same_gradients
 
 import amp_graph
 from amp_graph import ConversionWarning
-from amp_graph.captured_calls import MAX_CAPTURES
+from amp_graph.capture.frames import MAX_CAPTURES
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import amp_graph
 from amp_graph import ConversionWarning
-from amp_graph.captured_calls import MAX_CAPTURES, REPAID_BY
+from amp_graph.capture.frames import MAX_CAPTURES, REPAID_BY
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 X = torch.randn(20, 16)
@@ -101,3 +101,29 @@ def test_why_nothing_is_captured_is_said() -> None:
         model(X)
     assert "in forward: " in str(amp_graph.explain(model))
     assert "in forward: " in amp_graph.plans(model)[0].fallback
+
+
+class LeavesEarly(nn.Module):
+    """By an exception, in each call, as feature extractors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        self.found(hidden)
+        return self.second(hidden)
+
+    @torch._dynamo.disable
+    def found(self, hidden: torch.Tensor) -> None:
+        raise StopIteration(hidden)
+
+
+@pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning")
+def test_a_model_that_raises_in_each_call_is_not_captured_for_ever() -> None:
+    model = amp_graph.convert(LeavesEarly())
+    for _ in range(MAX_CAPTURES + 4):
+        with pytest.raises(StopIteration):
+            model(torch.randn(2, 4))
+    assert len(amp_graph.plans(model)) <= MAX_CAPTURES + 1

@@ -192,3 +192,65 @@ def test_a_region_of_the_models_own_may_ask() -> None:
     fallbacks = {plan.fallback for plan in amp_graph.plans(model)}
     assert len(fallbacks) == 2
     assert all(reason is None or "between graphs" in reason for reason in fallbacks)
+
+
+class Shares(nn.Module):
+    """Code that is not captured returns a tensor and a view of it; a graph writes into one of them
+    and reads the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    @torch._dynamo.disable
+    def middle(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.second(x)
+        return y, y[:, :8]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, view = self.middle(torch.relu(self.first(x)))
+        y.mul_(3)
+        return view * 1.0
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+def test_what_shares_memory_goes_on_sharing_it(policy: str) -> None:
+    torch.manual_seed(0)
+    plain = Shares()
+    model = amp_graph.convert(copy.deepcopy(plain), policy=policy)
+    for _ in range(3):
+        plain.zero_grad(), model.zero_grad()
+        expected, result = plain(X), model(X)
+        torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
+        expected.sum().backward(), result.sum().backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert distance(p.grad, q.grad) < 0.02
+
+
+class Refuses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.dtypes: list[torch.dtype] = []
+
+    @torch._dynamo.disable
+    def middle(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 3:
+            raise ValueError("a bad batch")
+        y = self.second(x)
+        self.dtypes.append(y.dtype)
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.middle(torch.relu(self.first(x))) + 1
+
+
+def test_an_error_of_the_model_s_own_does_not_end_autocast() -> None:
+    model = amp_graph.convert(Refuses(), policy="bfloat16")
+    for size in (8, 8, 3, 8, 8):
+        if size == 3:
+            with pytest.raises(ValueError, match="a bad batch"):
+                model(X[:size])
+        else:
+            model(X[:size])
+    assert model.dtypes[1] is model.dtypes[-1] is torch.bfloat16

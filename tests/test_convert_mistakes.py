@@ -95,3 +95,18 @@ def test_restore_and_plans_need_a_converted_model() -> None:
     for function in (amp_graph.restore, amp_graph.plans):
         with pytest.raises(AmpGraphError, match="not converted"):
             function(Net())
+
+
+def test_a_forward_that_is_a_generator_is_refused() -> None:
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            while True:
+                x = self.layer(x)
+                yield x
+
+    with pytest.raises(AmpGraphError, match=r"Tokens.forward is a generator"):
+        amp_graph.convert(Tokens())

@@ -8,7 +8,12 @@ import pytest
 import torch
 from nets import Net, low_share
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+    register_module_full_backward_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 import amp_graph
@@ -85,3 +90,41 @@ def test_hooks_of_tensors_have_nothing_captured_anew() -> None:
     for _ in range(3):
         model(X).register_hook(lambda gradient: gradient)
     assert len(amp_graph.plans(model)) == 1
+
+
+FOR_ALL = {
+    "forward": register_module_forward_hook,
+    "forward pre": register_module_forward_pre_hook,
+    "backward": register_module_full_backward_hook,
+    "backward pre": register_module_full_backward_pre_hook,
+}
+
+
+@pytest.mark.parametrize("kind", FOR_ALL)
+def test_hooks_for_all_modules_run_and_go_though_others_came_before(kind: str) -> None:
+    model, seen = amp_graph.convert(Net()), []
+    model.first.register_forward_hook(lambda *_: None)
+    for _ in range(2):
+        model(X).sum().backward()
+        hook = FOR_ALL[kind](lambda *_: seen.append(1))
+        model(X).sum().backward()
+        assert seen
+        hook.remove()
+        seen.clear()
+        model(X).sum().backward()
+        assert not seen
+
+
+class Wide(nn.Linear):
+    """Of another type than what it replaces."""
+
+
+def test_a_hook_runs_of_a_module_that_is_put_in_later() -> None:
+    new = Wide(16, 4)
+    seen: list[int] = []
+    new.register_forward_hook(lambda *_: seen.append(1))
+    model = amp_graph.convert(Net())
+    model(X)
+    model.second = new
+    model(X)
+    assert seen

@@ -232,3 +232,32 @@ def test_a_raw_loop_that_asks_and_adam_beside_it() -> None:
     overflow(model)
     optimizer.step()
     assert same(snapshot(model, optimizer), before)
+
+
+def test_an_overflow_that_is_clipped_by_value_is_one_all_the_same() -> None:
+    """As with GradScaler, which looks before the clipping."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    scaler = torch.amp.GradScaler("cpu")
+    plain, x = copy.deepcopy(model), torch.linspace(-1, 1, 16).view(4, 4)
+    optimizers = [SGD(m.parameters(), lr=0.01) for m in (model, plain)]
+    amp_graph.convert(model, optimizers[0], policy="float16")
+    target = torch.tensor([[0.0], [0.0], [0.0], [10.0]])
+    stepped = []
+    for _ in range(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (model(x) - target).square().mean().backward()
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        stepped.append(optimizers[0].step())
+        with torch.autocast("cpu", torch.float16):
+            result = plain(x)
+        scaler.scale((result.float() - target).square().mean()).backward()
+        scaler.unscale_(optimizers[1])
+        nn.utils.clip_grad_value_(plain.parameters(), 1.0)
+        scaler.step(optimizers[1])
+        scaler.update()
+    assert False in stepped and stepped[-1] is True
+    assert amp_graph.scale_of(model).get_scale() == scaler.get_scale()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from training import scaled
 
 import amp_graph
@@ -202,3 +203,104 @@ def test_an_optimizer_without_a_scale_keeps_its_closure_to_itself() -> None:
     optimizer.step(closure)
     assert all(calls) and len(calls) >= 3
     assert amp_graph.step_counts(optimizer).stepped == 0
+
+
+def test_flags_are_float32_whatever_the_default_is() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        G, D = generator().float(), discriminator().float()
+        amp_graph.convert(D, SGD(D.parameters(), lr=1e-3), policy="float16")
+        D(G(Z)).mean().backward()
+        assert all(bool(p.grad.isfinite().all()) for p in G.parameters())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_gradient_that_is_only_looked_at_lowers_no_scale() -> None:
+    """It may be NaN by the loss, of a task that is logged, say."""
+    G, D = generator(), discriminator()
+    optimizer = SGD([*G.parameters(), *D.parameters()], lr=1e-3)
+    for model in (G, D):
+        amp_graph.convert(model, optimizer, policy=scaled(2.0**4))
+    for _ in range(6):
+        optimizer.zero_grad()
+        result = D(G(Z))
+        torch.autograd.grad((result - result).sqrt().sum(), [*G.parameters()], retain_graph=True)
+        result.mean().backward()
+        assert optimizer.step() is True
+    assert amp_graph.scale_of(D).get_scale() == 2.0**4
+
+
+class Steep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4, bias=False).requires_grad_(False)
+        nn.init.constant_(self.layer.weight, 1e-5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * 1e6
+
+
+def test_no_overflow_reaches_a_plain_model_whose_input_has_a_gradient() -> None:
+    G, D = nn.Linear(4, 8), Steep()
+    optimizer = SGD(G.parameters(), lr=1e-3)
+    amp_graph.convert(D, policy="float16")
+    for _ in range(30):
+        optimizer.zero_grad()
+        D(G(Z.clone().requires_grad_())).sum().backward()
+        optimizer.step()
+    assert are_finite(G)
+    counts = amp_graph.step_counts(optimizer)
+    assert counts.skipped > 0 and counts.stepped > 0
+
+
+def test_a_model_that_was_trained_and_is_frozen_is_scaled_up_again() -> None:
+    G, D = generator(), discriminator()
+    of_g, of_d = SGD(G.parameters(), lr=1e-3), SGD(D.parameters(), lr=1e-3)
+    amp_graph.convert(D, of_d, policy=scaled(2.0**10, growth_interval=2))
+    D(G(Z)).mean().backward()
+    of_d.step()
+    D.requires_grad_(False)
+    before = amp_graph.scale_of(D).get_scale()
+    for _ in range(6):
+        of_g.zero_grad()
+        D(G(Z)).mean().backward()
+        of_g.step()
+    assert amp_graph.scale_of(D).get_scale() > before
+
+
+def test_updates_by_hand_are_scaled_beside_the_grad_scaler_of_another_model() -> None:
+    other, model = nn.Linear(4, 4), amp_graph.convert(discriminator(), policy="float16")
+    scaler, optimizer = torch.amp.GradScaler("cpu"), SGD(other.parameters(), lr=1e-3)
+    for _ in range(2):
+        scaler.scale(other(Z).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        model(torch.randn(4, 8)).mean().backward()
+        amp_graph.has_finite_gradients(model)
+    assert amp_graph.scale_of(model).get_scale() > 1
+
+
+@pytest.mark.parametrize("kind", ["own", "everybody's"])
+@pytest.mark.parametrize("policy", ["float16", None])
+def test_hooks_of_a_step_come_before_its_closure(kind: str, policy: str | None) -> None:
+    """One that clears gradients, say, must not clear those that the closure made."""
+    amp_graph.convert(discriminator(), policy="float16")  # in use, whoever steps
+    model = nn.Linear(4, 4)
+    if policy:
+        amp_graph.convert(model, policy=policy)
+    optimizer, order = SGD(model.parameters(), lr=0.1), []
+    add = optimizer.register_step_pre_hook if kind == "own" else register_optimizer_step_pre_hook
+    hook = add(lambda *_: order.append("hook"))
+
+    def closure() -> Tensor:
+        order.append("closure")
+        optimizer.zero_grad()
+        loss = model(Z).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    hook.remove()
+    assert order == ["hook", "closure"] * 3

@@ -12,7 +12,7 @@ from nets import Net, low_share
 from torch import nn
 
 import amp_graph
-from amp_graph.captured_calls import MAX_CAPTURES
+from amp_graph.capture.frames import MAX_CAPTURES
 from amp_graph.runtime import Guarded
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

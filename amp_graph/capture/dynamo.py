@@ -86,7 +86,10 @@ SETTINGS: dict[str, Any] = {
 
 
 def captured_call(
-    module: nn.Module, compile_graph: GraphCompiler, frames: Frames, **changed: Any
+    module: nn.Module,
+    compile_graph: GraphCompiler,
+    frames: Frames,
+    changed: Callable[[], Mapping[str, Any]] = dict,
 ) -> Callable[..., Any]:
     """Return a function that runs `module(...)` with every graph of it given to the method
     `compile_graph`, whose object has to keep what it returns: Dynamo keeps what it gets for good,
@@ -95,8 +98,8 @@ def captured_call(
     Dynamo skips frames of torch.nn itself, so that a bare nn.Sequential or nn.LSTM would never
     be captured; the function returned is a frame outside torch.nn that calls into it. Its code
     object is its own, because Dynamo counts recompilations per code object. Hooks of the module
-    are captured with it, save those of FSDP. `frames` counts its captures. `changed` are settings
-    other than SETTINGS.
+    are captured with it, save those of FSDP. `frames` counts its captures. `changed` is asked at
+    each for settings other than SETTINGS; it must not keep the module alive.
     """
     _forget_abandoned()
     call_impl: Callable[..., Any] = type(module)._call_impl
@@ -122,7 +125,7 @@ def captured_call(
         return lambda *args: run()(*args)
 
     context: Any = torch._dynamo.optimize(backend=backend)
-    context.callback = _with_settings(context.callback, SETTINGS | changed, frames)
+    context.callback = _with_settings(context.callback, changed, frames)
     compiled = context(own)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -224,13 +227,13 @@ def can_watch() -> bool:
 
 
 def _with_settings(
-    capture: Callable[..., Any], chosen: Mapping[str, Any], frames: Frames
+    capture: Callable[..., Any], changed: Callable[[], Mapping[str, Any]], frames: Frames
 ) -> Callable[..., Any]:
     """What Dynamo calls for a frame that it has no graph for, with the settings in force. To set
     them around each call of a model would cost more than looking up its graph."""
 
     def capture_with_settings(*args: Any, **kwargs: Any) -> Any:
-        with settings(chosen), frames.counted():
+        with settings({**SETTINGS, **changed()}), frames.counted():
             return capture(*args, **kwargs)
 
     capture_with_settings._torchdynamo_orig_backend = capture  # type: ignore[attr-defined]

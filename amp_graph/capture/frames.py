@@ -18,12 +18,19 @@ from collections.abc import Iterator
 
 from torch._dynamo.utils import counters
 
+MAX_CAPTURES = 16  # calls that captured something, less one for
+REPAID_BY = 4  # calls that did not
+
 
 class Frames:
-    """How many frames of one model Dynamo has begun to capture."""
+    """How many frames of one model Dynamo has begun to capture.
+
+    unpaid: calls that captured something, as far as others have not repaid them.
+    """
 
     def __init__(self) -> None:
         self.begun = 0
+        self.unpaid = 0.0
         self.skipped: list[str] = []  # frames that run uncaptured, and why
 
     @contextlib.contextmanager
@@ -36,6 +43,14 @@ class Frames:
             self.begun += counters["frames"]["total"] != before
             new = [reason for reason in counters["unimplemented"] if reason not in reasons]
             self.skipped += filter(None, map(_skipped, new))
+
+    def end_call(self, has_captured: bool) -> None:
+        """A call of the model has ended, or raised."""
+        self.unpaid = self.unpaid + 1 if has_captured else max(0.0, self.unpaid - 1 / REPAID_BY)
+
+    def are_too_many(self) -> bool:
+        """Whether capturing costs more than it is worth."""
+        return self.unpaid >= MAX_CAPTURES
 
     def take_skipped(self) -> list[str]:
         """Those that were skipped since this was last asked."""

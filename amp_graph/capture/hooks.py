@@ -3,45 +3,68 @@
 Its guards look for them in each module at each call: 13 % of a forward pass of 32 tiny layers. That
 the first one has come is seen from less: PyTorch numbers the handles of all hooks, of whatever
 kind. From then on they are guarded, so that others that come, and those that go, are seen as well.
+Hooks for all modules have no guards.
 
 Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
 
     torch.utils.hooks.RemovableHandle.next_id         how many handles have been given out
     torch.nn.modules.module._has_any_global_hook      whether there are hooks for all modules
+    ..., ._global_forward_hooks and its like
     nn.Module._forward_hooks and its like
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Container, Mapping
 from typing import Any
 
 from torch import fx, nn
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.hooks import RemovableHandle
 
+GLOBAL = [
+    f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre")
+]
+
 
 class Hooks:
-    """Those of one model's modules: whether captures have to guard them."""
+    """Those of one model's modules: whether captures have to guard them. Does not keep it alive."""
 
     def __init__(self, model: nn.Module):
-        self._model = model
+        self._model = weakref.ref(model)
+        self._handles = -1
+        self._for_all: tuple[int, ...] = ()  # the handles of hooks for all modules
+        self._are_there = False  # any, or were
         self._are_guarded = False
         self._calls_others = False  # modules that are no part of the model
-        self._handles = -1
 
     def settings(self) -> Mapping[str, Any]:
-        """Of Dynamo, for a capture from now on."""
-        return {"skip_nnmodule_hook_guards": not self._are_guarded}
+        """Of Dynamo, for a capture that begins now: of a module with hooks that was put into the
+        model, it may be."""
+        self._are_there |= self._has_any()
+        return {"skip_nnmodule_hook_guards": not self._are_there}
 
-    def have_come(self) -> bool:
-        """Whether there may be hooks now, for the first time: then what was captured is of no use.
-        To be asked before each call."""
-        if self._are_guarded or self._handles == RemovableHandle.next_id:
-            return False
-        self._handles = RemovableHandle.next_id
-        self._are_guarded = self._calls_others or _has_hooks(self._model)
-        return self._are_guarded
+    def have_changed(self) -> bool:
+        """Whether what was captured is of no use any more. To be asked before each call."""
+        for_all = _for_all_modules()
+        if for_all == self._for_all and self._handles == RemovableHandle.next_id:
+            if self._are_guarded == self._are_there:
+                return False
+        else:
+            self._handles = RemovableHandle.next_id
+            self._are_there |= self._calls_others or self._has_any()
+        has_changed = for_all != self._for_all or self._are_guarded != self._are_there
+        self._for_all, self._are_guarded = for_all, self._are_there
+        return has_changed
+
+    def _has_any(self) -> bool:
+        model = self._model()
+        return bool(_has_any_global_hook()) or any(
+            m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+            for m in (model.modules() if model is not None else ())
+        )
 
     def follow(self, graph: fx.GraphModule, own: Container[str]) -> None:
         """Take note of the modules in a graph; `own` are the ids of the model's, as strings."""
@@ -50,8 +73,7 @@ class Hooks:
         self._calls_others |= not all(key in own for key in called)
 
 
-def _has_hooks(model: nn.Module) -> bool:
-    return bool(_has_any_global_hook()) or any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-        for m in model.modules()
-    )
+def _for_all_modules() -> tuple[int, ...]:
+    if not _has_any_global_hook():
+        return ()
+    return tuple(handle for name in GLOBAL for handle in getattr(torch_module, name))

@@ -9,6 +9,7 @@ is recorded as the answer that autocast gave, like a conversion that the author 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
@@ -37,14 +38,23 @@ def widen_inputs(graph: fx.GraphModule) -> list[int]:
 
 
 def taking_narrow(
-    run: Callable[..., Any], widened: Sequence[int], written: Container[int]
+    run: Callable[..., Any],
+    otherwise: Callable[..., Any],
+    widened: Sequence[int],
+    written: Container[int],
 ) -> Callable[..., Any]:
     """What runs that graph with such inputs; what it writes into them is written back.
-    `written`: the positions of those that it may write into."""
+
+    written: the positions of those that it may write into.
+    otherwise: runs it as it was, where one of those shares memory with another input, which it
+        would no longer do widened.
+    """
     at_risk = [i for i in widened if i in written]
 
     def wide(*args: Any) -> Any:
         given = [*args]
+        if at_risk and _share_memory(args, at_risk):
+            return otherwise(*args)
         for i in widened:
             given[i] = args[i].float()
         results = run(*given)
@@ -54,6 +64,13 @@ def taking_narrow(
         return results
 
     return wide
+
+
+def _share_memory(args: Sequence[Any], at_risk: Sequence[int]) -> bool:
+    """Whether another one has the memory of any of these."""
+    tensors = [x for x in args if isinstance(x, Tensor) and x.layout is torch.strided]
+    owners = Counter(x.untyped_storage().data_ptr() for x in tensors)
+    return any(owners[args[i].untyped_storage().data_ptr()] > 1 for i in at_risk)
 
 
 def _is_under_autocast(value: Any) -> bool:

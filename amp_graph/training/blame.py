@@ -43,10 +43,13 @@ def overflowed(parameters: Sequence[Tensor], scales: Sequence[GraphScale], by: o
         and scale.spills.last_pass >= began  # not long before, by another model
     ]
     any_spilled = any_of(flags, flags[0].device) if flags else None
-    for scale, own, spilled in zip(scales, owned, spills, strict=True):
+    found_own = [found_inf(own, checked=s.checked) for s, own in zip(scales, owned, strict=True)]
+    for found, own in zip(found_own, owned, strict=True):
+        of_all = torch.maximum(found, sent(of_all, found.device)) if own else of_all
+    for scale, own, spilled, found in zip(scales, owned, spills, found_own, strict=True):
+        if spilled is not None:  # into what is stepped now, or into gradients that were looked at
+            spilled = spilled * sent(of_all, spilled.device)
         if own:
-            found = found_inf(own, checked=scale.checked)
-            of_all = torch.maximum(found, sent(of_all, found.device))
             if any_spilled is not None:
                 found = found * (1 - sent(any_spilled, found.device))
             if spilled is not None:

@@ -16,9 +16,10 @@ class CheckedGradients:
     backward pass on one device.
 
     One is known again by its address, while its memory is alive, and by its version, which is the
-    same in `.grad` where autograd took the tensor over. What was accumulated, replaced by a hook,
-    or written to since is not known. A write that leaves the version alone is not seen: through
-    `.grad.data`, as with GradScaler after `unscale_`, or by a collective such as
+    same in `.grad` where autograd took the tensor over. What was accumulated or replaced by a hook
+    is not known. What was written to since is looked at again, and beside it counts what it was:
+    clipped by value, an infinity is a number. A write that leaves the version alone is not seen:
+    through `.grad.data`, as with GradScaler after `unscale_`, or by a collective such as
     `torch.distributed.all_reduce` (torch 2.13), so that one of several processes must not ask; or
     by a foreach function under a dispatch mode. Holds on to no gradient.
     """
@@ -31,8 +32,9 @@ class CheckedGradients:
         """Multiply fresh gradients, all on one device, by 1/S, and check them, in one pass."""
         check = self._check_on(inverse)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, check.found_inf, inverse)
-        check.memories.add(gradients)
-        check.gradients.update(_identities(gradients))
+        if not any(map(Tensor.is_inference, gradients)):  # these have no versions
+            check.memories.add(gradients)
+            check.gradients.update(_identities(gradients))
 
     def _check_on(self, inverse: Tensor) -> _Check:
         """That of the backward pass which is running, or a new one."""
@@ -46,17 +48,23 @@ class CheckedGradients:
         self._checks.append(_Check(made_in, torch.zeros_like(inverse)))
         return self._checks[-1]
 
+    def forget(self) -> None:
+        """A round has ended; what is overwritten in place has the same memory in the next."""
+        self._checks.clear()
+
     def known(self, gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The flags of the checks whose gradients are all here, and the other gradients. The flag
         of a check of which some are elsewhere, or yet to be made, might tell of those."""
+        if any(map(Tensor.is_inference, gradients)):
+            return [], [*gradients]
         given = list(_identities(gradients))
-        here = frozenset(given)
+        here = frozenset(address for address, _ in given)
         running = backward_pass()
         known: set[tuple[int, int]] = set()
         flags = []
         for check in self._checks:
             is_done = running is None or check.made_in[0] != running
-            if is_done and check.gradients <= here and check.memories.are_alive():
+            if is_done and check.addresses() <= here and check.memories.are_alive():
                 known |= check.gradients
                 flags.append(check.found_inf)
         pairs = zip(gradients, given, strict=True)
@@ -71,6 +79,9 @@ class _Check:
         self.found_inf = found_inf
         self.gradients: set[tuple[int, int]] = set()
         self.memories = Memories()
+
+    def addresses(self) -> set[int]:
+        return {address for address, _ in self.gradients}
 
 
 def _identities(gradients: Sequence[Tensor]) -> Iterator[tuple[int, int]]:

@@ -119,6 +119,9 @@ class GraphScale:
                 self._known[id(p)] = weakref.ref(p), is_own
         return [p for p in given if self._known[id(p)][1]]
 
+    def _is_trained(self) -> bool:
+        return any(p.requires_grad for p in (self._parameters() or (lambda: ()))())
+
     def _is_known(self, parameter: Tensor) -> bool:
         found = self._known.get(id(parameter))
         return found is not None and found[0]() is parameter
@@ -143,7 +146,7 @@ class GraphScale:
         whose parameters nobody steps."""
         self._stepped_by.add(id(by))
         self._is_stepped |= is_own
-        self._counts |= is_own or not self._is_stepped
+        self._counts |= is_own or not (self._is_stepped and self._is_trained())
         self.has_optimizer = True
         if self._is_pending:
             found_inf = torch.maximum(self._found_inf, sent(found_inf, self._found_inf.device))
@@ -177,6 +180,7 @@ class GraphScale:
         self._is_pending = self._counts = False
         self._stepped_by.clear()
         self.spills.clear()
+        self.checked.forget()
         self.first_pass = None
         self._forget_factors()
         self._skipped.follow(self._state.skipped, self.config.abort_after)

@@ -50,7 +50,7 @@ def attach(optimizer: Optimizer, scale: GraphScale | None) -> None:
     """Guard an optimizer from before its first step: its `state_dict()` holds the scale's state,
     and its `step()` tells whether it stepped."""
     guard = _guard_of(optimizer)
-    guard.tells = True
+    guard.conversions += 1
     if scale is not None:
         scale.has_optimizer = True
         guard.attached.append(weakref.ref(scale))
@@ -58,8 +58,8 @@ def attach(optimizer: Optimizer, scale: GraphScale | None) -> None:
 
 
 def detach(optimizer: Optimizer) -> None:
-    """Its `step()` returns what it always did."""
-    _guard_of(optimizer).tells = False
+    """One conversion less; after the last its `step()` returns what it always did."""
+    _guard_of(optimizer).conversions -= 1
 
 
 def step_counts(optimizer: Optimizer) -> StepCounts:
@@ -92,6 +92,8 @@ def _concerns_a_scale(optimizer: Optimizer, has_closure: bool) -> bool:
 def overflowed_by_hand(parameters: Sequence[Tensor], scale: GraphScale | None, by: object) -> bool:
     """Whether a gradient of these overflowed, which are to be updated without an optimizer."""
     own = [] if scale is None else [scale]
+    for each in own:
+        each.driven_by_grad_scaler = False  # that of another model
     spilling = [s for s in _in_use() if s is not scale and s.may_have_spilled(by)]
     return bool(overflowed(parameters, [*own, *spilling], by))
 

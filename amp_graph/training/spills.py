@@ -26,7 +26,7 @@ class Spills:
         self._writes += 1
         self.last_pass = backward_pass() or self.last_pass
         if device not in self._flags:
-            self._flags.setdefault(device, torch.zeros((), device=device))
+            self._flags.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
         return self._flags[device]
 
     def are_new_to(self, by: object) -> bool:

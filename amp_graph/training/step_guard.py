@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks  # 2.11 - 2.15
 
 from amp_graph.training.blame import overflowed
 from amp_graph.training.engine import around_compiled, not_compiled
@@ -41,7 +42,7 @@ class StepGuard:
 
     def __init__(self, optimizer: Optimizer, in_use: InUse):
         self.attached: list[weakref.ref[GraphScale]] = []
-        self.tells = False  # whether step() returns whether it stepped
+        self.conversions = 0  # it was given to; then step() returns whether it stepped
         self.is_stepping = False
         self.record = StepRecord(optimizer, self.scales)
         self._in_use = in_use
@@ -52,15 +53,19 @@ class StepGuard:
 
     def _stand_before(self, optimizer: Optimizer) -> None:
         original = optimizer.step
+        # By which schedulers tell, and warn, that no step came before theirs; 2.11 - 2.15.
+        knows_schedulers = hasattr(original, "_wrapped_by_lr_sched")
 
         @around_compiled
         @functools.wraps(original)
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             # The step before, if it was not guarded, may have raised.
             self.record.overflowed, self._unguarded, self._undo = False, 0, None
+            if knows_schedulers:
+                optimizer._opt_called = True  # type: ignore[attr-defined]
             with self._stepping():
                 result = self._step(optimizer, original, args, kwargs)
-            return self.record.overflowed == 0 if result is None and self.tells else result
+            return self.record.overflowed == 0 if result is None and self.conversions else result
 
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
@@ -119,7 +124,7 @@ class StepGuard:
             scales = self.scales_to_ask(optimizer)  # a model may be in its first call only now
             return _overflows(optimizer, scales) if scales else None
 
-        return guarding_closure(args, kwargs, overflows, type(optimizer))
+        return guarding_closure(args, kwargs, overflows, _begins_with_closure(optimizer))
 
     @not_compiled
     def scales_to_ask(self, optimizer: Optimizer) -> list[GraphScale]:
@@ -187,6 +192,17 @@ def _can_skip_by_itself(optimizer: Optimizer) -> bool:
         for parameter in group["params"]
         if parameter.grad is not None
     )
+
+
+def _begins_with_closure(optimizer: Optimizer) -> bool:
+    """Whether nothing comes in its step before a call of the closure: PyTorch's own optimizers,
+    unless there are hooks other than ours."""
+    own: Any = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+    hooks = [*own.values(), *_global_optimizer_pre_hooks.values()]
+    modules = [str(getattr(hook, "__module__", "")) for hook in hooks]
+    step: Any = type(optimizer).step
+    is_pytorchs = step.__module__.startswith("torch.optim.")
+    return is_pytorchs and all(module.startswith("amp_graph.") for module in modules)
 
 
 def _overflows(optimizer: Optimizer, scales: Sequence[GraphScale]) -> bool:

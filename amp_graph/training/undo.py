@@ -42,19 +42,21 @@ class GuardedClosure:
     overflows: whether the gradients of an evaluation overflowed; None if they were made under no
         loss scale.
 
-    If the optimizer is known to begin with a call of its closure, that evaluation comes before the
-    step, which then need not begin after an overflow. Others move the weights first (SAM).
+    If a step is known to begin with a call of its closure, that evaluation comes before the step,
+    which then need not begin after an overflow.
+
+    is_first: whether it is. Optimizers may move the weights first (SAM), and so may hooks.
     """
 
-    def __init__(self, closure: Callable[..., Any], overflows: Overflows, kind: type):
+    def __init__(self, closure: Callable[..., Any], overflows: Overflows, is_first: bool):
         self._closure = closure
         self._overflows = overflows
         self.calls = 0
         self.overflowed = False
         self.is_scaled = False  # any evaluation so far
         self.loss: Any = None
-        self.is_first = kind.step.__module__.startswith("torch.optim.")  # type: ignore[attr-defined]
-        self._is_ahead = self.is_first
+        self.is_first = is_first
+        self._is_ahead = is_first
         if self._is_ahead:
             self._evaluate()
 
@@ -80,12 +82,12 @@ def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., 
 
 
 def guarding_closure(
-    args: Sequence[Any], kwargs: Mapping[str, Any], overflows: Overflows, kind: type
+    args: Sequence[Any], kwargs: Mapping[str, Any], overflows: Overflows, is_first: bool
 ) -> tuple[GuardedClosure, Sequence[Any], Mapping[str, Any]]:
     """The closure among a step's arguments guarded, and these with it in its stead."""
     closure = closure_of(args, kwargs)
     assert closure is not None
-    guarded = GuardedClosure(closure, overflows, kind)
+    guarded = GuardedClosure(closure, overflows, is_first)
     if "closure" in kwargs:
         return guarded, args, {**kwargs, "closure": guarded}
     return guarded, (guarded, *args[1:]), kwargs
