@@ -108,8 +108,8 @@ class CapturedCalls:
             with self._watch or _UNWATCHED:
                 result = self._run(*args, **kwargs)
         except Exception as error:
-            is_ours = is_of_capture(error) or (kept is not None and is_of_graph(error))
-            if not is_ours:
+            is_ours = is_of_capture(error) or (self._watch is not None and Outside.breaks(error))
+            if not is_ours and (kept is None or not is_of_graph(error)):
                 self._begin_again(has_captured=self._frames.begun != frames)
                 raise
             uncaptured = error

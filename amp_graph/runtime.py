@@ -197,6 +197,12 @@ class Outside(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
+    @staticmethod
+    def breaks(error: Exception) -> bool:
+        """Whether it may have been raised because there is a mode: by a model that makes a tensor
+        of a subclass that is not for modes (`torch.nn.attention.bias`, torch 2.13)."""
+        return "Creating a new Tensor subclass" in str(error)
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """For a graph. It leaves the stack of modes where it can: under one, in inference mode,

@@ -220,3 +220,15 @@ def test_a_saliency_map_through_two_models_that_were_trained() -> None:
         image = x[:1].clone().requires_grad_()
         found.append(torch.autograd.grad(each(image)[0, 1], image)[0])
     torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=1e-3)
+
+
+def test_gradients_that_were_stored_inside_are_refused() -> None:
+    """As by the zero-bubble schedules of `torch.distributed.pipelining`, in two passes."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    model = amp_graph.convert(Mlp(), policy="float16")
+    x = X.clone().requires_grad_()
+    y = model(x)
+    _, groups = stage_backward_input([y], [torch.ones_like(y)], [x], iter(model.parameters()))
+    with pytest.raises(amp_graph.AmpGraphError, match="zero-bubble pipelining"):
+        stage_backward_weight(iter(model.parameters()), groups)

@@ -272,3 +272,33 @@ def test_the_set_found_is_the_one_needed(needed: set[int], seed: int) -> None:
     nodes = tuple((0, "", str((i * 7 + seed) % 31)) for i in range(31))
     wanted = {(0, "", str(i)) for i in needed}
     assert set(_smallest(nodes, lambda chosen: wanted <= set(chosen))) == wanted
+
+
+class Spectrum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.rfft(self.layer(x))
+
+
+def test_complex_outputs_have_errors() -> None:
+    torch.manual_seed(0)
+    model, x = Spectrum(), torch.randn(8, 16)
+    found = amp_graph.compare(model, x, policy="bfloat16")
+    expected, result = model(x), amp_graph.convert(model, policy="bfloat16")(x)
+    error = float((result - expected).norm() / expected.norm())
+    assert found.outputs == pytest.approx(error, rel=1e-2) and found.gradients > 0
+
+
+def test_sparse_gradients_are_compared_as_dense_ones() -> None:
+    def model(sparse: bool) -> nn.Module:
+        torch.manual_seed(0)
+        words = nn.Embedding(20, 16, sparse=sparse)
+        return nn.Sequential(words, nn.Flatten(), nn.Linear(48, 4))
+
+    batch = torch.arange(12).view(4, 3)
+    found = [amp_graph.compare(model(sparse), batch, policy="bfloat16") for sparse in (False, True)]
+    assert found[0].gradients == found[1].gradients > 0
+    assert amp_graph.find_nonfinite(model(True), batch, policy="float16") is None

@@ -242,3 +242,23 @@ def test_an_optimizer_that_moves_the_weights_before_its_closure(given: bool) -> 
         weights.append([*model.parameters()])
     for p, q in zip(*weights, strict=True):
         assert distance(q, p) <= FLOAT16
+
+
+class WithoutInit(Optimizer):
+    """Around another optimizer, as Lookahead is written in many a repository."""
+
+    def __init__(self, inner: Optimizer):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure=None):  # type: ignore[no-untyped-def,override]
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_that_calls_no_init_leaves_its_class_alone() -> None:
+    model, plain = nn.Linear(4, 4), nn.Linear(4, 4)
+    given = WithoutInit(SGD(model.parameters(), lr=0.1))
+    amp_graph.convert(model, given, policy="float16")
+    other = WithoutInit(SGD(plain.parameters(), lr=0.1))
+    for each, optimizer in ((model, given), (plain, other)):
+        each(torch.ones(2, 4)).sum().backward()
+        optimizer.step()

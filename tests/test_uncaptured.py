@@ -260,3 +260,26 @@ def test_results_in_a_dataclass_have_the_dtype_that_they_had(dtype: torch.dtype)
         output = model(X)["output"]
         assert isinstance(output, Output) and output.name == "output"
         assert [t.dtype for t in output.hidden] == [dtype]
+
+
+class Causal(nn.Module):
+    """Makes a tensor of a subclass that no dispatch mode may see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.nn.attention.bias import causal_lower_right
+
+        q = self.layer(x)
+        mask = causal_lower_right(q.shape[-2], q.shape[-2])
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+
+def test_a_model_that_cannot_run_under_a_mode_runs() -> None:
+    model, x = Causal(), torch.randn(2, 2, 4, 8)
+    expected = model(x)
+    amp_graph.convert(model)
+    for _ in range(2):
+        torch.testing.assert_close(model(x), expected, rtol=2e-2, atol=2e-2)

@@ -20,7 +20,6 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.aten import get_attribute
 from amp_graph.capture.dynamo import captured_call, is_of_capture
@@ -31,6 +30,7 @@ from amp_graph.emulation import emulated_nodes, in_float32
 from amp_graph.errors import AmpGraphError
 from amp_graph.ir import Plan
 from amp_graph.modules import Run, call_with, path_by_id, plain_code, unchanged
+from amp_graph.numerics.outputs import default_loss, floating
 from amp_graph.pins import Saved
 from amp_graph.policy import Policy, as_policy
 from amp_graph.runtime import ConversionWarning
@@ -61,7 +61,7 @@ class Observer:
         """`value` is what the node returned."""
 
     def gradient(self, place: Place, gradient: torch.Tensor) -> None:
-        """`gradient` is that of the node's value, complete, as the engine computed it."""
+        """`gradient` is that of the node's value, complete, as the engine computed it; dense."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,8 @@ class Rerun:
             return Outcome(outputs, None if value is None else value.detach(), {})
         named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         found = torch.autograd.grad(value * scale, list(named.values()), allow_unused=True)
-        gradients = {
-            n: g.detach() / scale for n, g in zip(named, found, strict=True) if g is not None
-        }
+        pairs = zip(named, found, strict=True)
+        gradients = {n: g.detach().to_dense() / scale for n, g in pairs if g is not None}
         return Outcome(outputs, value.detach(), gradients)
 
     def show(self, place: Place, node: fx.Node, value: Any) -> None:
@@ -168,7 +167,7 @@ class Rerun:
             @torch.compiler.disable(reason="a model that takes gradients inside would capture this")
             def tell(gradient: torch.Tensor | None) -> None:
                 if gradient is not None:  # else nothing depends on the value
-                    observer.gradient(place, gradient)
+                    observer.gradient(place, gradient.to_dense())
 
             handle = value.register_hook(tell)
             if value.is_leaf:  # a parameter outlives the run
@@ -280,21 +279,3 @@ def rerun_of(model: nn.Module, policy: Policy | str | torch.dtype | None = None)
     if conversion is not None and policy is None:
         return Rerun(model, conversion.policy, conversion.compiler.saved)
     return Rerun(model, as_policy(policy))
-
-
-def default_loss(output: Any) -> torch.Tensor:
-    """The loss that the output carries, if it does; else the mean square of its values."""
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, torch.Tensor):
-        return own
-    squares = [t.float().square().mean() for t in floating(output) if t.numel()]
-    return torch.stack(squares).sum()
-
-
-def floating(output: Any) -> list[torch.Tensor]:
-    """The floating tensors of an output, whatever holds them."""
-    known = isinstance(output, (torch.Tensor, Mapping, list, tuple))
-    leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-    if not known and hasattr(output, "__dict__"):
-        leaves = tree_leaves(vars(output))
-    return [t for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point()]

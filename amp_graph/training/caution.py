@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from amp_graph.errors import AmpGraphError
 from amp_graph.nonfinite import FirstNonfinite
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.crossing import has_left
@@ -136,6 +137,12 @@ class Caution:
 
     def _factors_on(self, device: torch.device) -> Factors:
         chosen = self._factors.get(backward_pass()) if self._factors else None
+        if chosen is None and self._factors and backward_pass() is not None:
+            raise AmpGraphError(
+                "gradients leave a converted model in a backward pass in which none came in: an "
+                "earlier pass stored them inside of it (zero-bubble pipelining). Use bfloat16, or "
+                "Policy(loss_scale=None) with a GradScaler"
+            )
         if chosen is None:
             return self._scale.factors_on(device)
         if device not in chosen:

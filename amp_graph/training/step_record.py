@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from amp_graph.errors import CheckpointError
 from amp_graph.training.engine import not_compiled, sent
@@ -57,11 +57,12 @@ class StepRecord:
         self._unread: list[Tensor] = []  # flags of steps that are not in that count
         self._loading: Callable[[], None] | None = None
         self._waiting: _Saved | None = None  # for scales, which a model gets when it first runs
-        try:
-            optimizer.register_state_dict_post_hook(self._save)
-        except AttributeError:  # a subclass that calls no `__init__` lacks what hooks are kept in
-            Optimizer.__setstate__(optimizer, {})
-            optimizer.register_state_dict_post_hook(self._save)
+        # A subclass that calls no `__init__` lacks what hooks are kept in. `__setstate__` makes
+        # that, and changes the class, so that its other objects lack more.
+        for name, hooks in vars(SGD([torch.zeros(1)], lr=0.0)).items():
+            if name.endswith("_hooks"):
+                optimizer.__dict__.setdefault(name, type(hooks)())
+        optimizer.register_state_dict_post_hook(self._save)
         optimizer.register_load_state_dict_pre_hook(self._check_loaded)
         optimizer.register_load_state_dict_post_hook(self._apply_loaded)
 
