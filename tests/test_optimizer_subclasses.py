@@ -244,7 +244,7 @@ def test_an_optimizer_that_moves_the_weights_before_its_closure(given: bool) -> 
         assert distance(q, p) <= FLOAT16
 
 
-class WithoutInit(Optimizer):
+class Bare(Optimizer):
     """Around another optimizer, as Lookahead is written in many a repository."""
 
     def __init__(self, inner: Optimizer):
@@ -256,9 +256,9 @@ class WithoutInit(Optimizer):
 
 def test_an_optimizer_that_calls_no_init_leaves_its_class_alone() -> None:
     model, plain = nn.Linear(4, 4), nn.Linear(4, 4)
-    given = WithoutInit(SGD(model.parameters(), lr=0.1))
+    given = Bare(SGD(model.parameters(), lr=0.1))
     amp_graph.convert(model, given, policy="float16")
-    other = WithoutInit(SGD(plain.parameters(), lr=0.1))
+    other = Bare(SGD(plain.parameters(), lr=0.1))
     for each, optimizer in ((model, given), (plain, other)):
         each(torch.ones(2, 4)).sum().backward()
         optimizer.step()
