@@ -33,8 +33,8 @@ Factors = tuple[Tensor, Tensor]
 
 def are_wanted(inputs: Sequence[Tensor]) -> bool:
     """Whether gradients of inputs go on to a tensor that is no parameter, perhaps by way of what a
-    script did to it first, or of another model. What comes from a graph otherwise, or from a long
-    computation, is a part of a model, whose optimizer will look at its gradients."""
+    script did to it first. What comes from a graph, or from a long computation, is a part of a
+    model, whose optimizer will look at its gradients."""
     if any(x.is_leaf and not isinstance(x, Parameter) for x in inputs):
         return True
     behind = deque[Any](x.grad_fn for x in inputs if not x.is_leaf)
@@ -44,10 +44,7 @@ def are_wanted(inputs: Sequence[Tensor]) -> bool:
         node = behind.popleft()
         if not isinstance(getattr(node, "variable", None), Parameter | None):
             return True
-        if has_left(node):
-            if isinstance(node.scale, Caution):  # of a call whose inputs' gradients are wanted
-                return True
-        else:
+        if not has_left(node):
             behind.extend(before for before, _ in node.next_functions if before is not None)
     return False
 
@@ -64,7 +61,6 @@ class Watched(Protocol):
 
     def factors_on(self, device: torch.device) -> Factors: ...
     def enter(self, parameters: Iterable[Tensor]) -> None: ...
-    def spill_on(self, device: torch.device) -> Tensor: ...
 
 
 class Caution:
@@ -86,8 +82,8 @@ class Caution:
     def enter(self, parameters: Iterable[Tensor]) -> None:
         self._scale.enter(parameters)
 
-    def spill_on(self, device: torch.device) -> Tensor:
-        return self._scale.spill_on(device)
+    def spill_on(self, device: torch.device) -> Tensor | None:
+        return None
 
     def factor(self, gradient: Tensor, again: bool, of_gradient: bool = False) -> Tensor:
         """S for a gradient that comes in. The last pass of a penalty is trained on, so that it has

@@ -61,9 +61,9 @@ class Scale(Protocol):
     def enter(self, parameters: Iterable[Tensor]) -> None:
         """Called when a graph gets parameters that it has not had before."""
 
-    def spill_on(self, device: torch.device) -> Tensor:
-        """A flag to set where a gradient overflowed that goes out to what the model does not
-        own."""
+    def spill_on(self, device: torch.device) -> Tensor | None:
+        """A flag to set where a gradient overflowed that goes out to what the model does not own;
+        None if nobody asks."""
 
 
 def enter(
@@ -271,9 +271,9 @@ def _go_out(scale: Scale | None, gradient: Tensor, dtype: torch.dtype) -> Tensor
 
 def _go_out_to_others(scale: Scale, gradient: Tensor, dtype: torch.dtype) -> Tensor:
     """As `_go_out`, and the scale is told of an overflow."""
-    if torch.is_grad_enabled() or gradient.is_complex() or not are_plain([gradient]):
+    spill = None if torch.is_grad_enabled() else scale.spill_on(gradient.device)
+    if spill is None or gradient.is_complex() or not are_plain([gradient]):
         return _go_out(scale, gradient, dtype)
-    spill = scale.spill_on(gradient.device)
     wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
     factor = scale.inverse(gradient.device)
     torch._amp_foreach_non_finite_check_and_unscale_([wide], spill, factor)
