@@ -36,6 +36,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "inject": ["forward", "gradient"],
     "at": [0, 1, 3],
 }
+pytestmark = pytest.mark.usefixtures("no_other_scales")
 STEPS = 4
 START = 2.0**10  # at which nothing overflows but what was injected
 SCALED = scaled(START)
