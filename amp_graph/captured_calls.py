@@ -69,6 +69,7 @@ class CapturedCalls:
         self._settings: Mapping[str, Any] = {}  # of Dynamo, other than usual
         self._hooks = Hooks(module)
         self._around: Callable[[Run], Run] = _no_autocast_around
+        self._passed_on: set[type[Exception]] = {*DYNAMO_ERRORS}  # none for autocast's sake
         self._own_code: Run | None = None  # once it is not captured any more
         self._for_copies: int | None = None  # the plan that stands for them, once there are any
         self._capture()
@@ -148,7 +149,7 @@ class CapturedCalls:
         if index is not None and not self._record.plans[index].autocast:
             return plain
         model = None if index is None else self._module  # inside of a functorch transform it stays
-        return or_else(self._under_autocast(plain), lambda: plain, report, model)
+        return or_else(self._under_autocast(plain), lambda: plain, report, model, set())
 
     def of_copy(self, own_code: Run) -> Run:
         """What runs a copy of the model that `nn.DataParallel` made, by its own code: under
@@ -159,7 +160,7 @@ class CapturedCalls:
         if not self._record.plans[self._for_copies].autocast:
             return own_code
         report = partial(self._not_under_autocast, self._for_copies)
-        return or_else(self._under_autocast(own_code), lambda: own_code, report, None)
+        return or_else(self._under_autocast(own_code), lambda: own_code, report, None, set())
 
     def own_dtype(self) -> torch.dtype:
         """The precision of code that is not captured. It has no boundary at which gradients could
@@ -239,8 +240,7 @@ class CapturedCalls:
             self._capture()
             return self(*args, **kwargs)
         index = self._stand_in(f"not captured ({why_not_captured(error)})")
-        planned = self._record.plans[index]
-        own_code = self.by_own_code(index)
+        planned, own_code = self._record.plans[index], self.by_own_code(index)
         try:
             result = own_code(*args, **kwargs)
         except Exception:
@@ -273,7 +273,8 @@ class CapturedCalls:
         def without() -> Run:
             return _no_autocast_around(self._captured())
 
-        return or_else(self._under_autocast(run), without, report, self._module, DYNAMO_ERRORS)
+        under = self._under_autocast(run)
+        return or_else(under, without, report, self._module, self._passed_on)
 
     def _under_autocast(self, run: Run) -> Run:
         return under_autocast(run, devices_of(self._module), self.own_dtype())

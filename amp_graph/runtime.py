@@ -130,15 +130,14 @@ def or_else(
     make_other: Callable[[], Run],
     report: Callable[[str], None],
     model: torch.nn.Module | None,
-    not_these: tuple[type[Exception], ...] = (),
+    passed_on: set[type[Exception]],
 ) -> Run:
     """`run` until a call in which it raises: a RuntimeError, as operators do that do not take a
     dtype, a TypeError, as `Tensor.numpy` does, or whatever a library does that checks dtypes. That
     call and all later ones are run by the other one, unless it raises as well: then the error is
-    the user's own, and so are all of its class, should it be one for such uses. If it is the first
-    call, what it did to `model` is undone before. `not_these` are passed on."""
+    the user's own, and so are all of its class, should it be one for such uses: it is added to
+    those that are `passed_on`. If it is the first call, what it did to `model` is undone before."""
     chosen, has_run = run, False
-    passed_on: set[type[Exception]] = {torch.OutOfMemoryError, *not_these}
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal chosen, has_run
@@ -148,7 +147,7 @@ def or_else(
         try:
             result = run(*args, **kwargs)
         except Exception as error:
-            if isinstance(error, tuple(passed_on)):
+            if isinstance(error, (torch.OutOfMemoryError, *passed_on)):
                 raise
             kind = type(error)
             reason = " ".join(f"{type(error).__name__}: {error}".split())

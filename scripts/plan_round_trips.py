@@ -37,7 +37,7 @@ def round_trip(case: zoo.Case, folder: Path) -> str:
     plans = amp_graph.plans(first)
     written = amp_graph.dump(first, folder)
     str(amp_graph.explain(first))
-    emitted = [graphs and graphs[1] for graphs in conversion_of(first).graphs]
+    emitted = [graphs and graphs[1] for graphs in conversion_of(first).compiler.graphs]
     for graph, module in zip(annotated_model(first).after, emitted, strict=True):
         names = [n.name for n in module.graph.nodes] if module and graph.nodes else []
         assert [n.name for n in graph.nodes] == names, "a node is missing"

@@ -64,7 +64,7 @@ def test_the_rules_for_cuda_are_those_of_autocast() -> None:
         with Launches() as launches, CudaRules(torch.float16):
             model(x)
         amp_graph.convert(model, policy="float16")(x)
-        ((captured, _),) = conversion_of(model).graphs
+        ((captured, _),) = conversion_of(model).compiler.graphs
         expected = autocast_casts(captured, torch.float16)
         found = launches.counters
         assert (found.casts, found.cast_bytes) == (expected.count, expected.bytes), name

@@ -20,9 +20,15 @@ from amp_graph.training.graph_scale import GraphScale
 
 @not_compiled
 @torch.no_grad()
-def overflowed(parameters: Sequence[Tensor], scales: Sequence[GraphScale], by: object) -> Tensor:
+def overflowed(
+    parameters: Sequence[Tensor],
+    scales: Sequence[GraphScale],
+    by: object,
+    only_spilled: bool = False,
+) -> Tensor:
     """Whether any gradient of these parameters overflowed, as `found_inf` tells. Each scale is told
-    of what it is to blame for, of the step that `by` is about to take."""
+    of what it is to blame for, of the step that `by` is about to take. `only_spilled`: none of them
+    is to be looked after but for what may have spilled into it."""
     for scale in scales:
         scale.begin_step(by)
     spills = [scale.spills.show(by) for scale in scales]
@@ -33,14 +39,13 @@ def overflowed(parameters: Sequence[Tensor], scales: Sequence[GraphScale], by: o
     owned = [scale.own(parameters) for scale in scales]
     ids = {id(p) for own in owned for p in own}
     of_all = found_inf(p for p in parameters if id(p) not in ids)
-    began = (
-        min(s.first_pass or 0 for s, own in zip(scales, owned, strict=True) if own) if ids else 0
-    )
+    began = [s.first_pass for s, own in zip(scales, owned, strict=True) if own]
+    passes = [number for number in began if number is not None]
     flags = [
         spilled
         for scale, spilled in zip(scales, spills, strict=True)
-        if spilled is not None
-        and scale.spills.last_pass >= began  # not long before, by another model
+        if spilled is not None  # and not long before, by another model
+        and (scale.spills.last_pass >= min(passes) if passes else not ids)
     ]
     any_spilled = any_of(flags, flags[0].device) if flags else None
     found_own = [found_inf(own, checked=s.checked) for s, own in zip(scales, owned, strict=True)]
@@ -57,4 +62,6 @@ def overflowed(parameters: Sequence[Tensor], scales: Sequence[GraphScale], by: o
             scale.stepped(found, by)
         elif spilled is not None:
             scale.stepped(spilled, by, is_own=False)
+    if only_spilled and any_spilled is not None:
+        return of_all * sent(any_spilled, of_all.device)
     return of_all

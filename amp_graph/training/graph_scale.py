@@ -82,14 +82,14 @@ class GraphScale:
 
     def inverse(self, device: torch.device) -> Tensor:
         """1/S on a device."""
-        if self.first_pass is None:
-            self.first_pass = backward_pass()
         if self._alone.rules():
             return self._alone.inverse(device)
         return self.factors_on(device)[1]
 
     def factors_on(self, device: torch.device) -> Factors:
         """S and 1/S as they are in this round."""
+        if self.first_pass is None:
+            self.first_pass = backward_pass()
         found = self._factors.get(device)
         if found is None:
             scale = sent(self._state.scale, device)

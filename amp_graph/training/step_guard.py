@@ -13,11 +13,12 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks  # 2.11 - 2.15
 
@@ -83,10 +84,9 @@ class StepGuard:
     ) -> Any:
         if closure_of(args, kwargs) is not None:
             return self._step_with_closure(optimizer, original, args, kwargs)
-        scales = self.scales_to_ask(optimizer)
-        if not scales:
+        found = self._overflows(optimizer)
+        if found is None:
             return original(*args, **kwargs)
-        found = overflowed(parameters_of(optimizer), scales, optimizer)
         if _can_skip_by_itself(optimizer):
             self.record.add(found)
             optimizer.found_inf = found  # type: ignore[attr-defined]
@@ -121,21 +121,25 @@ class StepGuard:
         self, optimizer: Optimizer, args: Any, kwargs: Any
     ) -> tuple[GuardedClosure, Any, Any]:
         def overflows() -> bool | None:
-            scales = self.scales_to_ask(optimizer)  # a model may be in its first call only now
-            return _overflows(optimizer, scales) if scales else None
+            found = self._overflows(optimizer)
+            return None if found is None else bool(found)
 
         return guarding_closure(args, kwargs, overflows, _begins_with_closure(optimizer))
 
     @not_compiled
-    def scales_to_ask(self, optimizer: Optimizer) -> list[GraphScale]:
-        """The scales whose gradients are to be checked now, those included that may have spilled
-        into others'; none if a GradScaler does it."""
+    def _overflows(self, optimizer: Optimizer) -> Tensor | None:
+        """Whether gradients overflowed that are made under a scale, or that one may have spilled
+        into; None if there are none, or a GradScaler looks after them."""
         scales = self.scales(optimizer)
         explicit = bool(scales) and is_grad_scaler_stepping(sys._getframe())
         for scale in scales:
             scale.driven_by_grad_scaler = explicit
         spilling = [s for s in self._in_use() if s not in scales and s.may_have_spilled(optimizer)]
-        return [] if explicit else [*scales, *spilling]
+        if explicit or not (scales or spilling):
+            return None
+        given, asked = parameters_of(optimizer), [*scales, *spilling]
+        found: Tensor = overflowed(given, asked, optimizer, only_spilled=not scales)
+        return found
 
     def scales(self, optimizer: Optimizer) -> list[GraphScale]:
         """The scales that this optimizer's gradients are made under, the oldest first."""
@@ -155,9 +159,9 @@ class StepGuard:
             return None
         self.record.overflowed, self._undo = False, None
         if closure_of(args[1:], kwargs) is None:
-            scales = self.scales_to_ask(optimizer)
-            if scales:
-                self.record.add(_overflows(optimizer, scales))
+            found = self._overflows(optimizer)
+            if found is not None:
+                self.record.add(bool(found))
             if self.record.overflowed:
                 self._undo = Copies(optimizer)
                 self._undo.give_zeros()
@@ -203,11 +207,6 @@ def _begins_with_closure(optimizer: Optimizer) -> bool:
     step: Any = type(optimizer).step
     is_pytorchs = step.__module__.startswith("torch.optim.")
     return is_pytorchs and all(module.startswith("amp_graph.") for module in modules)
-
-
-def _overflows(optimizer: Optimizer, scales: Sequence[GraphScale]) -> bool:
-    """Whether its gradients overflowed; waits for the device."""
-    return bool(overflowed(parameters_of(optimizer), scales, optimizer))
 
 
 def _is_inside_of_a_step() -> bool:
