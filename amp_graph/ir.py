@@ -257,6 +257,6 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write this plan alone to a file; `amp_graph.save_plan` writes all plans of a model."""
-        from amp_graph.plan_file import save_plan
+        from amp_graph.plans.plan_file import save_plan
 
         save_plan(self, path)

@@ -17,7 +17,7 @@ from counting import CASTS, COPIES, LOW, DispatchCounter, tensors
 from torch._dynamo.utils import compilation_time_metrics
 from torch.profiler import profile
 
-from amp_graph import assemble, decide
+from amp_graph.backend import assemble, decide
 from amp_graph.capture.dynamo import can_watch
 
 READS_BACK = frozenset(["_local_scalar_dense", "is_nonzero", "nonzero", "equal", "_to_host"])

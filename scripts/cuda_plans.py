@@ -29,9 +29,9 @@ from rich.progress import track
 from rich.table import Table
 from torch import fx
 
+from amp_graph.backend.rewrite import rewrite
 from amp_graph.ir import Level
 from amp_graph.policy import Policy
-from amp_graph.rewrite import rewrite
 
 
 def cells(graphs: list[fx.GraphModule], policy: Policy) -> list[str]:

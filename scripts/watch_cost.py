@@ -83,7 +83,7 @@ def main() -> int:
     watched, unwatched = contestant(), contestant()
     for _ in range(WARM_UP_STEPS):
         watched.step(x, y)
-        with mock.patch("amp_graph.assemble.Boundary", Unwatched):
+        with mock.patch("amp_graph.backend.assemble.Boundary", Unwatched):
             unwatched.step(x, y)
     counts = []
     for one in (watched, unwatched):

@@ -17,7 +17,7 @@ from amp_graph.training import optimizers
 @pytest.fixture(autouse=True)
 def cpu_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warnings that a test expects do not depend on the machine."""
-    monkeypatch.setattr("amp_graph.captured_calls.emulates", lambda dtype: False)
+    monkeypatch.setattr("amp_graph.calls.captured_calls.emulates", lambda dtype: False)
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from amp_graph.backend.rewrite import rewrite, split_where_wide
 from amp_graph.capture.retrace import trace
 from amp_graph.ir import Color, Plan
 from amp_graph.oplists import load_lists
 from amp_graph.policy import Policy
-from amp_graph.rewrite import rewrite, split_where_wide
 
 BFLOAT16 = Policy("bfloat16", level="safe")
 FLOAT16 = Policy("float16", level="safe")

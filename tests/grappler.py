@@ -17,10 +17,10 @@ from cuda_autocast import Casts, autocast_casts
 from torch import fx, nn
 
 import amp_graph
+from amp_graph.backend.rewrite import rewrite
 from amp_graph.flow import flow_graph
 from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan
 from amp_graph.passes.place_casts import casts_for, traffic
-from amp_graph.rewrite import rewrite
 
 INPUTS = ("placeholder", "get_attr")
 FREE = (Color.INFER, Color.CLEAR)
@@ -151,7 +151,7 @@ def captured_plans(
         seen.append((captured, plan))
         return emitted, plan
 
-    with mock.patch("amp_graph.decide.rewrite", recording):
+    with mock.patch("amp_graph.backend.decide.rewrite", recording):
         amp_graph.convert(model, policy=policy)(*args, **kwargs)
     return seen
 

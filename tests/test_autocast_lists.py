@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from amp_graph.backend.rewrite import rewrite
 from amp_graph.capture.retrace import trace
 from amp_graph.ir import Color
 from amp_graph.oplists import OpLists, load_lists
 from amp_graph.policy import Policy
-from amp_graph.rewrite import rewrite
 
 HALF = (torch.float16, torch.bfloat16)
 NAMESPACES = (torch, torch._C._nn, torch._C._linalg, torch.Tensor)

@@ -15,9 +15,9 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
-from amp_graph.autopatch import COLORS, SLOT, VARIABLES, Settings, install
+from amp_graph.autopatch.exit_report import describe, write_report
+from amp_graph.autopatch.install import COLORS, SLOT, VARIABLES, Settings, install
 from amp_graph.errors import AmpGraphError
-from amp_graph.exit_report import describe, write_report
 from amp_graph.inspection import render
 from amp_graph.ir import Level
 

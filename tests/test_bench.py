@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 
 import amp_graph
-from amp_graph.conversion import conversion_of
+from amp_graph.calls.conversion import conversion_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 

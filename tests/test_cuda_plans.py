@@ -12,9 +12,9 @@ import zoo
 from cuda_graphs import on_cuda
 from grappler import captured_plans
 
+from amp_graph.backend.rewrite import rewrite
 from amp_graph.ir import Color, Level
 from amp_graph.policy import Policy
-from amp_graph.rewrite import rewrite
 
 pytestmark = pytest.mark.usefixtures("whole_models")
 CASES = {case.name: case for case in zoo.cases()}

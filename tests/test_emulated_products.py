@@ -23,7 +23,7 @@ from zoo.measure import errors, steps
 
 import amp_graph
 from amp_graph import Policy, PolicyError
-from amp_graph.emulation import in_float32
+from amp_graph.backend.emulation import in_float32
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "emulated")
 

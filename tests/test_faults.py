@@ -67,7 +67,7 @@ def test_a_fault_in_a_stage(stage: str, pair: Any, monkeypatch: pytest.MonkeyPat
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise ZeroDivisionError(f"planted in {stage}")
 
-    monkeypatch.setattr(sys.modules["amp_graph.rewrite"], stage, broken)
+    monkeypatch.setattr(sys.modules["amp_graph.backend.rewrite"], stage, broken)
     with pytest.warns(ConversionWarning, match=f"runs as it was captured.*planted in {stage}"):
         assert_same_run(*pair)
     (plan,) = amp_graph.plans(pair[1])
@@ -81,7 +81,7 @@ def test_a_graph_that_cannot_be_retraced_runs_under_autocast(
     def broken(*args: Any) -> Any:
         raise RuntimeError("planted in retrace")
 
-    monkeypatch.setattr(sys.modules["amp_graph.decide"], "retrace", broken)
+    monkeypatch.setattr(sys.modules["amp_graph.backend.decide"], "retrace", broken)
     _, converted = pair
     with MatmulCounter() as counter:
         assert converted(X).dtype is torch.float32
@@ -144,7 +144,7 @@ def test_an_emitted_graph_that_does_not_run(
     torch._dynamo.reset()
     plain = make()
     converted = amp_graph.convert(copy.deepcopy(plain))
-    rewrite_module = sys.modules["amp_graph.rewrite"]
+    rewrite_module = sys.modules["amp_graph.backend.rewrite"]
     emit = rewrite_module.emit
 
     def emit_broken(*args: Any) -> Any:
@@ -239,7 +239,7 @@ def broken_capture(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         torch.mm(X, X.t())
         raise InternalTorchDynamoError("planted in Dynamo")
 
-    monkeypatch.setattr("amp_graph.captured_calls.captured_call", lambda *_, **__: broken)
+    monkeypatch.setattr("amp_graph.calls.captured_calls.captured_call", lambda *_, **__: broken)
     return asked
 
 

@@ -14,8 +14,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.two_tensor import TwoTensor
 
 import amp_graph
-from amp_graph import first_call
-from amp_graph.exit_report import describe
+from amp_graph.autopatch import first_call
+from amp_graph.autopatch.exit_report import describe
 
 X = torch.randn(4, 8)
 

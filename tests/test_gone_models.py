@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import amp_graph
-from amp_graph.exit_report import describe
-from amp_graph.script_models import folded
+from amp_graph.autopatch.exit_report import describe
+from amp_graph.autopatch.script_models import folded
 from amp_graph.training.optimizers import _scales
 
 X = torch.ones(2, 8)

@@ -258,7 +258,7 @@ def test_a_fallback_in_the_first_run_keeps_gradients(monkeypatch: pytest.MonkeyP
         raise RuntimeError("planted")
 
     planted = {torch.ops.aten.mean.default: failing}
-    monkeypatch.setattr("amp_graph.eager.binding", planted.get)
+    monkeypatch.setattr("amp_graph.backend.eager.binding", planted.get)
     with pytest.warns(amp_graph.ConversionWarning, match="planted"):
         y = model(X)
     assert calls == [False] and torch.is_grad_enabled()

@@ -14,10 +14,10 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from amp_graph import Color, Override, Policy
+from amp_graph.backend.eager import eager
+from amp_graph.backend.rewrite import rewrite, split_where_wide
 from amp_graph.capture.retrace import trace
-from amp_graph.eager import eager
 from amp_graph.oplists import load_lists
-from amp_graph.rewrite import rewrite, split_where_wide
 
 SAMPLES = 3
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3}

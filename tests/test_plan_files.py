@@ -20,8 +20,8 @@ from torch import nn
 import amp_graph
 from amp_graph import ConversionWarning, Override, PlanError, Policy
 from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan, TensorFacts
-from amp_graph.pins import fingerprint
-from amp_graph.plan_file import plan_schema
+from amp_graph.plans.pins import fingerprint
+from amp_graph.plans.plan_file import plan_schema
 
 SCHEMA = Path(__file__).parent.parent / "docs" / "plan.schema.json"
 IN_SUITE = """

@@ -145,7 +145,7 @@ def import_error(place: Path) -> None:
 
 
 def one_module_gone(place: Path) -> None:
-    (place / "amp_graph" / "autopatch.py").unlink()
+    (place / "amp_graph" / "autopatch" / "install.py").unlink()
 
 
 def lists_gone(place: Path) -> None:

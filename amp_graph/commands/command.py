@@ -12,9 +12,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from amp_graph.commands.factory import Subject, subject
 from amp_graph.convert import convert
 from amp_graph.errors import AmpGraphError
-from amp_graph.factory import Subject, subject
 from amp_graph.modules import call_with, unchanged
 from amp_graph.policy import LOW_DTYPES, Policy
 

@@ -17,7 +17,7 @@ from amp_graph.commands.command import (
     policy_of,
     working,
 )
-from amp_graph.factory import subject
+from amp_graph.commands.factory import subject
 from amp_graph.numerics.calibrate import calibrate
 from amp_graph.numerics.compare import compare
 

@@ -22,7 +22,7 @@ from amp_graph.commands.command import (
 from amp_graph.inspection.difference import diff
 from amp_graph.inspection.dump import dump
 from amp_graph.inspection.explain import explain
-from amp_graph.plain_json import encode
+from amp_graph.plans.plain_json import encode
 
 
 def _explain_arguments(parser: ArgumentParser) -> None:

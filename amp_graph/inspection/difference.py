@@ -18,8 +18,8 @@ from rich.text import Text
 
 from amp_graph.inspection.spelling import byte_count, count
 from amp_graph.ir import Cast, Plan, dtype_name
-from amp_graph.pins import fingerprint
-from amp_graph.plan_file import PlanSource, as_plans
+from amp_graph.plans.pins import fingerprint
+from amp_graph.plans.plan_file import PlanSource, as_plans
 from amp_graph.reasons import short_reason
 
 WIDTH = 120

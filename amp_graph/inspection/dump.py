@@ -23,7 +23,7 @@ from amp_graph.inspection.formats import graph_dot, graph_json, model_explorer
 from amp_graph.inspection.listing import listing
 from amp_graph.inspection.page import page
 from amp_graph.inspection.source import AnnotatedModel, annotated_model
-from amp_graph.plan_file import save_plan
+from amp_graph.plans.plan_file import save_plan
 
 DRAWN_NODES = 800  # Graphviz takes minutes for more, and nobody can read the drawing
 DRAWING_SECONDS = 60

@@ -11,8 +11,8 @@ from typing import Any
 
 from amp_graph.inspection.annotated import AnnotatedGraph, Node
 from amp_graph.inspection.spelling import byte_count, flop_count
-from amp_graph.json_schema import describe, schema
-from amp_graph.plain_json import encode
+from amp_graph.plans.json_schema import describe, schema
+from amp_graph.plans.plain_json import encode
 
 FORMAT = "amp_graph graph"
 SCHEMA = 1

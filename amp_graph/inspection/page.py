@@ -13,7 +13,7 @@ import jinja2
 from amp_graph.inspection.report import Figures, report_data
 from amp_graph.inspection.source import AnnotatedModel
 from amp_graph.inspection.spelling import byte_count, percent
-from amp_graph.plain_json import encode
+from amp_graph.plans.plain_json import encode
 
 
 def page(model: AnnotatedModel) -> str:

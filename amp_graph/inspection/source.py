@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from amp_graph.conversion import conversion_of
+from amp_graph.calls.conversion import conversion_of
 from amp_graph.errors import AmpGraphError
 from amp_graph.inspection.annotated import AnnotatedGraph, annotated_graph, captured_graph
 from amp_graph.ir import Plan

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from amp_graph.backend.rewrite import rewrite
 from amp_graph.errors import AmpGraphError
 from amp_graph.ir import Color, Paint, Plan
 from amp_graph.numerics.compare import Beside, NodeNumerics, Reference, outcome_errors
 from amp_graph.numerics.rerun import Batch, Loss, Outcome, Rerun, rerun_of
-from amp_graph.pins import Pins
-from amp_graph.plan_file import save_plan
-from amp_graph.rewrite import rewrite
+from amp_graph.plans.pins import Pins
+from amp_graph.plans.plan_file import save_plan
 
 RULE = "calibrated"
 SLIGHT = 0.01  # a smaller share of underflow is not worth naming as the reason

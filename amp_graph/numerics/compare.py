@@ -20,7 +20,7 @@ from amp_graph.inspection.spelling import op_name
 from amp_graph.ir import NodeFacts, dtype_name
 from amp_graph.numerics.rerun import Batch, Loss, Observer, Outcome, Place, Rerun, rerun_of
 from amp_graph.numerics.statistics import Statistics, exponents, relative_error, statistics
-from amp_graph.plain_json import encode
+from amp_graph.plans.plain_json import encode
 
 FORMAT = "amp_graph comparison"
 SCHEMA = 1

@@ -23,9 +23,9 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils.checkpoint import checkpoint
 
+from amp_graph.backend.custom_function import applied, can_apply, differentiable, second_halves
+from amp_graph.backend.emulation import in_float32, nothing_emulated
 from amp_graph.capture.aten import CAST, SELECTIVE
-from amp_graph.custom_function import applied, can_apply, differentiable, second_halves
-from amp_graph.emulation import in_float32, nothing_emulated
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 BINDINGS = (torch, torch._C._nn, torch.Tensor)  # where they are looked for; 2.11 - 2.15

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from amp_graph.plain_json import DTYPES, NOT_FINITE
+from amp_graph.plans.plain_json import DTYPES, NOT_FINITE
 
 PLAIN = {str: "string", int: "integer", bool: "boolean", types.NoneType: "null"}
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from amp_graph.backend.compiler import Compiler
 from amp_graph.capture.breaks import depends_on_data, why_not_captured
 from amp_graph.capture.dynamo import (
     CAPTURED_TOO_OFTEN,
@@ -29,7 +30,6 @@ from amp_graph.capture.dynamo import (
 )
 from amp_graph.capture.frames import Frames
 from amp_graph.capture.hooks import Hooks
-from amp_graph.compiler import Compiler
 from amp_graph.cpu import emulates, why_emulated
 from amp_graph.errors import MISTAKES
 from amp_graph.ir import Plan

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import fx
 
+from amp_graph.backend.rewrite import device_types, outline, rewrite, split_where_wide
 from amp_graph.capture.retrace import retrace
 from amp_graph.errors import MISTAKES
 from amp_graph.ir import Plan
 from amp_graph.oplists import OpLists
 from amp_graph.passes.lift_weights import lift_weights
-from amp_graph.pins import Pins, Saved, pins_for
+from amp_graph.plans.pins import Pins, Saved, pins_for
 from amp_graph.policy import Policy
-from amp_graph.rewrite import device_types, outline, rewrite, split_where_wide
 
 Weights: TypeAlias = tuple[tuple[int, torch.dtype], ...]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from amp_graph.record import Record
+from amp_graph.backend.record import Record
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.outcome import Outcome
 

@@ -10,17 +10,17 @@ import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from amp_graph.assemble import written_inputs
+from amp_graph.backend.assemble import written_inputs
+from amp_graph.backend.compiler import Compiler
+from amp_graph.backend.eager import code_of, eager
+from amp_graph.calls.captured_calls import CapturedCalls
+from amp_graph.calls.copies import SLOT, StandIn, put_in, take_out
 from amp_graph.capture.dynamo import can_capture, is_exporting, wants_plain_code
 from amp_graph.capture.fake import is_estimate
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
-from amp_graph.captured_calls import CapturedCalls
-from amp_graph.compiler import Compiler
-from amp_graph.copies import SLOT, StandIn, put_in, take_out
-from amp_graph.eager import code_of, eager
 from amp_graph.errors import AmpGraphError
 from amp_graph.modules import Run, call_with, path_by_id, plain_code, unchanged, unwrapped
-from amp_graph.pins import Saved
+from amp_graph.plans.pins import Saved
 from amp_graph.policy import Policy
 from amp_graph.results import map_tensors
 from amp_graph.runtime import autocast_devices, restoring_grad_mode, without_autocast

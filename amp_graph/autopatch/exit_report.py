@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from amp_graph.autopatch.script_models import Model, folded
 from amp_graph.convert import is_converted
 from amp_graph.inspection import render
 from amp_graph.inspection.dump import dump
 from amp_graph.ir import NodeFacts
 from amp_graph.reasons import why_nothing_is_low
-from amp_graph.script_models import Model, folded
 
 NOT_OPERATORS = ("placeholder", "get_attr", "output", "getitem")
 

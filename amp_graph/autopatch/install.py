@@ -1,4 +1,4 @@
-"""AMP_GRAPH_ENABLE=1 python train.py: convert the models of a script that never heard of us.
+"""The patch of PyTorch, and the variables that say how models are converted.
 
 One name of PyTorch is patched: `nn.Module._compiled_call_impl`, a class attribute that
 `module(...)` looks at before anything else, and that is None where `nn.Module.compile` was not
@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_graph.autopatch.exit_report import write_report
+from amp_graph.autopatch.first_call import Models
+from amp_graph.autopatch.script_models import Model
 from amp_graph.errors import AmpGraphError, PolicyError
-from amp_graph.exit_report import write_report
-from amp_graph.first_call import Models
 from amp_graph.ir import Level
 from amp_graph.policy import COMPILERS, EMULATION, REFRESH, Policy
 from amp_graph.runtime import ConversionWarning
-from amp_graph.script_models import Model
 
 SLOT = "_compiled_call_impl"
 YES, NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")

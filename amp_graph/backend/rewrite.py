@@ -17,7 +17,7 @@ from amp_graph.passes.paint import paint
 from amp_graph.passes.place_casts import place_casts
 from amp_graph.passes.split_attention import may_split, split_attention
 from amp_graph.passes.verify import verify
-from amp_graph.pins import Pins, honoured, pinned
+from amp_graph.plans.pins import Pins, honoured, pinned
 from amp_graph.policy import Policy
 
 

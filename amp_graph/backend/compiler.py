@@ -9,14 +9,14 @@ import torch
 from torch import fx
 from torch._dynamo.exc import RestartAnalysis
 
-from amp_graph.assemble import Assembler, ScaleFor
+from amp_graph.backend.assemble import Assembler, ScaleFor
+from amp_graph.backend.decide import Graphs, Traced, decide
+from amp_graph.backend.record import Record
 from amp_graph.capture.breaks import break_in
-from amp_graph.decide import Graphs, Traced, decide
 from amp_graph.ir import Plan
 from amp_graph.modules import Run
-from amp_graph.pins import Saved
+from amp_graph.plans.pins import Saved
 from amp_graph.policy import Policy
-from amp_graph.record import Record
 
 
 def unscaled(dtype: torch.dtype) -> None:

@@ -24,9 +24,9 @@ from torch import nn
 
 from amp_graph.errors import PlanError
 from amp_graph.ir import Plan
-from amp_graph.json_schema import describe, schema
-from amp_graph.pins import Saved, fingerprint
-from amp_graph.plain_json import decode, encode
+from amp_graph.plans.json_schema import describe, schema
+from amp_graph.plans.pins import Saved, fingerprint
+from amp_graph.plans.plain_json import decode, encode
 
 FORMAT = "amp_graph plan"
 SCHEMA = 1

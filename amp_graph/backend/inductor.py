@@ -26,8 +26,8 @@ from typing import Any
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 
+from amp_graph.backend.decide import Lifted, Traced
 from amp_graph.capture.recurrent import recurrent_layers_in_steps
-from amp_graph.decide import Lifted, Traced
 from amp_graph.modules import Run
 from amp_graph.runtime import without_autocast
 

@@ -1,0 +1,1 @@
+"""Plans as files: written, read, checked, and pinned to graphs that are captured again."""
