@@ -150,9 +150,9 @@ def main() -> None:
     console.print(where)
     console.print(step_table(results), first_call_table(results))
     if args.json:
-        command = " ".join(["python", *sys.argv])
-        found = {"command": command, "where": where, "results": results}
-        args.json.write_text(json.dumps(found, indent=2))
+        typed = " ".join(["python", *sys.argv])
+        record = {"command": typed, "where": where, "results": results}
+        args.json.write_text(json.dumps(record, indent=2))
     if args.plot:
         title = f"time of a training step / autocast ({where})"
         args.plot.write_text(plot(results, title))

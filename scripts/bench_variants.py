@@ -105,7 +105,6 @@ def variants(name: str, settings: Settings) -> Iterator[tuple[str, Callable[[], 
     scaled = dtype is torch.float16
     autocast = partial(torch.autocast, device, dtype=dtype)
     rules = partial(CudaRules, dtype) if settings.emulate_cuda else None
-    compiled = partial(torch.compile, mode=settings.mode)
 
     def make(
         change: Callable[[nn.Module], nn.Module] = lambda m: m,
@@ -122,6 +121,10 @@ def variants(name: str, settings: Settings) -> Iterator[tuple[str, Callable[[], 
     def ours(**given: Any) -> Callable[[nn.Module], nn.Module]:
         policy = amp_graph.Policy(dtype, refresh_weights=settings.refresh_weights, **given)
         return lambda m: amp_graph.convert(m, policy=policy)
+
+    def compiled(model: nn.Module) -> nn.Module:
+        made: Any = torch.compile(model, mode=settings.mode)
+        return made
 
     def low(model: nn.Module) -> nn.Module:
         return _with_low_inputs(model.to(dtype), dtype)

@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -56,6 +57,10 @@ def variants(layers: int, device: str) -> dict[str, Callable[[], torch.Tensor]]:
     }
 
 
+def step_of(run: Callable[[], torch.Tensor]) -> None:
+    run().sum().backward()
+
+
 def clocked(run: Callable[[], object], device: str) -> float:
     before = time.perf_counter()
     run()
@@ -74,7 +79,7 @@ def measure(layers: int, device: str, turns: int) -> dict[str, tuple[float, floa
         for name, run in made.items():
             with torch.no_grad():
                 seconds = clocked(run, device)
-            whole = clocked(lambda run=run: run().sum().backward(), device)
+            whole = clocked(partial(step_of, run), device)
             if turn >= WARM_UP:
                 forward[name].append(seconds)
                 step[name].append(whole)

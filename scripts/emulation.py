@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,7 @@ def training_step(
     torch.manual_seed(0)
     model, x = make()
     y = torch.randint(0, 10, (len(x),))
-    around: Callable[[], AbstractContextManager] = nullcontext
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
     if variant == "autocast":
         around = partial(torch.autocast, "cpu", dtype)
     elif variant != "float32":

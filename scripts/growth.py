@@ -168,7 +168,7 @@ def timed_stages(module: fx.GraphModule, policy: Policy) -> Iterator[float]:
 
 def measure(shapes: list[str], sizes: list[int]) -> dict[tuple[str, int], list[float]]:
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    policy, found = Policy("bfloat16"), {}
+    policy, found = Policy("bfloat16"), dict[tuple[str, int], list[float]]()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         for shape in shapes:
             block, low_stream = captured_block(shape), BLOCKS[shape][-1]

@@ -17,17 +17,22 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
-from parity_tasks import TASKS, Task, amp_graph
+from parity_tasks import TASKS, Task
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import amp_graph
 
 
 def final_metric(task: Task, precision: str, seed: int, steps: int) -> float:

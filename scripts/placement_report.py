@@ -116,8 +116,8 @@ def summary(results: dict[str, Comparison]) -> list[str]:
     casts_above = sum(r.ours.count > r.autocast.count for r in found)
     dark = [n for n, r in results.items() if unexplained(r.ours, r.autocast) > 0]
     total = sum(r.ours.bytes for r in found) / max(sum(r.autocast.bytes for r in found), 1)
-    reasons = {name: sum(r.ours.by_op[name] for r in found) for name in REASONS}
-    reasons = {name: f"{kilobytes(size)} kB" for name, size in reasons.items() if size}
+    sizes = {name: sum(r.ours.by_op[name] for r in found) for name in REASONS}
+    reasons = {name: f"{kilobytes(size)} kB" for name, size in sizes.items() if size}
     unreplayed = sum((r.autocast.unreplayed for r in found), Counter())
     ours, autocast = Casts(), Casts()
     for r in found:

@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import zoo
 
 import amp_graph
-from amp_graph.inspection.source import annotated_model, conversion_of
+from amp_graph.calls.conversion import conversion_of
+from amp_graph.inspection.source import annotated_model
 
 
 def converted(case: zoo.Case, plan: Path | None = None) -> torch.nn.Module:

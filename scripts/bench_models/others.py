@@ -67,7 +67,7 @@ class Coupling(nn.Module):
         )
         self.leave = nn.Conv1d(width, groups, 1)
         nn.init.normal_(self.leave.weight, std=1e-3)  # nearly the identity at first, as published
-        nn.init.zeros_(self.leave.bias)
+        nn.init.zeros_(self.leave.bias)  # type: ignore[arg-type]  # there is one
 
     def forward(
         self, x: torch.Tensor, mel: torch.Tensor

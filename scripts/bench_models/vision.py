@@ -92,7 +92,7 @@ def _classifier(device: str, large: bool, model: nn.Module) -> Workload:
     y = torch.randint(0, classes, (batch,), device=device)
     if large:  # as it is trained on GPUs
         x = x.to(memory_format=torch.channels_last)
-        model = model.to(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch 2.13
     return Workload(model, lambda m: F.cross_entropy(m(x), y))
 
 
