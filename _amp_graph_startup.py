@@ -7,17 +7,18 @@ import sys
 
 
 class _AfterTorch:
-    """A finder that finds torch as the others would, and has something run right after its import.
-    Many a library looks for torch without importing it, so the finder stays until then."""
+    """A finder that finds torch as the others would, and has something run right after its import;
+    if amp_graph is what imports it, right after that. Many a library looks for torch without
+    importing it, so the finder stays until then."""
 
     is_asking_the_others = False
 
     def find_spec(self, name, path=None, target=None):
-        if name != "torch" or self.is_asking_the_others:
+        if name not in ("torch", "amp_graph") or self.is_asking_the_others:
             return None
         self.is_asking_the_others = True
         try:
-            spec = importlib.util.find_spec("torch")
+            spec = importlib.util.find_spec(name)
         finally:
             self.is_asking_the_others = False
         if spec is not None and spec.loader is not None:
@@ -26,8 +27,9 @@ class _AfterTorch:
             def exec_module(module):
                 del spec.loader.exec_module
                 execute(module)
-                sys.meta_path.remove(self)
-                _start()
+                if name == "amp_graph" or "amp_graph" not in sys.modules:
+                    sys.meta_path.remove(self)
+                    _start()
 
             spec.loader.exec_module = exec_module
         return spec

@@ -48,9 +48,9 @@ class Level(enum.Enum):
     BALANCED = "balanced"
     MAX = "max"
 
-    def includes(self, other: Level | None) -> bool:
+    def includes(self, other: Level) -> bool:
         order = list(Level)
-        return other is not None and order.index(self) >= order.index(other)
+        return order.index(self) >= order.index(other)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,16 @@ def path_by_id(model: nn.Module) -> dict[str, str]:
     return {str(id(module)): path for path, module in model.named_modules()}
 
 
+def forward_of(module: nn.Module) -> tuple[Any, Any]:
+    """What Dynamo does not guard of the code that a call of the module runs: its class, and the
+    `forward` of that as it stands there (a `functools.partialmethod` is another at each access)."""
+    kind = type(module)
+    for base in kind.__mro__:
+        if "forward" in base.__dict__:
+            return kind, base.__dict__["forward"]
+    return kind, None
+
+
 def devices_of(module: nn.Module) -> frozenset[str]:
     """The types of the devices that a model's parameters are on."""
     return frozenset(p.device.type for p in module.parameters())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -117,6 +118,7 @@ class Policy:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _low_dtype(self.dtype))
         object.__setattr__(self, "level", _level(self.level))
+        object.__setattr__(self, "lists", _anchored(self.lists))
         if isinstance(self.keep_float32, str):
             object.__setattr__(self, "keep_float32", (self.keep_float32,))
         if isinstance(self.overrides, Override):
@@ -214,6 +216,14 @@ def as_policy(policy: Policy | str | torch.dtype | None) -> Policy:
 
 def _either(legal: Iterable[str]) -> str:
     return " or ".join(map(repr, legal))
+
+
+def _anchored(lists: Any) -> Any:
+    """The lists with absolute paths: they are read again for a copy of a model, say, and a script
+    may have gone to another folder meanwhile."""
+    if isinstance(lists, str | Path):
+        return Path(lists).absolute()
+    return [_anchored(given) for given in lists] if isinstance(lists, list | tuple) else lists
 
 
 def _low_dtype(dtype: torch.dtype | str) -> torch.dtype:

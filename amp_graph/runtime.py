@@ -2,7 +2,9 @@
 
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
-    torch.utils._python_dispatch._get_current_dispatch_mode_stack, _pop_mode_temporarily
+    torch.utils._python_dispatch._get_current_dispatch_mode_stack, _pop_mode_temporarily,
+        _disable_current_modes
+    torch.utils.checkpoint._StopRecomputationError
 """
 
 from __future__ import annotations
@@ -15,15 +17,21 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    _disable_current_modes,
     _get_current_dispatch_mode_stack,
     _pop_mode_temporarily,
 )
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _StopRecomputationError
 
 from amp_graph.ir import Color
 from amp_graph.modules import Kept, KeptRandomState, Run
 from amp_graph.oplists import OpLists
 from amp_graph.results import map_tensors
+
+# What code raises that does not fail: memory ran out, or the second forward of a checkpoint has
+# made all that its backward pass needs.
+NO_FAILURES = torch.OutOfMemoryError, _StopRecomputationError
 
 
 def autocast_devices() -> tuple[str, ...]:
@@ -60,11 +68,12 @@ class Guarded:
         return self._run(*args)
 
     def _first_run(self, *args: Any) -> Any:
-        saved = [(i, args[i].detach().clone()) for i in self._at_risk]
+        with _disable_current_modes():  # as that of selective checkpointing, which keeps results
+            saved = [(i, args[i].detach().clone()) for i in self._at_risk]
         random = KeptRandomState()
         try:
             result = self._emitted(*args)
-        except torch.OutOfMemoryError:
+        except NO_FAILURES:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
@@ -82,9 +91,10 @@ class Guarded:
         return result
 
 
-def without_autocast(run: Run, device_types: Iterable[str]) -> Run:
-    """Shield `run`, whose casts are all written out, from autocast around it."""
-    kinds = tuple(k for k in device_types if k != "meta")
+def without_autocast(run: Run, device_types: Iterable[str] | None = None) -> Run:
+    """Shield `run`, whose casts are all written out, from autocast around it, on all devices unless
+    some are given."""
+    kinds = tuple(k for k in device_types or autocast_devices() if k != "meta")
 
     def shielded(*args: Any, **kwargs: Any) -> Any:
         enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
@@ -147,7 +157,7 @@ def or_else(
         try:
             result = run(*args, **kwargs)
         except Exception as error:
-            if isinstance(error, (torch.OutOfMemoryError, *passed_on)):
+            if isinstance(error, (*NO_FAILURES, *passed_on)):
                 raise
             kind = type(error)
             reason = " ".join(f"{type(error).__name__}: {error}".split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import random
 
@@ -95,12 +96,14 @@ class Forcing(nn.Module):
 
 
 def test_why_nothing_is_captured_is_said() -> None:
-    model = amp_graph.convert(Forcing())
+    """Of each model, though Dynamo itself says it once for a class."""
     where = r"nothing is captured .*test_captured_anew.py:\d+, in forward: "
-    with pytest.warns(ConversionWarning, match=where):
-        model(X)
-    assert "in forward: " in str(amp_graph.explain(model))
-    assert "in forward: " in amp_graph.plans(model)[0].fallback
+    for _ in range(2):
+        model = amp_graph.convert(Forcing())
+        with pytest.warns(ConversionWarning, match=where):
+            model(X)
+        assert "in forward: " in str(amp_graph.explain(model))
+        assert "in forward: " in amp_graph.plans(model)[0].fallback
 
 
 class LeavesEarly(nn.Module):
@@ -127,3 +130,23 @@ def test_a_model_that_raises_in_each_call_is_not_captured_for_ever() -> None:
         with pytest.raises(StopIteration):
             model(torch.randn(2, 4))
     assert len(amp_graph.plans(model)) <= MAX_CAPTURES + 1
+
+
+class Bound(nn.Module):
+    """Its `forward` is made anew each time that the class is asked for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def times(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        return self.layer(x) * factor
+
+    forward = functools.partialmethod(times, factor=2.0)
+
+
+def test_a_forward_that_is_a_partial_method_is_captured_once() -> None:
+    model = amp_graph.convert(Bound())
+    for _ in range(3):
+        model(torch.randn(2, 4))
+    assert len(amp_graph.plans(model)) == 1

@@ -219,3 +219,17 @@ def test_complex_gradients_are_checked_and_unscaled(by_hand: bool, is_conj: bool
         else:
             optimizer.step()
         assert same(snapshot(model), before) == (not math.isfinite(abs(gradient)))
+
+
+@pytest.mark.parametrize("clip", [lambda g: g.clamp(-1, 1), lambda g: torch.ones(1).expand_as(g)])
+def test_a_gradient_of_one_s_own_is_only_read(clip: Any) -> None:
+    """Autograd may have saved it, and a single number that is expanded cannot be written to."""
+    model, optimizer = trained()
+    backward(model)
+    for p in model.parameters():
+        p.grad = clip(p.grad)
+    factor, before = torch.ones(1, requires_grad=True), snapshot(model)
+    penalty = sum((p.grad * factor).sum() for p in model.parameters())
+    assert optimizer.step() is True and not same(snapshot(model), before)
+    penalty.backward()
+    assert factor.grad.isfinite().all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import (
 
 import amp_graph
 from amp_graph import Policy
+from amp_graph.capture.frames import MAX_CAPTURES
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -79,3 +81,74 @@ def test_selective_checkpointing_saves_what_it_is_told() -> None:
     model = Block(use_reentrant=False, context_fn=contexts)
     _, _, products = trained(model, torch.randn(8, 16), Policy("bfloat16"))
     assert recomputed(products) == 0
+
+
+class Outside(nn.Module):
+    """A product between two graphs, which is under autocast from the second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.outside(self.first(x)).relu()).sin()
+
+    @torch._dynamo.disable
+    def outside(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Counting:
+    """Hooks for all modules, as FlopCounterMode has."""
+
+    def __enter__(self) -> None:
+        self.handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+
+    def __exit__(self, *_: object) -> None:
+        self.handle.remove()
+
+
+@pytest.mark.parametrize("around_backward", [contextlib.nullcontext, Counting])
+def test_a_converted_model_as_a_checkpoint_s_whole_function(around_backward: Any) -> None:
+    """The second forward ends early, by an error of the checkpoint's that is no failure; and does
+    what the first one did, whatever has changed since."""
+    torch.manual_seed(0)
+    model, x = amp_graph.convert(Outside(), policy="bfloat16"), torch.randn(4, 16).requires_grad_()
+    plain = Outside()
+    plain.load_state_dict(model.state_dict())
+    plain(x).sum().backward()
+    for _ in range(4):
+        model.zero_grad()
+        result = checkpoint(model, x, use_reentrant=False)
+        with around_backward():
+            result.sum().backward()
+        for ours, float32 in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (ours.grad - float32.grad).norm() < 0.02 * float32.grad.norm()
+    assert [plan.autocast for plan in amp_graph.plans(model)].count(True) == 1
+
+
+class Tagged(Block):
+    """Its attribute is another at each call, so that it is captured anew until that is too much."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * len(self.tag + "!")
+
+
+@pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning")
+def test_a_model_that_is_given_up_computes_again_what_it_did_before() -> None:
+    model = amp_graph.convert(Tagged(), policy="bfloat16")
+    for step in range(2 * MAX_CAPTURES):
+        model.tag = f"{step}"
+        checkpoint(model, torch.randn(4, 16), use_reentrant=False).sum().backward()
+    assert amp_graph.plans(model)[-1].autocast
+
+
+def test_copies_for_safety_are_not_what_a_checkpoint_keeps() -> None:
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts, [torch.ops.aten.clone.default]
+    )
+    model = amp_graph.convert(Outside(), policy="bfloat16")
+    for _ in range(2):
+        x = torch.randn(4, 16, requires_grad=True)
+        checkpoint(model, x, use_reentrant=False, context_fn=contexts).sum().backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import types
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -179,6 +180,24 @@ def test_a_deep_copy_is_converted_however_its_class_copies(kind: type[Net], dtyp
     assert not twin(x).any() and model(x).any(), "each runs on its own parameters"
     amp_graph.restore(twin)
     assert set(vars(twin)) == set(vars(Net())) and amp_graph.is_converted(model)
+
+
+class AsByDefault(Net):
+    """Steps aside for the default, and gives the copy a method of its own."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        method = self.__deepcopy__
+        self.__deepcopy__ = None
+        new = copy.deepcopy(self, memo)
+        self.__deepcopy__ = method
+        new.__deepcopy__ = types.MethodType(method.__func__, new)
+        return new
+
+
+def test_a_deep_copy_by_the_method_of_a_bound_one() -> None:
+    model, x = amp_graph.convert(AsByDefault()), torch.randn(4, 8)
+    for twin in (copy.deepcopy(model), copy.deepcopy(copy.deepcopy(model))):
+        assert amp_graph.is_converted(twin) and torch.equal(twin(x), model(x))
 
 
 class Shared(Net):

@@ -140,6 +140,7 @@ def test_scale_takes_what_torch_s_takes() -> None:
     one, half = torch.ones(2), torch.ones(2, dtype=torch.float16)
     assert torch.equal(scaler.scale(one), one * 4)
     assert isinstance(scaler.scale([one, half]), list)
+    assert GradScaler().scale(half.sum()).item() == 2.0**17  # beyond float16
     first, (second,) = scaler.scale((one, (half,)))
     assert torch.equal(first, one * 4) and second.dtype is torch.float16
     with pytest.raises(AmpGraphError, match="not int"):
@@ -201,6 +202,18 @@ def test_step_hands_arguments_and_result_through() -> None:
     optimizer = LBFGS(model.parameters())
     scaler = GradScaler(enabled=False)
     assert scaler.step(optimizer, lambda: loss_of(model)).item() == loss_of(model).item()
+
+
+def test_step_takes_no_closure() -> None:
+    """Its gradients would be those of the scaled loss (torch's says so for a keyword alone)."""
+    model = Mlp()
+    optimizer, before = SGD(model.parameters(), lr=0.1), snapshot(model)
+    scaler, closure = GradScaler(), lambda: loss_of(model)
+    with pytest.raises(AmpGraphError, match="takes no closure"):
+        scaler.step(optimizer, closure)
+    with pytest.raises(AmpGraphError, match="takes no closure"):
+        scaler.step(optimizer, closure=closure)
+    assert same(snapshot(model), before)
 
 
 @pytest.mark.parametrize("many", [True, False])

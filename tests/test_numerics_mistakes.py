@@ -63,3 +63,9 @@ def test_a_bound_is_a_number_that_is_not_negative(bound: float) -> None:
 def test_a_single_batch_goes_into_a_list(batch: Any) -> None:
     with pytest.raises(AmpGraphError, match=r"give \[batch\]"):
         amp_graph.calibrate(Net(), batch, 0.1)
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_batch_without_samples(look: Any) -> None:
+    with pytest.raises(AmpGraphError, match="outputs are empty; give a batch that has samples"):
+        look(Net().eval(), torch.randn(0, 8), policy="bfloat16")

@@ -10,6 +10,7 @@ import torch
 from amp_graph.errors import ListError
 from amp_graph.ir import Color, Level
 from amp_graph.oplists import OpLists, load_lists
+from amp_graph.policy import Policy
 
 ATEN = torch.ops.aten
 ROOT = Path(__file__).resolve().parent.parent
@@ -260,3 +261,14 @@ def test_operators_of_another_torch_are_dropped_unless_strict(tmp_path):
     assert "torchvision.roi_align" in entries  # optional: the library may be imported later
     with pytest.raises(ListError, match=r"clear.toml, group 'selecting'.*'aten.not_yet'"):
         load_lists(folder, strict=True)
+
+
+def test_a_relative_path_is_that_of_when_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.toml").write_text('[deny.own]\nwhy = "a test"\nops = ["aten.gelu"]\n')
+    monkeypatch.chdir(tmp_path)
+    policies = Policy(lists="own.toml"), Policy(lists=[Path("own.toml"), {"allow": ["aten.exp"]}])
+    monkeypatch.chdir("/")
+    for policy in policies:
+        assert policy.load_lists().lookup(torch.ops.aten.gelu.default).color is Color.DENY

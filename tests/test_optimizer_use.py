@@ -17,7 +17,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from training import FLOAT16, Mlp, X, Y, assert_skips, distance, overflow, same, scaled, snapshot
 
 import amp_graph
-from amp_graph import StepCounts
+from amp_graph import ConversionWarning, StepCounts
 
 SCALED = scaled(2.0**10)
 
@@ -247,6 +247,8 @@ def test_a_step_returns_what_it_always_did_once_the_model_is_restored() -> None:
     model = Mlp()
     optimizer = SGD(model.parameters(), lr=0.1)
     amp_graph.convert(model, optimizer, policy=SCALED)
+    with pytest.warns(ConversionWarning, match="converted already"):
+        amp_graph.convert(model, optimizer, policy=SCALED)
     model(X).sum().backward()
     assert optimizer.step() is True
     amp_graph.restore(model)

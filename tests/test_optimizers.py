@@ -314,3 +314,14 @@ def test_an_optimizer_of_two_models_tells_until_both_are_restored() -> None:
     assert optimizer.step() is True
     amp_graph.restore(other)
     assert optimizer.step() is None
+
+
+def test_optimizers_made_for_one_step_are_not_taken_for_one_another() -> None:
+    """An id may be that of the one before; the scale goes down once for all of a round."""
+    model = amp_graph.convert(Mlp(), policy=SCALED)
+    before = amp_graph.scale_of(model).get_scale()
+    model(X).sum().backward()
+    overflow(model)
+    for p in model.parameters():
+        SGD([p], lr=0.1).step()
+    assert amp_graph.scale_of(model).get_scale() == before / 2

@@ -215,3 +215,14 @@ def test_a_colour_that_cannot_be(saved: Path, x: torch.Tensor) -> None:
 def test_another_precision_than_the_policys(saved: Path) -> None:
     with pytest.raises(PlanError, match="is in bfloat16, and the policy asks for"):
         amp_graph.convert(Net(), policy="float16", plan=saved)
+
+
+def test_calibration_keeps_what_the_plan_in_use_denies(saved: Path) -> None:
+    edit(saved, lambda table: table["plans"][0]["paints"]["linear"].update(color="deny"))
+    model, x = amp_graph.convert(Net().eval(), plan=saved), torch.randn(4, 8)
+    model(x)
+    bound = amp_graph.compare(model, x).outputs / 2
+    found = amp_graph.calibrate(model, [x], bound)
+    assert found.denied and "linear" not in [name for _, name, _ in found.denied]
+    assert found.plans[0].paints["linear"] == amp_graph.plans(model)[0].paints["linear"]
+    assert found.plans[0].paints["linear"].color is Color.DENY

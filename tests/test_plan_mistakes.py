@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nets import Net
@@ -144,7 +145,26 @@ def refused(path: Path, message: str) -> None:
 
 
 def test_nothing_in_a_file_is_run() -> None:
-    folder = Path(amp_graph.__file__).parent
+    folder = Path(amp_graph.__file__).parent / "plans"
     for name in ("plan_file.py", "plain_json.py", "pins.py"):
         text = (folder / name).read_text()
         assert not re.search(r"pickle|torch\.load|import_module|\b(eval|exec)\(", text)
+
+
+def test_plans_of_one_graph_have_to_agree(tmp_path: Path) -> None:
+    model, x = amp_graph.convert(Net().eval(), policy="bfloat16"), torch.randn(4, 8)
+    model(x)
+    with torch.no_grad():
+        model(x)
+    path = tmp_path / "plan.json"
+    amp_graph.save_plan(amp_graph.plans(model), path)
+    amp_graph.convert(Net().eval(), plan=path)(x)
+    edit(path, put("deny", "plans", 1, "paints", "relu", "color"))
+    with pytest.raises(
+        PlanError, match="plans 0 and 1 are for the same graph, and 'relu' is clear"
+    ):
+        amp_graph.convert(Net().eval(), plan=path)(x)
+    edit(path, put("deny", "plans", 0, "paints", "relu", "color"))
+    followed = amp_graph.convert(Net().eval(), plan=path)
+    followed(x)
+    assert amp_graph.plans(followed)[0].paints["relu"].color is amp_graph.Color.DENY

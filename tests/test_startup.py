@@ -124,6 +124,13 @@ def test_a_wheel_starts_it(wheel, script):
     assert done.said[0].startswith(REPORT)
 
 
+@pytest.mark.parametrize("first", ["import amp_graph", "from amp_graph.autopatch import install"])
+def test_it_starts_in_a_script_that_imports_it_before_torch(wheel, script, first):
+    done = run_in(wheel, script(beginning=f"{first}\n"), AMP_GRAPH_ENABLE="1")
+    assert (done.code, done.out) == (0, "trained True\n")
+    assert done.said[0].startswith(REPORT)
+
+
 def test_an_editable_install_starts_it_and_its_checkout_may_go(tmp_path, script):
     checkout, place = install(tmp_path, "-e")
     assert (place / "amp_graph_startup.pth").is_file()

@@ -28,21 +28,21 @@ from amp_graph.capture.dynamo import (
     is_of_capture,
     is_of_graph,
 )
-from amp_graph.capture.frames import Frames
+from amp_graph.capture.frames import Frames, skipped_before
 from amp_graph.capture.hooks import Hooks
 from amp_graph.cpu import emulates, why_emulated
 from amp_graph.errors import MISTAKES
 from amp_graph.ir import Plan
-from amp_graph.modules import Kept, Run, devices_of, has_backward_hooks, plain_code
+from amp_graph.modules import Kept, Run, devices_of, forward_of, has_backward_hooks, plain_code
 from amp_graph.reasons import why_nothing_is_low
 from amp_graph.runtime import (
     Outside,
-    autocast_devices,
     or_else,
     under_autocast,
     warn,
     without_autocast,
 )
+from amp_graph.training.engine import backward_pass
 
 # Of Dynamo, for what it cannot capture: that is often where a number or a size that depends on data
 # is asked for its value, of which it tells in many ways.
@@ -68,7 +68,7 @@ class CapturedCalls:
         self._graph_runs = 0
         self._settings: Mapping[str, Any] = {}  # of Dynamo, other than usual
         self._hooks = Hooks(module)
-        self._around: Callable[[Run], Run] = _no_autocast_around
+        self._around: Callable[[Run], Run] = without_autocast
         self._passed_on: set[type[Exception]] = {*DYNAMO_ERRORS}  # none for autocast's sake
         self._own_code: Run | None = None  # once it is not captured any more
         self._for_copies: int | None = None  # the plan that stands for them, once there are any
@@ -76,7 +76,7 @@ class CapturedCalls:
 
     def _capture(self) -> None:
         """Capture anew, from the next call on."""
-        self._captured_as = _code_of(self._module)
+        self._captured_as, self._is_stale = forward_of(self._module), False
         self._run = self._around(self._captured())
 
     def _captured(self) -> Run:
@@ -97,10 +97,14 @@ class CapturedCalls:
             self._watch = Outside(self._lists)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._own_code is not None:
+        # A backward pass computes again what the forward pass did, and the same way.
+        if self._own_code is not None and not (self._is_stale and backward_pass() is not None):
+            self._is_stale = False
             return self._own_code(*args, **kwargs)
-        # fully_shard() changes the class.
-        if _code_of(self._module) != self._captured_as or self._hooks.have_changed():
+        self._is_stale |= (
+            forward_of(self._module) != self._captured_as or self._hooks.have_changed()
+        )
+        if self._is_stale and backward_pass() is None:
             self._capture()
         frames, runs, uncaptured = self._frames.begun, self._graph_runs, None
         records = torch.is_grad_enabled()
@@ -205,6 +209,7 @@ class CapturedCalls:
         found = ", ".join(sorted(watch.found))
         reason = f"code between graphs ({found}) is not captured"
         if not self._graph_runs:
+            self._frames.skipped = self._frames.skipped or skipped_before(self._module)
             where = "; ".join(self._frames.skipped) or "Dynamo does not say why"
             reason = f"nothing is captured ({found}): {where}"
         index = self._stand_in(reason, watch.met_sparse)
@@ -212,15 +217,17 @@ class CapturedCalls:
             warn(f"{self._name} {self._record.plans[index].otherwise}")
         if self._record.plans[index].autocast:
             self._around = partial(self._autocast_around, index=index)
-            self._capture()
+            self._is_stale = True
 
     def _stop_capturing(self) -> None:
         """Something of Python is another at call after call, a list that grows, say, or the layers
         that are chosen, and the model's own code is faster than capturing it each time."""
+        if self._own_code is not None:
+            return
         reason = "it was captured anew again and again"
         advice = "TORCH_LOGS=recompiles tells what changes in it at each call"
         index = self._stand_in(reason)
-        self._own_code = self.by_own_code(index)
+        self._own_code, self._is_stale = self.by_own_code(index), True
         plan = self._record.plans[index]
         warn(f"{self._name} is no longer captured and {plan.otherwise}. {advice}")
 
@@ -249,7 +256,7 @@ class CapturedCalls:
             raise
         if self._record.plans[index] is planned:  # else it was told that autocast fails
             warn(f"{self._name} {planned.otherwise}")
-        self._own_code, self._watch = own_code, None
+        self._own_code, self._is_stale, self._watch = own_code, False, None
         return result
 
     def _stand_in(self, reason: str, met_sparse: bool = False) -> int:
@@ -267,11 +274,11 @@ class CapturedCalls:
         autocast if it can be; else it is captured without, and goes on so."""
 
         def report(reason: str) -> None:
-            self._around = _no_autocast_around
+            self._around = without_autocast
             self._not_under_autocast(index, reason)
 
         def without() -> Run:
-            return _no_autocast_around(self._captured())
+            return without_autocast(self._captured())
 
         under = self._under_autocast(run)
         return or_else(under, without, report, self._module, self._passed_on)
@@ -289,12 +296,3 @@ class CapturedCalls:
     @property
     def _name(self) -> str:
         return type(self._module).__name__
-
-
-def _code_of(module: nn.Module) -> tuple[Any, Any]:
-    """What Dynamo does not guard of the code that a call of the module runs."""
-    return type(module), type(module).forward
-
-
-def _no_autocast_around(run: Run) -> Run:
-    return without_autocast(run, autocast_devices())

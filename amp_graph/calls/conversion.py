@@ -23,7 +23,7 @@ from amp_graph.modules import Run, call_with, path_by_id, plain_code, unchanged,
 from amp_graph.plans.pins import Saved
 from amp_graph.policy import Policy
 from amp_graph.results import map_tensors
-from amp_graph.runtime import autocast_devices, restoring_grad_mode, without_autocast
+from amp_graph.runtime import restoring_grad_mode, without_autocast
 from amp_graph.training.engine import never_captured
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.optimizers import attach, detach, drop_scale, use_scale
@@ -64,12 +64,13 @@ class Conversion(StandIn):
         self.compiler.record.scale = scale
         use_scale(scale)
         for optimizer in self._optimizers:
-            attach(optimizer, scale)
+            attach(optimizer, scale, self)
 
     def attach(self, optimizer: Optimizer) -> None:
         """Guard an optimizer from before its first step."""
-        self._optimizers.add(optimizer)
-        attach(optimizer, self.scale)
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            attach(optimizer, self.scale, self)
 
     def open(self) -> None:
         """From now on the model's calls come here."""
@@ -81,7 +82,7 @@ class Conversion(StandIn):
         if self.scale is not None:
             drop_scale(self.scale)
         for optimizer in self._optimizers:
-            detach(optimizer)
+            detach(optimizer, self)
 
     def of_copy(self, own_code: Run) -> Run:
         """What runs a copy of the model that `nn.DataParallel` made for one call on one GPU."""
@@ -117,7 +118,7 @@ class Conversion(StandIn):
         names, record = path_by_id(self.module), self.compiler.record
         widened = widen_inputs(graph)
         example_inputs = [x.float() if i in widened else x for i, x in enumerate(example_inputs)]
-        compile_graph = without_autocast(self.compiler.compile_graph, autocast_devices())
+        compile_graph = without_autocast(self.compiler.compile_graph)
         # Saved-tensor hooks of the user (checkpoint's, say) are not for the tensors of a trace.
         with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
             run = compile_graph(graph, example_inputs, names)

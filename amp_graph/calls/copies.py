@@ -88,6 +88,11 @@ class DeepCopy(StandIn):
         self.module = conversion.module
         self._conversion = conversion
 
+    @property
+    def __func__(self) -> Any:
+        """As a bound method has it, for those who bind it to their copy."""
+        return getattr(type(self.module), self.name)
+
     def __call__(self, memo: dict[int, Any]) -> Any:
         module, kind = self.module, type(self.module)
         ours = [entry for entry in module.__dict__.values() if isinstance(entry, StandIn)]

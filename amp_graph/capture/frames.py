@@ -16,6 +16,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 
+from torch import nn
 from torch._dynamo.utils import counters
 
 MAX_CAPTURES = 16  # calls that captured something, less one for
@@ -36,12 +37,12 @@ class Frames:
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
         """Around the model's callback, one thread at a time."""
-        before, reasons = counters["frames"]["total"], set(counters["unimplemented"])
+        before, reasons = counters["frames"]["total"], counters["unimplemented"].copy()
         try:
             yield
         finally:
             self.begun += counters["frames"]["total"] != before
-            new = [reason for reason in counters["unimplemented"] if reason not in reasons]
+            new = [r for r, count in counters["unimplemented"].items() if count > reasons[r]]
             self.skipped += filter(None, map(_skipped, new))
 
     def end_call(self, has_captured: bool) -> None:
@@ -56,6 +57,15 @@ class Frames:
         """Those that were skipped since this was last asked."""
         skipped, self.skipped = self.skipped, []
         return skipped
+
+
+def skipped_before(model: nn.Module) -> list[str]:
+    """Why Dynamo lets the `forward` of some of a model's modules be: where it met their class in
+    another model, it does not say so again."""
+    codes = {getattr(type(m).forward, "__code__", None) for m in model.modules()}
+    frames = [f"{c.co_name} ({c.co_filename} line {c.co_firstlineno})" for c in codes if c]
+    known = (r for r in counters["unimplemented"] if any(f"skipped: {f}" in r for f in frames))
+    return [*filter(None, map(_skipped, known))]
 
 
 def _skipped(reason: str) -> str | None:

@@ -54,7 +54,7 @@ class Hooks:
                 return False
         else:
             self._handles = RemovableHandle.next_id
-            self._are_there |= self._calls_others or self._has_any()
+            self._are_there = self._are_there or self._calls_others or self._has_any()
         has_changed = for_all != self._for_all or self._are_guarded != self._are_there
         self._for_all, self._are_guarded = for_all, self._are_there
         return has_changed

@@ -127,7 +127,7 @@ def _differences(name: str, a: Plan, b: Plan) -> Iterator[GraphDifference]:
     nodes = dict.fromkeys([*a.facts, *b.facts])
     changes = tuple(c for n in nodes if (c := _change(n, a, b)) is not None)
     yield GraphDifference(name, changes, a.casts, b.casts, (a.otherwise, b.otherwise))
-    for body in a.bodies.keys() & b.bodies.keys():
+    for body in (name for name in a.bodies if name in b.bodies):
         yield from _differences(f"{name}, {body}", a.bodies[body], b.bodies[body])
 
 

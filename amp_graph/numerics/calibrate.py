@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from amp_graph.backend.rewrite import rewrite
+from amp_graph.backend.rewrite import outline, rewrite
 from amp_graph.errors import AmpGraphError
 from amp_graph.ir import Color, Paint, Plan
 from amp_graph.numerics.compare import Beside, NodeNumerics, Reference, outcome_errors
 from amp_graph.numerics.rerun import Batch, Loss, Outcome, Rerun, rerun_of
-from amp_graph.plans.pins import Pins
+from amp_graph.plans.pins import Pins, pins_for
 from amp_graph.plans.plan_file import save_plan
 
 RULE = "calibrated"
@@ -198,18 +198,26 @@ class _Search:
             if graphs is None or plan.fallback is not None or not paints:
                 rewritten.append((plan, None))
                 continue
-            pins = _pins(plan, paints, "")
-            policy = replace(self.rerun.compiler.policy, dtype=plan.dtype)
-            module, new = rewrite(graphs[0], policy, self.rerun.compiler.lists, pins)
+            compiler = self.rerun.compiler
+            policy = replace(compiler.policy, dtype=plan.dtype)
+            saved = None
+            if compiler.saved is not None:
+                saved = pins_for(compiler.saved, outline(graphs[0], policy, compiler.lists))
+            pins = _pins(plan, saved, paints, "")
+            module, new = rewrite(graphs[0], policy, compiler.lists, pins)
             rewritten.append((new, module))
         return rewritten
 
 
-def _pins(plan: Plan, paints: Mapping[tuple[str, str], Paint], body: str) -> Pins:
-    """The decisions of the plan as it is, and those of `paints`."""
-    own = {name: p for (path, name), p in paints.items() if path == body}
+def _pins(
+    plan: Plan, saved: Pins | None, paints: Mapping[tuple[str, str], Paint], body: str
+) -> Pins:
+    """The decisions of the plan that the model follows, if there is one, and those of `paints`."""
+    own = {} if saved is None else dict(saved.paints)
+    own |= {name: p for (path, name), p in paints.items() if path == body}
+    inside = {} if saved is None else saved.bodies
     bodies = {
-        name: _pins(inner, paints, f"{body}/{name}".strip("/"))
+        name: _pins(inner, inside.get(name), paints, f"{body}/{name}".strip("/"))
         for name, inner in plan.bodies.items()
     }
     return Pins(own, False, "calibrate", bodies)

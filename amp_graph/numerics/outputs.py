@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from amp_graph.errors import AmpGraphError
+
 
 def default_loss(output: Any) -> torch.Tensor:
     """The loss that the output carries, if it does; else the mean square of its values."""
@@ -15,6 +17,8 @@ def default_loss(output: Any) -> torch.Tensor:
     if isinstance(own, torch.Tensor):
         return own
     squares = [t.float().square().mean() for t in floating(output) if t.numel()]
+    if not squares:
+        raise AmpGraphError("the model's outputs are empty; give a batch that has samples")
     return torch.stack(squares).sum()
 
 

@@ -1,1 +1,2 @@
-"""The stages: annotate, paint, place casts, emit, verify. One file and one function each."""
+"""The stages, a file with one public function each: annotate, paint, split attention, place casts,
+emit, verify, lift weights; and what several of them look at."""

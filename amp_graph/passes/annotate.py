@@ -33,7 +33,7 @@ from amp_graph.capture.aten import (
     written_operands,
 )
 from amp_graph.capture.fake import size_hint
-from amp_graph.ir import Color, NodeFacts, TensorFacts
+from amp_graph.ir import Color, NodeFacts, TensorFacts, dtype_name
 from amp_graph.listing import Listing
 from amp_graph.oplists import OpLists
 
@@ -139,7 +139,7 @@ def _fixed(node: fx.Node) -> str:
         return "no float32 tensor"
     for dtype in produced + consumed:
         if (dtype.is_floating_point and dtype is not torch.float32) or dtype.is_complex:
-            return f"{str(dtype).removeprefix('torch.')} operand or result"
+            return f"{dtype_name(dtype)} operand or result"
     return ""
 
 

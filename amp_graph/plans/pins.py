@@ -55,12 +55,13 @@ def fingerprint(plan: Plan) -> str:
 def pins_for(saved: Saved, captured: Plan) -> Pins:
     """The decisions for a captured graph, given as a plan with nothing decided.
 
-    Raises PlanError if no saved plan is for this graph.
+    Raises PlanError if no saved plan is for this graph, or several that differ are.
     """
     mark = fingerprint(captured)
-    for plan in saved.plans:
-        if fingerprint(plan) == mark:
-            return _pins(plan, captured, saved.origin, exact=True)
+    exact = [(i, plan) for i, plan in enumerate(saved.plans) if fingerprint(plan) == mark]
+    if exact:
+        _check_agreement(exact, saved.origin)
+        return _pins(exact[0][1], captured, saved.origin, exact=True)
     for plan in saved.plans:
         if _same_computation(plan, captured):
             return _pins(plan, captured, saved.origin, exact=False)
@@ -97,6 +98,27 @@ def honoured(painted: dict[str, Paint], fresh: Mapping[str, Paint], pins: Pins) 
                 f"{now.color.value} ({reason}). Set it back to {fresh[name].color.value}."
             )
     return painted
+
+
+def _check_agreement(plans: Sequence[tuple[int, Plan]], origin: str) -> None:
+    """One graph may have been captured twice, with gradients and without."""
+    (first, plan), *others = plans
+    colors = _colors(plan)
+    for other, again in others:
+        for name, color in _colors(again).items():
+            if name in colors and colors[name] is not color:
+                raise PlanError(
+                    f"{origin}: plans {first} and {other} are for the same graph, and '{name}' is "
+                    f"{colors[name].value} in one and {color.value} in the other. Make them agree, "
+                    "or take one of the two out."
+                )
+
+
+def _colors(plan: Plan, body: str = "") -> dict[str, Color]:
+    found = {f"{body}{name}": paint.color for name, paint in plan.paints.items()}
+    for name, inner in plan.bodies.items():
+        found |= _colors(inner, f"{body}{name}/")
+    return found
 
 
 def _pins(plan: Plan, captured: Plan, origin: str, exact: bool) -> Pins:

@@ -7,6 +7,7 @@ torch._remove_batch_dim, _add_batch_dim                             2.11, 2.13, 
 torch.UntypedStorage._weak_ref, _expired, _free_weak_ref            2.11, 2.13, 2.15
 torch.Tensor._view_func                                             2.11, 2.13, 2.15
 torch.autograd.graph.Node._set_sequence_nr, of a Function's         2.13, 2.15
+torch.autograd.grad_mode._unsafe_preserve_version_counter           2.11, 2.13, 2.15
 torch._C._dynamo.eval_frame.get_eval_frame_callback                 2.11, 2.13, 2.15
 torch._dynamo.eval_frame.skip_code                                  2.11, 2.13, 2.15
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -76,6 +79,11 @@ def any_of(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     """The largest of some flags, which may be on several devices, on this one."""
     found, *others = (sent(flag, device) for flag in flags)
     return torch.stack([found, *others]).amax() if others else found
+
+
+def writes_unseen(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    """Around writes of the values that are there already."""
+    return _unsafe_preserve_version_counter(tuple(t for t in tensors if not t.is_inference()))
 
 
 def is_captured(device: torch.device) -> bool:

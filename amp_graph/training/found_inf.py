@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.training.checked_gradients import CheckedGradients
-from amp_graph.training.engine import any_of, has_process_group, sent
+from amp_graph.training.engine import any_of, has_process_group, sent, writes_unseen
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -57,8 +57,11 @@ def found_inf(
         groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, _), group in groups.items():
         flag = torch.zeros((), dtype=torch.float32, device=device)
-        factor = torch.ones_like(flag) if inverse is None else sent(inverse, device)
-        torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
+        if inverse is None:
+            _only_read(group, flag)
+        else:
+            factor = sent(inverse, device)
+            torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
         flags.append(flag)
     found = any_of(flags, gradients[0].device)
     for mesh in meshes.values():
@@ -67,6 +70,14 @@ def found_inf(
                 found, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dimension)
             )
     return found
+
+
+def _only_read(gradients: Sequence[Tensor], flag: Tensor) -> None:
+    """Check gradients by the call that unscales, times 1. Autograd may have saved them, and one may
+    be a single number expanded, which nobody writes to."""
+    given = [g.contiguous() if 0 in g.stride() else g for g in gradients]
+    with writes_unseen(given):
+        torch._amp_foreach_non_finite_check_and_unscale_(given, flag, torch.ones_like(flag))
 
 
 def _as_real(gradient: Tensor) -> Tensor:

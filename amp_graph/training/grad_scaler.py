@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from amp_graph.errors import AmpGraphError
 from amp_graph.training.found_inf import found_inf, parameters_of
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, save_state
+from amp_graph.training.undo import closure_of
 
 
 class GradScaler:
@@ -57,7 +58,7 @@ class GradScaler:
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            return outputs * self._state_on(outputs.device).scale.to(outputs.dtype)
+            return outputs * self._state_on(outputs.device).scale
         if isinstance(outputs, Iterable):
             scaled = [self.scale(value) for value in outputs]
             return scaled if isinstance(outputs, list) else tuple(scaled)
@@ -76,6 +77,11 @@ class GradScaler:
         """Step the optimizer unless its gradients overflowed; return what its `step` returns."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
+        if closure_of(args, kwargs) is not None:
+            raise AmpGraphError(
+                "GradScaler.step() takes no closure, whose gradients nobody would unscale. Without "
+                "a scaler, optimizer.step(closure) is guarded for converted models"
+            )
         if id(optimizer) in self._stepped:
             raise AmpGraphError("step() was called for this optimizer since the last update()")
         if id(optimizer) not in self._found:

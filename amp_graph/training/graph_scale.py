@@ -14,6 +14,8 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import call, is_
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from amp_graph.training.outcome import Outcome
 from amp_graph.training.spills import Spills
 
 _serials = itertools.count()
+LISTS = 16  # of parameters, about which answers are kept
 
 
 class GraphScale:
@@ -49,7 +52,7 @@ class GraphScale:
         self.is_in_use = True
         self._looked_around = False
         self._state = config.start()
-        self._stepped_by: set[int] = set()
+        self._stepped_by: weakref.WeakSet[Any] = weakref.WeakSet()
         self._skips = number(0.0)
         self._found_inf = number(0.0)  # of the round that has not ended
         self._is_pending = False  # whether an optimizer stepped in it
@@ -62,7 +65,7 @@ class GraphScale:
         self.first_pass: int | None = None  # of this round
         self._parameters = weakref.WeakMethod(parameters)
         self._entered = WeakTensorKeyDictionary()  # parameters of others that graphs read
-        self._known: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
+        self._known: dict[tuple[int, ...], _Owned] = {}
         self._skipped = _Readback()
 
     def is_on(self) -> bool:
@@ -112,19 +115,18 @@ class GraphScale:
         """Those that are parameters of the model, or that its graphs read as such; the answers are
         kept until they change."""
         given = list(parameters)
-        if not all(map(self._is_known, given)):
+        asked = tuple(map(id, given))
+        found = self._known.get(asked)
+        if found is None or not found.is_for(given):
+            if len(self._known) >= LISTS:
+                self._known.clear()
             all_own = {id(p) for p in (self._parameters() or (lambda: ()))()}
-            for p in given:
-                is_own = id(p) in all_own or p in self._entered
-                self._known[id(p)] = weakref.ref(p), is_own
-        return [p for p in given if self._known[id(p)][1]]
+            are_own = [id(p) in all_own or p in self._entered for p in given]
+            found = self._known[asked] = _Owned([*map(weakref.ref, given)], are_own)
+        return list(itertools.compress(given, found.are_own))
 
     def _is_trained(self) -> bool:
         return any(p.requires_grad for p in (self._parameters() or (lambda: ()))())
-
-    def _is_known(self, parameter: Tensor) -> bool:
-        found = self._known.get(id(parameter))
-        return found is not None and found[0]() is parameter
 
     def spill_on(self, device: torch.device) -> Tensor:
         """The flag for gradients that go out to what the model does not own; see `Spills`."""
@@ -137,14 +139,14 @@ class GraphScale:
     def begin_step(self, by: object) -> None:
         """An optimizer that steps twice in a round has seen it end without a forward (reentrant
         checkpointing hides them)."""
-        if id(by) in self._stepped_by:
+        if by in self._stepped_by:
             self.end_round()
 
     def stepped(self, found_inf: Tensor, by: object, is_own: bool = True) -> None:
         """Take note that an optimizer stepped (0) or had to skip (1) in this round. `is_own`: it
         steps parameters of the model. That another one did not overflow counts only for a model
         whose parameters nobody steps."""
-        self._stepped_by.add(id(by))
+        self._stepped_by.add(by)
         self._is_stepped |= is_own
         self._counts |= is_own or not (self._is_stepped and self._is_trained())
         self.has_optimizer = True
@@ -243,6 +245,18 @@ class GraphScale:
         self._factors.clear()
         self._alone.forget()
         self._exposed.forget()
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """Which of the parameters of a list are a model's own."""
+
+    parameters: list[weakref.ref[Tensor]]
+    are_own: list[bool]
+
+    def is_for(self, given: Sequence[Tensor]) -> bool:
+        """Whether these are the same objects, none of which was made where another had been."""
+        return all(map(is_, map(call, self.parameters), given))
 
 
 class _Readback:

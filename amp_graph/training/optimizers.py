@@ -46,20 +46,22 @@ def drop_scale(scale: GraphScale) -> None:
     _scales.pop(scale.serial, None)
 
 
-def attach(optimizer: Optimizer, scale: GraphScale | None) -> None:
+def attach(optimizer: Optimizer, scale: GraphScale | None, conversion: object) -> None:
     """Guard an optimizer from before its first step: its `state_dict()` holds the scale's state,
-    and its `step()` tells whether it stepped."""
+    and its `step()` tells whether it stepped, for as long as there is such a conversion."""
     guard = _guard_of(optimizer)
-    guard.conversions += 1
+    guard.conversions.add(conversion)
     if scale is not None:
         scale.has_optimizer = True
         guard.attached.append(weakref.ref(scale))
         guard.record.begin_scale(optimizer, scale)
 
 
-def detach(optimizer: Optimizer) -> None:
+def detach(optimizer: Optimizer, conversion: object) -> None:
     """One conversion less; after the last its `step()` returns what it always did."""
-    _guard_of(optimizer).conversions -= 1
+    guard = _guard_of(optimizer)
+    guard.conversions.discard(conversion)
+    guard.attached = [ref for ref in guard.attached if (scale := ref()) and scale.is_in_use]
 
 
 def step_counts(optimizer: Optimizer) -> StepCounts:

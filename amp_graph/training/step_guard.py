@@ -43,7 +43,8 @@ class StepGuard:
 
     def __init__(self, optimizer: Optimizer, in_use: InUse):
         self.attached: list[weakref.ref[GraphScale]] = []
-        self.conversions = 0  # it was given to; then step() returns whether it stepped
+        # That it was given to; if there are any, step() returns whether it stepped.
+        self.conversions: weakref.WeakSet[Any] = weakref.WeakSet()
         self.is_stepping = False
         self.record = StepRecord(optimizer, self.scales)
         self._in_use = in_use

@@ -97,7 +97,8 @@ class StepRecord:
         saved, position = self._waiting.scales, self._find_scales(optimizer).index(scale)
         if position + 1 >= len(saved):
             self._waiting = None
-        _loading([scale], saved[position : position + 1])()
+        if position < len(saved):
+            _loading([scale], [saved[position]])()
 
     def _save(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         saved = [scale.state_dict() for scale in self._find_scales(optimizer)]
