@@ -1,7 +1,8 @@
 """What a model returns, with the tensors in it mapped.
 
-They are in containers, those that are registered with PyTorch as such included, and in the fields
-of dataclasses. What these hold may lead back to them: a node of a tree may know its parent.
+They are in containers, those that are registered with PyTorch as such included, in the fields of
+dataclasses, and in what describes a distribution. What these hold may lead back to them: a node of
+a tree may know its parent.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.distributions import Distribution
 from torch.utils._pytree import tree_is_leaf, tree_leaves, tree_map
 
 # Containers that can be copied first and filled then, and so may hold themselves.
@@ -35,7 +37,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], result: Any) -
             new = put(value, copy.copy(value))
             for key in value if isinstance(value, dict) else range(len(value)):
                 new[key] = of(value[key])
-        elif tree_is_leaf(value):  # a dataclass, which may be frozen
+        elif tree_is_leaf(value):  # a distribution, or a dataclass, which may be frozen
             new = put(value, copy.copy(value))
             for name in _fields(value):
                 object.__setattr__(new, name, of(getattr(value, name)))
@@ -65,7 +67,7 @@ def _tensors_in(value: Any) -> Iterable[torch.Tensor]:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What is directly in a container or a dataclass."""
+    """What is directly in a container, a dataclass or a distribution."""
     if type(value) in _FILLED:
         return value.values() if isinstance(value, dict) else value
     if not tree_is_leaf(value):
@@ -74,6 +76,8 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _fields(value: Any) -> list[str]:
+    if isinstance(value, Distribution):
+        return [*vars(value)]
     if isinstance(value, type) or not dataclasses.is_dataclass(value):
         return []
     return [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]

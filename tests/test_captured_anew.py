@@ -150,3 +150,11 @@ def test_a_forward_that_is_a_partial_method_is_captured_once() -> None:
     for _ in range(3):
         model(torch.randn(2, 4))
     assert len(amp_graph.plans(model)) == 1
+
+
+def test_the_shapes_of_another_model_make_none_dynamic() -> None:
+    for model, shape in (nn.Linear(4, 4), (2, 4)), (nn.Conv2d(1, 4, 3), (2, 1, 8, 8)):
+        amp_graph.convert(model)(torch.randn(shape))
+        (plan,) = amp_graph.plans(model)
+        sizes = [s for f in plan.facts.values() for t in f.tensors for s in t.shape]
+        assert sizes and all(isinstance(size, int) for size in sizes)

@@ -143,6 +143,20 @@ def test_outputs_that_share_memory_do_not_keep_their_operator_from_running_low(v
     assert viewed.untyped_storage().data_ptr() == h.untyped_storage().data_ptr()
 
 
+def test_one_of_several_results_that_shares_memory_with_an_output():
+    """As `torch.distributions.Normal` makes them of its mean and its deviation."""
+
+    def function(x, w):
+        mean, deviation = (x @ w).chunk(2, -1)
+        return mean, deviation, *torch.broadcast_tensors(mean, deviation.exp())
+
+    result = run(function, X, W)
+    assert result.is_low("allow1")
+    mean, deviation, again, _ = result(X, W)
+    assert torch.equal(torch.cat([mean, deviation], -1), (XL @ WL).float())
+    assert again.data_ptr() == mean.data_ptr()
+
+
 def test_low_values_written_into_float32_memory():
     def function(x, w):
         out = torch.exp(x)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
 
 import amp_graph
 from amp_graph.results import map_tensors
@@ -120,3 +120,17 @@ def test_a_tensor_that_is_there_twice_stays_one() -> None:
     x, calls = torch.ones(2), []
     first, second = map_tensors(lambda t: calls.append(t) or t.bfloat16(), (x, [x]))
     assert first is second[0] and len(calls) == 1
+
+
+def test_a_distribution_keeps_its_kind() -> None:
+    mean, one = torch.zeros(2), torch.ones(2)
+    normal = distributions.Normal(mean, one)
+    given = distributions.TransformedDistribution(
+        normal, [distributions.AffineTransform(mean, 2.0)]
+    )
+    found = map_tensors(low, distributions.Independent(given, 1))
+    base = found.base_dist
+    assert type(found) is distributions.Independent
+    assert type(base) is distributions.TransformedDistribution
+    assert base.base_dist.scale.dtype is torch.bfloat16 and normal.scale is one
+    assert map_tensors(lambda t: t, normal) is normal

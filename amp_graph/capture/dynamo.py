@@ -97,20 +97,20 @@ def captured_call(
 
     Dynamo skips frames of torch.nn itself, so that a bare nn.Sequential or nn.LSTM would never
     be captured; the function returned is a frame outside torch.nn that calls into it. Its code
-    object is its own, because Dynamo counts recompilations per code object. Hooks of the module
-    are captured with it, save those of FSDP. `frames` counts its captures. `changed` is asked at
-    each for settings other than SETTINGS; it must not keep the module alive.
+    object and name are its own: Dynamo counts recompilations per object, and knows by name which
+    sizes have changed, of another model's inputs too. Hooks of the module are captured with it,
+    save those of FSDP. `frames` counts its captures. `changed` is asked at each for settings other
+    than SETTINGS; it must not keep the module alive.
     """
     _forget_abandoned()
     call_impl: Callable[..., Any] = type(module)._call_impl
-
     inner = module.forward if is_sharded(module) else partial(call_impl, module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return inner(*args, **kwargs)
 
     own = types.FunctionType(
-        forward.__code__.replace(),
+        forward.__code__.replace(co_name=f"forward_{frames.number}"),
         forward.__globals__,
         forward.__name__,
         forward.__defaults__,

@@ -13,6 +13,7 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -21,15 +22,18 @@ from torch._dynamo.utils import counters
 
 MAX_CAPTURES = 16  # calls that captured something, less one for
 REPAID_BY = 4  # calls that did not
+_numbers = itertools.count()
 
 
 class Frames:
     """How many frames of one model Dynamo has begun to capture.
 
+    number: of the model, among all that there were in the process.
     unpaid: calls that captured something, as far as others have not repaid them.
     """
 
     def __init__(self) -> None:
+        self.number = next(_numbers)
         self.begun = 0
         self.unpaid = 0.0
         self.skipped: list[str] = []  # frames that run uncaptured, and why

@@ -227,8 +227,9 @@ class _Emitter:
     def must_be_replayed(self, node: fx.Node, as_they_are: set[fx.Node]) -> bool:
         """Whether a float32 node may return something else than when captured: by the dtype of
         an operand that it is given as it is, or as a view of memory that moved."""
-        f = self.facts[node.name]
-        moved = f.is_view and f.memory in self.moved
+        results = [self.facts[node.name]]  # of several, some may be views
+        results += [f for user in node.users if (f := self.facts[user.name]).op == "getitem"]
+        moved = any(f.is_view and f.memory in self.moved for f in results)
         return moved or any(_differs(self.new[a], a) for a in as_they_are)
 
     def metadata_operands(self, node: fx.Node) -> set[fx.Node]:
