@@ -17,7 +17,8 @@ from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.loss_scale import load_state, save_state
 
 YES, NO = torch.tensor(1.0), torch.tensor(0.0)
-OPTIMIZER, MODEL = object(), torch.nn.Linear(1, 1)
+MODEL = torch.nn.Linear(1, 1)
+OPTIMIZER = torch.optim.SGD(MODEL.parameters())
 OVERFLOWS = st.lists(st.booleans(), max_size=60)
 POWERS = st.integers(-14, 24).map(lambda e: 2.0**e)
 
