@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import fx
 
-from amp_graph.backend.rewrite import device_types, outline, rewrite, split_where_wide
+from amp_graph.backend.rewrite import device_types, outline, rewrite, saved_pins, split_where_wide
 from amp_graph.capture.retrace import retrace
 from amp_graph.errors import MISTAKES
 from amp_graph.ir import Plan
 from amp_graph.oplists import OpLists
 from amp_graph.passes.lift_weights import lift_weights
-from amp_graph.plans.pins import Pins, Saved, pins_for
+from amp_graph.plans.pins import Saved
 from amp_graph.policy import Policy
 
 Weights: TypeAlias = tuple[tuple[int, torch.dtype], ...]
@@ -86,7 +86,7 @@ def decide(
         reason = " ".join(f"not retraced to ATen ({_in_words(error)})".split())
         dtype = policy.dtype_for(devices_of_inputs(traced.inputs))
         return Decision(Plan(dtype, fallback=reason, autocast=True))
-    pins = None if saved is None else _pins_for(captured, saved, policy, lists)
+    pins = saved_pins(captured, saved, policy, lists)
     try:
         emitted, plan = rewrite(captured, policy, lists, pins)
         devices = devices_of_inputs(traced.inputs) | device_types(captured)
@@ -102,10 +102,6 @@ def decide(
 def devices_of_inputs(inputs: Sequence[Any]) -> frozenset[str]:
     """The kinds of device that these inputs of a graph are on."""
     return frozenset(x.device.type for x in inputs if isinstance(x, torch.Tensor))
-
-
-def _pins_for(captured: fx.GraphModule, saved: Saved, policy: Policy, lists: OpLists) -> Pins:
-    return pins_for(saved, outline(captured, policy, lists))
 
 
 def _in_words(error: Exception) -> str:

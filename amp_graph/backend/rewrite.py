@@ -17,7 +17,7 @@ from amp_graph.passes.paint import paint
 from amp_graph.passes.place_casts import place_casts
 from amp_graph.passes.split_attention import may_split, split_attention
 from amp_graph.passes.verify import verify
-from amp_graph.plans.pins import Pins, honoured, pinned
+from amp_graph.plans.pins import Pins, Saved, honoured, pinned, pins_for
 from amp_graph.policy import Policy
 
 
@@ -98,6 +98,13 @@ def device_types(module: fx.GraphModule) -> frozenset[str]:
     """The kinds of device that a graph's tensors live on."""
     found = {t.device.type for node in module.graph.nodes for t in tensors_of(node)}
     return frozenset(found or {"cpu"})
+
+
+def saved_pins(
+    captured: fx.GraphModule, saved: Saved | None, policy: Policy, lists: OpLists
+) -> Pins | None:
+    """What saved plans decided for a captured graph. Raises PlanError if none is for it."""
+    return None if saved is None else pins_for(saved, outline(captured, policy, lists))
 
 
 def outline(captured: fx.GraphModule, policy: Policy, lists: OpLists) -> Plan:

@@ -35,13 +35,7 @@ from amp_graph.errors import MISTAKES
 from amp_graph.ir import Plan
 from amp_graph.modules import Kept, Run, devices_of, forward_of, has_backward_hooks, plain_code
 from amp_graph.reasons import why_nothing_is_low
-from amp_graph.runtime import (
-    Outside,
-    or_else,
-    under_autocast,
-    warn,
-    without_autocast,
-)
+from amp_graph.runtime import Outside, or_else, under_autocast, warn, without_autocast
 from amp_graph.training.engine import backward_pass
 
 # Of Dynamo, for what it cannot capture: that is often where a number or a size that depends on data

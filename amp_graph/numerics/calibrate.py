@@ -22,15 +22,16 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from amp_graph.backend.rewrite import outline, rewrite
+from amp_graph.backend.rewrite import rewrite, saved_pins
 from amp_graph.errors import AmpGraphError
 from amp_graph.ir import Color, Paint, Plan
 from amp_graph.numerics.compare import Beside, NodeNumerics, Reference, outcome_errors
 from amp_graph.numerics.rerun import Batch, Loss, Outcome, Rerun, rerun_of
-from amp_graph.plans.pins import Pins, pins_for
+from amp_graph.plans.pins import Pins
 from amp_graph.plans.plan_file import save_plan
 
 RULE = "calibrated"
+NOTHING = Pins({}, False, "no plan")
 SLIGHT = 0.01  # a smaller share of underflow is not worth naming as the reason
 
 Node = tuple[int, str, str]
@@ -124,12 +125,17 @@ class _Search:
     bound: float
     progress: Progress | None
     references: list[Outcome] = field(default_factory=list)
+    saved: list[Pins] = field(default_factory=list)
     known: dict[frozenset[Node], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.batches:
             raise AmpGraphError("calibrate needs at least one batch")
         self.references = [self._run("float32", batch) for batch in self.batches]
+        compiler = self.rerun.compiler
+        for graphs in compiler.graphs:
+            pins = graphs and saved_pins(graphs[0], compiler.saved, compiler.policy, compiler.lists)
+            self.saved.append(pins or NOTHING)
 
     @property
     def trials(self) -> int:
@@ -187,40 +193,33 @@ class _Search:
     def _rewritten(
         self, denied: Sequence[Node], reasons: Mapping[Node, str]
     ) -> list[tuple[Plan, fx.GraphModule | None]]:
+        compiler = self.rerun.compiler
         rewritten: list[tuple[Plan, fx.GraphModule | None]] = []
-        for i, plan in enumerate(self.rerun.compiler.plans):
+        for i, plan in enumerate(compiler.plans):
             paints = {
                 (body, name): Paint(Color.DENY, RULE, reasons.get((graph, body, name), ""))
                 for graph, body, name in denied
                 if graph == i
             }
-            graphs = self.rerun.compiler.graphs[i]
+            graphs = compiler.graphs[i]
             if graphs is None or plan.fallback is not None or not paints:
                 rewritten.append((plan, None))
                 continue
-            compiler = self.rerun.compiler
             policy = replace(compiler.policy, dtype=plan.dtype)
-            saved = None
-            if compiler.saved is not None:
-                saved = pins_for(compiler.saved, outline(graphs[0], policy, compiler.lists))
-            pins = _pins(plan, saved, paints, "")
+            pins = _pins(plan, self.saved[i], paints)
             module, new = rewrite(graphs[0], policy, compiler.lists, pins)
             rewritten.append((new, module))
         return rewritten
 
 
-def _pins(
-    plan: Plan, saved: Pins | None, paints: Mapping[tuple[str, str], Paint], body: str
-) -> Pins:
-    """The decisions of the plan that the model follows, if there is one, and those of `paints`."""
-    own = {} if saved is None else dict(saved.paints)
-    own |= {name: p for (path, name), p in paints.items() if path == body}
-    inside = {} if saved is None else saved.bodies
+def _pins(plan: Plan, saved: Pins, paints: Mapping[tuple[str, str], Paint], body: str = "") -> Pins:
+    """The decisions of the plan that the model follows, and those of `paints`."""
+    own = {name: p for (path, name), p in paints.items() if path == body}
     bodies = {
-        name: _pins(inner, inside.get(name), paints, f"{body}/{name}".strip("/"))
+        name: _pins(inner, saved.bodies.get(name, NOTHING), paints, f"{body}/{name}".strip("/"))
         for name, inner in plan.bodies.items()
     }
-    return Pins(own, False, "calibrate", bodies)
+    return Pins({**saved.paints, **own}, False, "calibrate", bodies)
 
 
 def _smallest(suspects: tuple[Node, ...], meets: Meets) -> tuple[Node, ...]:

@@ -8,6 +8,7 @@ lowered is that of the model which spilled, not of the one it was spilled into.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -40,12 +41,11 @@ def overflowed(
     ids = {id(p) for own in owned for p in own}
     of_all = found_inf(p for p in parameters if id(p) not in ids)
     began = [s.first_pass for s, own in zip(scales, owned, strict=True) if own]
-    passes = [number for number in began if number is not None]
+    first = min((n for n in began if n is not None), default=math.inf if ids else 0)
     flags = [
         spilled
         for scale, spilled in zip(scales, spills, strict=True)
-        if spilled is not None  # and not long before, by another model
-        and (scale.spills.last_pass >= min(passes) if passes else not ids)
+        if spilled is not None and scale.spills.last_pass >= first  # not in an earlier round
     ]
     any_spilled = any_of(flags, flags[0].device) if flags else None
     found_own = [found_inf(own, checked=s.checked) for s, own in zip(scales, owned, strict=True)]
