@@ -12,6 +12,7 @@ from amp_graph.errors import (
     AmpGraphError,
     CaptureError,
     CheckpointError,
+    ConversionWarning,
     ListError,
     OverflowAbort,
     PlanError,
@@ -27,7 +28,6 @@ from amp_graph.numerics.compare import Comparison, compare
 from amp_graph.numerics.nonfinite import NonFinite, find_nonfinite
 from amp_graph.plans.plan_file import load_plan, save_plan
 from amp_graph.policy import Override, Policy
-from amp_graph.runtime import ConversionWarning
 from amp_graph.training.grad_scaler import GradScaler, scale_loss
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.loss_scale import LossScale

@@ -17,13 +17,12 @@ from amp_graph.backend.compiler import Compiler
 from amp_graph.backend.record import Record
 from amp_graph.calls.conversion import Conversion, conversion_of, found_conversion
 from amp_graph.capture.fake import is_estimate
-from amp_graph.errors import AmpGraphError, PlanError, PolicyError, did_you_mean
+from amp_graph.errors import AmpGraphError, PlanError, PolicyError, did_you_mean, warn
 from amp_graph.ir import Plan, dtype_name
 from amp_graph.modules import devices_of, unwrapped
 from amp_graph.plans.pins import Saved
 from amp_graph.plans.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, as_policy
-from amp_graph.runtime import warn
 from amp_graph.training.found_inf import parameters_of
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.optimizers import overflowed_by_hand

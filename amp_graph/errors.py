@@ -1,14 +1,23 @@
-"""The exceptions a user may see. Every one derives from `AmpGraphError`."""
+"""The exceptions and warnings a user may see, and the exceptions that mean no failure.
+
+Private name of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+
+    torch.utils.checkpoint._StopRecomputationError
+"""
 
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+from torch.utils.checkpoint import _StopRecomputationError
+
 
 class AmpGraphError(Exception):
-    """Base of all errors this package raises on purpose."""
+    """Base of all errors that this package raises on purpose."""
 
 
 class ListError(AmpGraphError):
@@ -41,6 +50,20 @@ class VerifyError(AmpGraphError):
 
 class OverflowAbort(AmpGraphError):
     """Too many optimizer steps in a row were skipped, because gradients were not finite."""
+
+
+# What code raises that does not fail: memory ran out, or the second forward of a checkpoint has
+# made all that its backward pass needs.
+NO_FAILURES = torch.OutOfMemoryError, _StopRecomputationError
+
+
+class ConversionWarning(UserWarning):
+    """Part of a model runs otherwise than asked, with the same results as before conversion; or all
+    of it slower than before."""
+
+
+def warn(message: str) -> None:
+    warnings.warn(message, ConversionWarning, stacklevel=3)
 
 
 def did_you_mean(name: Any, choices: Iterable[str]) -> str:

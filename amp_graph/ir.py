@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-LOW = (torch.float16, torch.bfloat16)  # the precisions that count as low
+LOW_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+LOW = tuple(LOW_DTYPES.values())  # the precisions that count as low
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
@@ -51,6 +52,10 @@ class Level(enum.Enum):
     def includes(self, other: Level) -> bool:
         order = list(Level)
         return order.index(self) >= order.index(other)
+
+
+COLORS = {color.value: color for color in Color if color is not Color.KEEP}
+LEVELS = {level.value: level for level in Level}
 
 
 @dataclass(frozen=True, slots=True)

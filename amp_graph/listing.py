@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from amp_graph.errors import ListError, did_you_mean
-from amp_graph.ir import Color, Level
+from amp_graph.ir import LEVELS, Color, Level
 
 T = TypeVar("T")
 
-COLORS = {c.value: c for c in Color if c is not Color.KEEP}
-LEVELS = {level.value: level for level in Level}
 OTHER_DEVICES = "other"
 FLAGS = ("bounded", "widens", "promotes", "orders", "own_gradients", "optional")
 LISTS = ("ops", "metadata_args")

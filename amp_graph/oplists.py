@@ -24,8 +24,8 @@ from typing import Any, TypeAlias
 import torch
 
 from amp_graph.errors import ListError, did_you_mean
-from amp_graph.ir import Color
-from amp_graph.listing import COLORS, Listing, check_group
+from amp_graph.ir import COLORS, LOW_DTYPES, Color
+from amp_graph.listing import Listing, check_group
 
 UserList: TypeAlias = str | Path | Mapping[str, Any]
 """A TOML file, or a mapping such as `{"deny": ["aten.gelu"]}`."""
@@ -34,7 +34,6 @@ Names: TypeAlias = frozenset[str]
 Kernels: TypeAlias = dict[tuple[str, torch.dtype], Names]
 
 SCHEMA = 1
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -197,11 +196,11 @@ def _read_kernels(table: Mapping[str, Any], known: Names, strict: bool) -> Kerne
     for device, by_dtype in table.items():
         for dtype, group in by_dtype.items():
             where = f"kernels.toml, table [{device}.{dtype}]"
-            if dtype not in DTYPES:
-                raise ListError(f"{where}: the precision must be one of {sorted(DTYPES)}.")
+            if dtype not in LOW_DTYPES:
+                raise ListError(f"{where}: the precision must be one of {sorted(LOW_DTYPES)}.")
             check_group(group, Color.KEEP, dtype, "kernels.toml", where)
             names = _resolve(group["ops"], where, known, strict, group.get("optional", False))
-            missing[device, DTYPES[dtype]] = frozenset(names)
+            missing[device, LOW_DTYPES[dtype]] = frozenset(names)
     return missing
 
 

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from amp_graph.errors import PolicyError, did_you_mean
-from amp_graph.ir import Color, Level, NodeFacts, dtype_name
+from amp_graph.ir import LOW_DTYPES, Color, Level, NodeFacts, dtype_name
 from amp_graph.oplists import OpLists, UserLists, known_names, load_lists
 from amp_graph.training.loss_scale import LossScale
 
 OUTPUT_DTYPES = ("float16", "bfloat16", "float32", "float64")
-LOW_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 COMPILERS = ("eager", "inductor")
 EMULATION = ("native", "float32")
 REFRESH = (ALWAYS, ON_CHANGE) = "always", "on_change"

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import amp_graph
 from amp_graph.cpu import emulates
-from amp_graph.inspection.text import render
+from amp_graph.inspection.plan_text import render
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 

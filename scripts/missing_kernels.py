@@ -27,9 +27,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from amp_graph.ir import Color
+from amp_graph.ir import LOW_DTYPES, Color
 from amp_graph.listing import Listing
-from amp_graph.oplists import DTYPES, OpLists, load_lists
+from amp_graph.oplists import OpLists, load_lists
 
 NO_KERNEL = ("not implemented for", "not supported for", "does not support", "could not create a")
 """How torch and oneDNN say that a kernel is missing."""
@@ -54,13 +54,13 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     lists = OpLists(load_lists(strict=True).entries, {})
-    failures: Failures = {dtype: {} for dtype in DTYPES.values()}
+    failures: Failures = {dtype: {} for dtype in LOW_DTYPES.values()}
     for index, info in enumerate(op_db):
         if options.only in info.name:
             print(f"{index}/{len(op_db)} {info.name}", file=sys.stderr, flush=True)
             for node, args, kwargs in _nodes(info, options.device, options.samples, lists):
                 _try_node(node, args, kwargs, lists, failures)
-    missing = {d: _report(name, failures[d]) for name, d in DTYPES.items()}
+    missing = {d: _report(name, failures[d]) for name, d in LOW_DTYPES.items()}
     if options.write:
         options.file.write_text(_toml(options.file, options.device, missing))
 
@@ -207,7 +207,7 @@ def _toml(file: Path, device: str, missing: dict[torch.dtype, list[str]]) -> str
     """The file with the tables of `device` replaced and those of other devices as they were."""
     old = tomllib.loads(file.read_text()) if file.exists() else {}
     tables = {d: t for d, t in old.items() if d not in ("schema", device)}
-    short = {dtype: name for name, dtype in DTYPES.items()}
+    short = {dtype: name for name, dtype in LOW_DTYPES.items()}
     tables[device] = {
         short[dtype]: {
             "why": f"torch {torch.__version__.partition('+')[0]} raised for want of a kernel, "

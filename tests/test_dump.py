@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import amp_graph
 from amp_graph import Policy
 from amp_graph.inspection.formats import graph_dot, graph_json, graph_schema
-from amp_graph.inspection.listing import listing
+from amp_graph.inspection.graph_text import graph_text
 from amp_graph.inspection.source import annotated_model
 
 GOLDEN = Path(__file__).parent / "golden" / "inspection"
@@ -43,7 +43,7 @@ def converted(name: str, dtype: str = "bfloat16") -> nn.Module:
 @pytest.mark.parametrize("name", SMALL)
 def test_golden_text(name: str) -> None:
     model = annotated_model(converted(name))
-    text = listing(model.before[0]) + "\n" + listing(model.after[0])
+    text = graph_text(model.before[0]) + "\n" + graph_text(model.after[0])
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("EXPECTTEST_ACCEPT"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def test_every_node_of_the_emitted_graph_is_there_once_with_a_reason(name: str) 
             assert node.why and node.chain and all(r.text for r in node.chain), node
             assert {r.node for r in node.chain} <= {n.name for n in graph.nodes}
     for node in graphs[0].nodes:
-        assert len(listing(graphs[0]).split(f"\n{node.color:<7}")) > 1 or node.kind == "cast"
+        assert len(graph_text(graphs[0]).split(f"\n{node.color:<7}")) > 1 or node.kind == "cast"
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -7,7 +7,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import amp_graph
-from amp_graph.inspection.text import render
+from amp_graph.inspection.plan_text import render
 from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan, TensorFacts
 
 

@@ -12,9 +12,9 @@ PACKAGE = Path(__file__).parents[1] / "amp_graph"
 LAYERS = [
     "errors", "modules", "results",
     "ir", "plans",
-    "cpu", "flow", "listing", "nonfinite",
+    "cpu", "flow", "listing", "watched",
     "capture", "oplists", "reasons", "training",
-    "policy", "runtime",
+    "modes", "policy",
     "passes",
     "backend",
     "calls",

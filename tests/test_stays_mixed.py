@@ -12,8 +12,8 @@ from nets import Net, low_share
 from torch import nn
 
 import amp_graph
+from amp_graph.backend.guarded import Guarded
 from amp_graph.capture.frames import MAX_CAPTURES
-from amp_graph.runtime import Guarded
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

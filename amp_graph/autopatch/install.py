@@ -28,15 +28,12 @@ from torch import nn
 from amp_graph.autopatch.exit_report import write_report
 from amp_graph.autopatch.first_call import Models
 from amp_graph.autopatch.script_models import Model
-from amp_graph.errors import AmpGraphError, PolicyError
-from amp_graph.ir import Level
+from amp_graph.errors import AmpGraphError, ConversionWarning, PolicyError
+from amp_graph.ir import COLORS, LEVELS
 from amp_graph.policy import COMPILERS, EMULATION, REFRESH, Policy
-from amp_graph.runtime import ConversionWarning
 
 SLOT = "_compiled_call_impl"
 YES, NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
-COLORS = ("allow", "deny", "infer", "clear")
-LEVELS = tuple(level.value for level in Level)
 LAUNCHERS = (
     "torch.distributed.*",
     "torchrun",

@@ -19,18 +19,19 @@ from torch._dynamo.exc import RestartAnalysis
 from amp_graph.backend.decide import Decision, Lifted, Traced, devices_of_inputs
 from amp_graph.backend.eager import code_of, eager
 from amp_graph.backend.emulation import emulated_nodes
+from amp_graph.backend.guarded import Guarded
 from amp_graph.backend.inductor import compile_graph as inductor
 from amp_graph.backend.record import Record
 from amp_graph.capture.grad_modes import mode_after, recorded_nodes
 from amp_graph.ir import NodeFacts, Plan
+from amp_graph.modes import restoring_grad_mode, under_autocast, without_autocast
 from amp_graph.modules import Run
-from amp_graph.nonfinite import run_watched
 from amp_graph.oplists import OpLists
 from amp_graph.policy import ON_CHANGE, Policy
-from amp_graph.runtime import Guarded, restoring_grad_mode, under_autocast, without_autocast
 from amp_graph.training.boundary import Boundary
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.weights import LowPrecisionWeights
+from amp_graph.watched import run_watched
 
 ScaleFor: TypeAlias = Callable[[torch.dtype], GraphScale | None]
 

@@ -28,8 +28,8 @@ from torch._dynamo.source import ConstantSource
 
 from amp_graph.backend.decide import Lifted, Traced
 from amp_graph.capture.recurrent import recurrent_layers_in_steps
+from amp_graph.modes import without_autocast
 from amp_graph.modules import Run
-from amp_graph.runtime import without_autocast
 
 # All casts are in the graph, those of its backward as well. And a backward that cannot be compiled
 # is to fail at once, where there is a way back.

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from amp_graph.errors import warn
 from amp_graph.ir import Plan
-from amp_graph.runtime import warn
 from amp_graph.training.graph_scale import GraphScale
 
 

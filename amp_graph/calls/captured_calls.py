@@ -18,6 +18,8 @@ import torch
 from torch import fx, nn
 
 from amp_graph.backend.compiler import Compiler
+from amp_graph.calls.or_else import or_else
+from amp_graph.calls.outside import Outside
 from amp_graph.capture.breaks import depends_on_data, why_not_captured
 from amp_graph.capture.dynamo import (
     CAPTURED_TOO_OFTEN,
@@ -31,11 +33,11 @@ from amp_graph.capture.dynamo import (
 from amp_graph.capture.frames import Frames, skipped_before
 from amp_graph.capture.hooks import Hooks
 from amp_graph.cpu import emulates, why_emulated
-from amp_graph.errors import MISTAKES
+from amp_graph.errors import MISTAKES, warn
 from amp_graph.ir import Plan
+from amp_graph.modes import under_autocast, without_autocast
 from amp_graph.modules import Kept, Run, devices_of, forward_of, has_backward_hooks, plain_code
 from amp_graph.reasons import why_nothing_is_low
-from amp_graph.runtime import Outside, or_else, under_autocast, warn, without_autocast
 from amp_graph.training.engine import backward_pass
 
 # Of Dynamo, for what it cannot capture: that is often where a number or a size that depends on data

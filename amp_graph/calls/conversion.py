@@ -19,11 +19,11 @@ from amp_graph.capture.dynamo import can_capture, is_exporting, wants_plain_code
 from amp_graph.capture.fake import is_estimate
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.errors import AmpGraphError
+from amp_graph.modes import restoring_grad_mode, without_autocast
 from amp_graph.modules import Run, call_with, path_by_id, plain_code, unchanged, unwrapped
 from amp_graph.plans.pins import Saved
 from amp_graph.policy import Policy
 from amp_graph.results import map_tensors
-from amp_graph.runtime import restoring_grad_mode, without_autocast
 from amp_graph.training.engine import never_captured
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.optimizers import attach, detach, drop_scale, use_scale

@@ -2,7 +2,7 @@
 
 import random
 
-from amp_graph.inspection.text import render
+from amp_graph.inspection.plan_text import render
 
 __all__ = ["render"]
 

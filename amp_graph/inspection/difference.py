@@ -7,16 +7,15 @@ graph 0: 2 nodes decided otherwise, casts 286.3 KiB -> 240.0 KiB
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from amp_graph.inspection.spelling import byte_count, count
+from amp_graph.inspection.spelling import byte_count, count, line_of, without_colors
 from amp_graph.ir import Cast, Plan, dtype_name
 from amp_graph.plans.pins import fingerprint
 from amp_graph.plans.plan_file import PlanSource, as_plans
@@ -76,9 +75,7 @@ class Difference:
         return bool(self.only_before or self.only_after) or any(not g.is_empty for g in self.graphs)
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=WIDTH, no_color=True, highlight=False).print(self.__rich__())
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+        return without_colors(self.__rich__(), WIDTH)
 
     def __rich__(self) -> RenderableType:
         if not self:
@@ -168,6 +165,6 @@ def _table(changes: tuple[Change, ...]) -> Table:
     for change in changes:
         sides = [str(side) if side else "not there" for side in (change.before, change.after)]
         table.add_row(
-            Text(change.node), Text(sides[0]), Text(sides[1]), Text(change.source.partition(" ")[0])
+            Text(change.node), Text(sides[0]), Text(sides[1]), Text(line_of(change.source))
         )
     return table

@@ -20,7 +20,7 @@ from torch import nn
 
 from amp_graph.inspection.annotated import AnnotatedGraph
 from amp_graph.inspection.formats import graph_dot, graph_json, model_explorer
-from amp_graph.inspection.listing import listing
+from amp_graph.inspection.graph_text import graph_text
 from amp_graph.inspection.page import page
 from amp_graph.inspection.source import AnnotatedModel, annotated_model
 from amp_graph.plans.plan_file import save_plan
@@ -62,7 +62,7 @@ def _files(model: AnnotatedModel) -> Iterator[tuple[str, Write]]:
     sides = [("before", g) for g in model.before] + [("after", g) for g in model.after]
     for side, graph in sorted(sides, key=lambda pair: pair[1].name):
         stem = f"{graph.name}.{side}"
-        yield f"{stem}.txt", _text(partial(listing, graph))
+        yield f"{stem}.txt", _text(partial(graph_text, graph))
         yield f"{stem}.json", _text(partial(_json, graph))
         yield f"{stem}.dot", _text(partial(graph_dot, graph))
         if _is_drawable(graph):

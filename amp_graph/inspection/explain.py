@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jinja2
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -22,7 +21,7 @@ from amp_graph.inspection.report import (
     report_data,
 )
 from amp_graph.inspection.source import annotated_model
-from amp_graph.inspection.spelling import byte_count, count, flop_count, percent
+from amp_graph.inspection.spelling import byte_count, count, flop_count, percent, without_colors
 
 WIDTH = 110  # of the plain text
 CASTS_SHOWN = 8
@@ -39,9 +38,7 @@ class Report:
     depth: int = 3
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=WIDTH, no_color=True, highlight=False).print(self.__rich__())
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+        return without_colors(self.__rich__(), WIDTH)
 
     def __rich__(self) -> RenderableType:
         return Group(*_parts(self.data, self.depth))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from amp_graph.inspection.annotated import AnnotatedGraph, Node
-from amp_graph.inspection.spelling import byte_count, count, flop_count
+from amp_graph.inspection.spelling import byte_count, count, flop_count, line_of
 
 FLOPS_PER_BYTE = 50  # how many cost as much time as a byte; the order is insensitive to it
 SHOWN = 3
@@ -86,7 +86,7 @@ def _told(kind: str, found: Found) -> Suggestion:
 
 
 def _at(node: Node) -> str:
-    line = node.source.partition(" ")[0]
+    line = line_of(node.source)
     return f" at {line}" if line else ""
 
 

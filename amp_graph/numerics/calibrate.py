@@ -161,7 +161,7 @@ class _Search:
         for batch in self.batches:
             kept = Reference()
             self._run("float32", batch, kept)
-            seen = Beside(self.rerun, kept, self.loss_scale)
+            seen = Beside(self.rerun, kept)
             self._run("mixed", batch, seen)
             for found in seen.nodes():
                 node = found.graph, found.body, found.node

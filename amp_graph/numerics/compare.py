@@ -135,7 +135,7 @@ def compare(
     rerun = rerun_of(model, policy)
     kept = Reference()
     reference = rerun.run("float32", batch, loss, kept, loss_scale=loss_scale)
-    seen = Beside(rerun, kept, loss_scale)
+    seen = Beside(rerun, kept)
     mixed = rerun.run("mixed", batch, loss, seen, loss_scale=loss_scale)
     outputs, lost, gradients = outcome_errors(reference, mixed)
     for gradient in reference.gradients.values():
@@ -193,8 +193,8 @@ class Reference(Observer):
 class Beside(Observer):
     """Compares the values and gradients of the mixed run with those kept."""
 
-    def __init__(self, rerun: Rerun, kept: Reference, scale: float) -> None:
-        self.rerun, self.kept, self.scale = rerun, kept, scale
+    def __init__(self, rerun: Rerun, kept: Reference) -> None:
+        self.rerun, self.kept = rerun, kept
         self.forward: dict[Place, tuple[fx.Node, str, Statistics]] = {}
         self.backward: dict[Place, Statistics] = {}
 
@@ -207,7 +207,7 @@ class Beside(Observer):
     def gradient(self, place: Place, gradient: torch.Tensor) -> None:
         reference = self.kept.gradients.get(place)
         if reference is not None and place in self.forward:
-            self.backward[place] = statistics(reference, gradient, self.scale)
+            self.backward[place] = statistics(reference, gradient)
 
     def nodes(self) -> list[NodeNumerics]:
         """The operators that compute; a view has the numbers of what it looks at."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jinja2
 import torch
-from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from amp_graph.inspection.spelling import percent
+from amp_graph.inspection.spelling import line_of, percent, without_colors
 from amp_graph.numerics.compare import Comparison, NodeNumerics
 from amp_graph.numerics.statistics import Statistics
 
@@ -27,9 +26,7 @@ NORMAL, SUBNORMAL, LARGEST = -14, -24, 15
 
 def text(comparison: Comparison) -> str:
     """The table without colours."""
-    out = io.StringIO()
-    Console(file=out, width=WIDTH, no_color=True, highlight=False).print(table(comparison, WIDTH))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    return without_colors(table(comparison, WIDTH), WIDTH)
 
 
 def table(comparison: Comparison, width: int) -> RenderableType:
@@ -45,7 +42,7 @@ def table(comparison: Comparison, width: int) -> RenderableType:
     ]
     first = comparison.first_above(torch.finfo(getattr(torch, comparison.dtype)).eps)
     if first is not None:
-        line = first.source.partition(" ")[0]
+        line = line_of(first.source)
         parts.append(
             Text(f"first value off by more than {comparison.dtype}'s epsilon: {first.label} {line}")
         )
@@ -92,7 +89,7 @@ def _backward(s: Statistics | None) -> str:
 
 def _line(source: str) -> str:
     """File and line number, of a long name the end."""
-    line = source.partition(" ")[0]
+    line = line_of(source)
     return line if len(line) <= LINE_WIDTH else f"…{line[1 - LINE_WIDTH :]}"
 
 

@@ -27,13 +27,12 @@ from amp_graph.calls.conversion import found_conversion
 from amp_graph.capture.aten import get_attribute
 from amp_graph.capture.dynamo import captured_call, is_of_capture
 from amp_graph.capture.frames import Frames
-from amp_graph.errors import AmpGraphError
+from amp_graph.errors import AmpGraphError, ConversionWarning
 from amp_graph.ir import Plan
 from amp_graph.modules import Run, call_with, path_by_id, plain_code, unchanged
 from amp_graph.numerics.outputs import default_loss, floating
 from amp_graph.plans.pins import Saved
 from amp_graph.policy import Policy, as_policy
-from amp_graph.runtime import ConversionWarning
 
 Batch: TypeAlias = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 """A tensor, positional arguments as a sequence, or keyword arguments as a mapping."""

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from amp_graph.errors import AmpGraphError
-from amp_graph.nonfinite import FirstNonfinite
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.crossing import has_left
 from amp_graph.training.engine import backward_pass, sent, unbatched
 from amp_graph.training.loss_scale import LossScale
+from amp_graph.watched import FirstNonfinite
 
 PEAK = 1.0  # what the largest incoming gradient is brought to
 PEAK_AGAIN = 2.0**8  # if it is differentiated again, and trained on: half-way up in float16

@@ -21,9 +21,9 @@ from torch.autograd import Function
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from amp_graph.nonfinite import FirstNonfinite
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.engine import are_plain, backward_pass, for_all, never_captured
+from amp_graph.watched import FirstNonfinite
 
 # Of a model that takes gradients inside, Dynamo would capture what runs in them.
 not_captured = never_captured(reason="the boundary of a graph of amp_graph")

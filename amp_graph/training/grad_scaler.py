@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.errors import AmpGraphError
+from amp_graph.training.closures import closure_of
 from amp_graph.training.found_inf import found_inf, parameters_of
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, save_state
-from amp_graph.training.undo import closure_of
 
 
 class GradScaler:

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_graph.errors import OverflowAbort
-from amp_graph.nonfinite import FirstNonfinite
 from amp_graph.training.caution import Caution, Factors, are_wanted
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.engine import backward_pass, is_captured, sent
@@ -31,6 +30,7 @@ from amp_graph.training.grad_scaler import is_grad_scaler_around
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, number, save_state
 from amp_graph.training.outcome import Outcome
 from amp_graph.training.spills import Spills
+from amp_graph.watched import FirstNonfinite
 
 _serials = itertools.count()
 LISTS = 16  # of parameters, about which answers are kept

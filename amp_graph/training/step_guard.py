@@ -23,12 +23,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks  # 2.11 - 2.15
 
 from amp_graph.training.blame import overflowed
+from amp_graph.training.closures import GuardedClosure, closure_of, guarding_closure
 from amp_graph.training.engine import around_compiled, not_compiled
 from amp_graph.training.found_inf import parameters_of
 from amp_graph.training.grad_scaler import is_grad_scaler_stepping
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.step_record import StepRecord
-from amp_graph.training.undo import Copies, GuardedClosure, closure_of, guarding_closure
+from amp_graph.training.undo import Copies
 
 InUse = Callable[[], Iterable[GraphScale]]
 # What PyTorch calls steps and their hooks by.

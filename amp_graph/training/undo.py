@@ -1,17 +1,13 @@
-"""What it takes to undo an optimizer's step, and a closure whose every evaluation is checked."""
+"""What it takes to undo an optimizer's step."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from amp_graph.training.found_inf import parameters_of
-
-Overflows = Callable[[], bool | None]
 
 
 class Copies:
@@ -33,61 +29,3 @@ class Copies:
             parameter.grad = gradient
         optimizer.state.clear()
         optimizer.state.update(self._state)
-
-
-class GuardedClosure:
-    """A closure whose every evaluation is checked; after one that overflowed nothing more is
-    evaluated.
-
-    overflows: whether the gradients of an evaluation overflowed; None if they were made under no
-        loss scale.
-
-    If a step is known to begin with a call of its closure, that evaluation comes before the step,
-    which then need not begin after an overflow.
-
-    is_first: whether it is. Optimizers may move the weights first (SAM), and so may hooks.
-    """
-
-    def __init__(self, closure: Callable[..., Any], overflows: Overflows, is_first: bool):
-        self._closure = closure
-        self._overflows = overflows
-        self.calls = 0
-        self.overflowed = False
-        self.is_scaled = False  # any evaluation so far
-        self.loss: Any = None
-        self.is_first = is_first
-        self._is_ahead = is_first
-        if self._is_ahead:
-            self._evaluate()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        if not (self._is_ahead or self.overflowed):
-            self._evaluate(*args, **kwargs)
-        self._is_ahead = False
-        return self.loss
-
-    def _evaluate(self, *args: Any, **kwargs: Any) -> None:
-        with torch.enable_grad():
-            self.loss = self._closure(*args, **kwargs)
-        found = self._overflows()
-        self.is_scaled |= found is not None
-        self.overflowed = bool(found)
-
-
-def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """That of a step which is called with these: the first of them, or `closure`."""
-    closure = kwargs.get("closure", args[0] if args else None)
-    return closure if callable(closure) else None
-
-
-def guarding_closure(
-    args: Sequence[Any], kwargs: Mapping[str, Any], overflows: Overflows, is_first: bool
-) -> tuple[GuardedClosure, Sequence[Any], Mapping[str, Any]]:
-    """The closure among a step's arguments guarded, and these with it in its stead."""
-    closure = closure_of(args, kwargs)
-    assert closure is not None
-    guarded = GuardedClosure(closure, overflows, is_first)
-    if "closure" in kwargs:
-        return guarded, args, {**kwargs, "closure": guarded}
-    return guarded, (guarded, *args[1:]), kwargs

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from amp_graph.inspection.annotated import AnnotatedGraph, Node
-from amp_graph.inspection.spelling import byte_count, count
+from amp_graph.inspection.spelling import byte_count, count, line_of
 
 HEADINGS = ("colour", "math", "storage", "node", "shape", "module", "line", "why")
 CALL_WIDTH = 84  # longer calls are cut to this many columns
 
 
-def listing(graph: AnnotatedGraph) -> str:
+def graph_text(graph: AnnotatedGraph) -> str:
     """The graph and, below it, those inside its higher-order operators; ends in a newline."""
     return "\n\n".join("\n".join(_lines(g)).rstrip() for g in graph.everything()) + "\n"
 
@@ -47,7 +47,7 @@ def _lines(graph: AnnotatedGraph) -> Iterator[str]:
 
 def _cells(node: Node, labels: dict[str, str]) -> tuple[str, ...]:
     math = "cast" if node.kind == "cast" else node.math
-    line = node.source.partition(" ")[0]
+    line = line_of(node.source)
     text = call(node, labels)
     text = text if len(text) <= CALL_WIDTH else f"{text[: CALL_WIDTH - 4]}...)"
     return node.color, math, node.storage, text, node.shape, node.module, line, node.why

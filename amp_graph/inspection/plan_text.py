@@ -154,7 +154,7 @@ def _node_cells(plan: Plan, facts: NodeFacts, labels: dict[str, str]) -> tuple[s
         _call(facts, labels),
         shapes(facts.tensors),
         facts.module_path,
-        line_of(facts),
+        line_of(facts.source),
         short_reason(plan, facts.name),
     )
 

@@ -1,0 +1,56 @@
+"""The way back from code under autocast to the user's own, if it cannot run so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from amp_graph.errors import NO_FAILURES
+from amp_graph.modules import Kept, Run
+
+
+def or_else(
+    run: Run,
+    make_other: Callable[[], Run],
+    report: Callable[[str], None],
+    model: nn.Module | None,
+    passed_on: set[type[Exception]],
+) -> Run:
+    """`run` until a call in which it raises: a RuntimeError, as operators do that do not take a
+    dtype, a TypeError, as `Tensor.numpy` does, or whatever a library does that checks dtypes. That
+    call and all later ones are run by the other one, unless it raises as well: then the error is
+    the user's own, and so are all of its class, should it be one for such uses: it is added to
+    those that are `passed_on`. If it is the first call, what it did to `model` is undone before."""
+    chosen, has_run = run, False
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal chosen, has_run
+        if chosen is not run:
+            return chosen(*args, **kwargs)
+        kept = None if has_run or model is None else Kept(model)
+        try:
+            result = run(*args, **kwargs)
+        except Exception as error:
+            if isinstance(error, (*NO_FAILURES, *passed_on)):
+                raise
+            kind = type(error)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+        else:
+            has_run = True
+            return result
+        if kept is not None:
+            kept.put_back()
+        other = make_other()
+        try:
+            result = other(*args, **kwargs)
+        except Exception as error:
+            if type(error) is kind and kind not in (RuntimeError, TypeError):
+                passed_on.add(kind)
+            raise
+        chosen = other
+        report(reason)
+        return result
+
+    return call

@@ -1,0 +1,78 @@
+"""What runs in float32 between graphs, so that the report can name it.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+
+    torch.utils._python_dispatch._get_current_dispatch_mode_stack, _pop_mode_temporarily
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode_temporarily,
+)
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.ir import Color
+from amp_graph.oplists import OpLists
+
+
+class Outside(TorchDispatchMode):
+    """Notes the allowed operators that run on float32 tensors outside of emitted graphs: in
+    Python code that Dynamo left between two graphs, say a recurrent layer on packed sequences."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, lists: OpLists):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[str] = set()
+        self.met_sparse = False
+        self._lists = lists
+        self._inside = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    @staticmethod
+    def breaks(error: Exception) -> bool:
+        """Whether it may have been raised because there is a mode: by a model that makes a tensor
+        of a subclass that is not for modes (`torch.nn.attention.bias`, torch 2.13)."""
+        return "Creating a new Tensor subclass" in str(error)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """For a graph. It leaves the stack of modes where it can: under one, in inference mode,
+        operators are taken apart beneath autocast, which then does not see the parts."""
+        modes = _get_current_dispatch_mode_stack()
+        without = _pop_mode_temporarily if modes and modes[-1] is self else contextlib.nullcontext
+        before, self._inside = self._inside, True
+        try:
+            with without():
+                yield
+        finally:
+            self._inside = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not self._inside:
+            listing = self._lists.lookup(func)
+            if listing is not None and listing.color is Color.ALLOW and _has_float32(args):
+                self.found.add(str(func))
+            self.met_sparse = self.met_sparse or _has_sparse(args)
+        return func(*args, **(kwargs or {}))
+
+
+def _has_sparse(args: Any) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.layout is not torch.strided for x in args)
+
+
+def _has_float32(args: Any) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.dtype is torch.float32 for x in tree_leaves(args))

@@ -1,0 +1,72 @@
+"""Runs under other modes than those around them: autocast, the recording of gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from amp_graph.modules import Run
+from amp_graph.results import map_tensors
+
+
+def autocast_devices() -> tuple[str, ...]:
+    """The kinds of device that code may run under autocast on; one is PyTorch's accelerator, if it
+    is registered by a package of its own."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu", "cuda", "mps", "xpu", *([accelerator.type] if accelerator else ()))
+
+
+def without_autocast(run: Run, device_types: Iterable[str] | None = None) -> Run:
+    """Shield `run`, whose casts are all written out, from autocast around it, on all devices unless
+    some are given."""
+    kinds = tuple(k for k in device_types or autocast_devices() if k != "meta")
+
+    def shielded(*args: Any, **kwargs: Any) -> Any:
+        enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+        if not enabled:
+            return run(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for kind in enabled:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return run(*args, **kwargs)
+
+    return shielded
+
+
+def under_autocast(run: Run, device_types: Iterable[str], dtype: torch.dtype) -> Run:
+    """What runs where no graph could be rewritten: the original, with float32 results."""
+
+    def autocast(*args: Any, **kwargs: Any) -> Any:
+        with _autocast(device_types, dtype):
+            return map_tensors(back, run(*args, **kwargs))
+
+    def back(value: torch.Tensor) -> torch.Tensor:
+        return value.float() if value.dtype is dtype else value
+
+    return autocast
+
+
+@contextlib.contextmanager
+def _autocast(device_types: Iterable[str], dtype: torch.dtype) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for kind in device_types:
+            if kind != "meta":
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+        yield
+
+
+def restoring_grad_mode(run: Run) -> Run:
+    """`run`, which turns recording off and on again, raises in the mode that it was called in."""
+
+    def restoring(*args: Any, **kwargs: Any) -> Any:
+        before = torch.is_grad_enabled()
+        try:
+            return run(*args, **kwargs)
+        except BaseException:
+            torch.set_grad_enabled(before)
+            raise
+
+    return restoring
