@@ -69,6 +69,16 @@ class Detached(Function):
         return gradient
 
 
+class Reversed(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -3 * gradient
+
+
 class SavesItsResult(Two):
     def forward(self, x: Tensor) -> Tensor:
         return self.b(Exp.apply(self.a(x)))
@@ -78,6 +88,15 @@ class SavesItsInput(Two):
     def forward(self, x: Tensor) -> Tensor:
         e, s = TwoResults.apply(self.a(x))
         return self.b(e) + s
+
+
+class WrittenBeforeItIsReversed(Two):
+    """A network and the adversary of its features (Ganin et al. 2016), with an activation in place,
+    as the features of many networks end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.a(x).relu_()
+        return features.square().mean() + self.b(Reversed.apply(features))
 
 
 class WritesItsInput(Two):
@@ -114,7 +133,7 @@ class ViewFromCheckpointIsWritten(Two):
         return self.b(h)
 
 
-CONVERTED = [SavesItsResult, SavesItsInput]
+CONVERTED = [SavesItsResult, SavesItsInput, WrittenBeforeItIsReversed]
 UNDER_AUTOCAST = [WritesItsInputAndGoesOn, ResultIsWritten]
 if torch.__version__ >= "2.13":  # with backend="eager", Dynamo 2.11 gives it another gradient
     UNDER_AUTOCAST.append(WritesItsInput)

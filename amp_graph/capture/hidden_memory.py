@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -20,19 +20,22 @@ SET = torch.ops.aten.set_.source_Tensor
 
 
 def hidden_memory(traced: fx.GraphModule) -> Iterator[str]:
-    """Writes of which the values in `meta` do not tell where they arrive."""
+    """Writes of which the values in `meta` do not tell where they arrive: into another memory, or
+    into one that was handed on before under a second name."""
     for node in traced.graph.find_nodes(op="call_function", target=SET):
         if node.args[0].op in ("placeholder", "get_attr"):
             yield f"'{node.name}' puts a tensor into other memory (`x.data = y`)"
-    for node in traced.graph.nodes:
-        if _hands_on(traced, node) and not _is_read_only(traced, (node, *node.all_input_nodes)):
+    place = {node: i for i, node in enumerate(traced.graph.nodes)}
+    written_last = {
+        key: place[node]
+        for node in place
+        for operand in written_operands(traced, node)
+        for key in storages(operand)
+    }
+    for node in place:
+        memory = (key for n in (node, *node.all_input_nodes) for key in storages(n))
+        if _hands_on(traced, node) and any(written_last.get(k, -1) >= place[node] for k in memory):
             yield f"'{node.name}' returns memory of an operand, and one or the other is written"
-
-
-def _is_read_only(traced: fx.GraphModule, values: Iterable[fx.Node]) -> bool:
-    memory = {key for value in values for key in storages(value)}
-    written = (o for n in traced.graph.nodes for o in written_operands(traced, n))
-    return memory.isdisjoint(key for operand in written for key in storages(operand))
 
 
 def _hands_on(traced: fx.GraphModule, node: fx.Node) -> bool:
