@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -48,8 +48,26 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def plain_code(module: nn.Module) -> Run:
-    """What `module(...)` ran before conversion."""
-    return partial(type(module)._call_impl, module)
+    """What `module(...)` ran before conversion. It does not keep the module alive."""
+    call_impl: Run = type(module)._call_impl
+    alive = weakref.ref(module)
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        return call_impl(alive(), *args, **kwargs)
+
+    return plain
+
+
+def weak_method(method: Run) -> Run:
+    """The method, without keeping its object alive."""
+    alive = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = alive()
+        assert found is not None, "the object of a method is gone"
+        return found(*args, **kwargs)
+
+    return call
 
 
 def call_with(call: Run, batch: Any) -> Any:

@@ -24,32 +24,40 @@ _FILLED = (list, dict, OrderedDict, defaultdict, deque)
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
     """A model's result with `function` applied to the tensors in it, once to each. What leads to a
     tensor that changed is copied, and the copies lead to each other as before; all else stays."""
-    mapped: dict[int, tuple[Any, Any]] = {}  # by its id what was mapped, kept alive, and to what
+    return _Mapped(function).of(result)
 
-    def of(value: Any) -> Any:
-        if id(value) in mapped:
-            return mapped[id(value)][1]
+
+class _Mapped:
+    """Not functions within a function: these would refer to each other, and keep every result, and
+    what autograd keeps for it, until Python's collector comes."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]):
+        self._function = function
+        # By its id what was mapped, kept alive, and to what.
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, value: Any) -> Any:
+        if id(value) in self._known:
+            return self._known[id(value)][1]
         if isinstance(value, torch.Tensor):
-            new: Any = function(value)
-        elif not any(of(tensor) is not tensor for tensor in _tensors_in(value)):
+            new: Any = self._function(value)
+        elif not any(self.of(tensor) is not tensor for tensor in _tensors_in(value)):
             new = value
         elif type(value) in _FILLED:
-            new = put(value, copy.copy(value))
+            new = self._put(value, copy.copy(value))
             for key in value if isinstance(value, dict) else range(len(value)):
-                new[key] = of(value[key])
+                new[key] = self.of(value[key])
         elif tree_is_leaf(value):  # a distribution, or a dataclass, which may be frozen
-            new = put(value, copy.copy(value))
+            new = self._put(value, copy.copy(value))
             for name in _fields(value):
-                object.__setattr__(new, name, of(getattr(value, name)))
+                object.__setattr__(new, name, self.of(getattr(value, name)))
         else:
-            new = tree_map(of, value, is_leaf=lambda each: each is not value)
-        return put(value, new)
+            new = tree_map(self.of, value, is_leaf=lambda each: each is not value)
+        return self._put(value, new)
 
-    def put(value: Any, new: Any) -> Any:
+    def _put(self, value: Any, new: Any) -> Any:
         # A tuple in a list that it holds was mapped when that was.
-        return mapped.setdefault(id(value), (value, new))[1]
-
-    return of(result)
+        return self._known.setdefault(id(value), (value, new))[1]
 
 
 def _tensors_in(value: Any) -> Iterable[torch.Tensor]:

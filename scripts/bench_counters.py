@@ -18,7 +18,7 @@ from torch._dynamo.utils import compilation_time_metrics
 from torch.profiler import profile
 
 from amp_graph.backend import assemble, decide
-from amp_graph.capture.dynamo import can_watch
+from amp_graph.capture.surroundings import can_watch
 
 READS_BACK = frozenset(["_local_scalar_dense", "is_nonzero", "nonzero", "equal", "_to_host"])
 PASS = ("split_where_wide", "rewrite", "lift_weights")

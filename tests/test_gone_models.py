@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,6 +29,46 @@ def train(model: nn.Module, *factors: float) -> None:
         optimizer.zero_grad()
         (model(X).mean() * factor).backward()
         optimizer.step()
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Broken(nn.Sequential):
+    """Its own code runs, under autocast."""
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Broken])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_memory_is_free_at_once(no_collector: None, kind: type[nn.Module], dtype: str) -> None:
+    """As that of a plain model is, or a search over many would run out of a GPU's."""
+    model = kind(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+    policy = amp_graph.Policy(dtype, loss_scale=amp_graph.LossScale(2.0**8))
+    amp_graph.convert(model, optimizer, policy=policy)
+    schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    for factor in (1.0, float("inf")):
+        optimizer.zero_grad()
+        (model(X).sum() * factor).backward()
+        optimizer.step()
+    conversion = vars(model)["_call_impl"]
+    momentum = optimizer.state[model[0].weight]["exp_avg"]
+    kept = (model, model[0].weight, optimizer, momentum, conversion, conversion.compiler)
+    alive = [weakref.ref(each) for each in kept]
+    scale = conversion.scale and weakref.ref(conversion.scale)
+    del model, optimizer, schedulers, momentum, conversion, kept
+    assert [type(found) for each in alive if (found := each()) is not None] == []
+    assert scale is None or scale() is None
 
 
 def figures(installation) -> list[dict[str, object]]:

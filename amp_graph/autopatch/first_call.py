@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_graph.autopatch.script_models import Model, folded, model_of
 from amp_graph.calls.conversion import found_conversion
-from amp_graph.capture.dynamo import can_capture, wants_plain_code
+from amp_graph.capture.surroundings import can_capture, wants_plain_code
 from amp_graph.convert import convert_at_first_call, is_converted, record_of, restore
 from amp_graph.ir import dtype_name
 from amp_graph.modes import autocast_devices

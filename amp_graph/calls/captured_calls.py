@@ -10,7 +10,8 @@ Where autocast fails, code runs in float32.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,23 +21,23 @@ from torch import fx, nn
 from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.or_else import or_else
 from amp_graph.calls.outside import Outside
+from amp_graph.calls.own_code import OwnCode
 from amp_graph.capture.breaks import depends_on_data, why_not_captured
 from amp_graph.capture.dynamo import (
     CAPTURED_TOO_OFTEN,
     DYNAMO_ERRORS,
     GraphCompiler,
-    can_watch,
     captured_call,
     is_of_capture,
     is_of_graph,
 )
 from amp_graph.capture.frames import Frames, skipped_before
 from amp_graph.capture.hooks import Hooks
+from amp_graph.capture.surroundings import can_watch
 from amp_graph.cpu import emulates, why_emulated
 from amp_graph.errors import MISTAKES, warn
-from amp_graph.ir import Plan
-from amp_graph.modes import under_autocast, without_autocast
-from amp_graph.modules import Kept, Run, devices_of, forward_of, has_backward_hooks, plain_code
+from amp_graph.modes import without_autocast
+from amp_graph.modules import Kept, Run, devices_of, forward_of, weak_method
 from amp_graph.reasons import why_nothing_is_low
 from amp_graph.training.engine import backward_pass
 
@@ -52,11 +53,11 @@ class CapturedCalls:
     as `compiler` has the rest."""
 
     def __init__(self, module: nn.Module, compiler: Compiler, compile_graph: GraphCompiler):
-        self._module = module
         self._policy = compiler.policy
         self._lists = compiler.lists
         self._record = compiler.record
-        self._compile_graph = compile_graph
+        self.own_code = OwnCode(module, self._policy, self._record)
+        self._compile_graph = weakref.WeakMethod(compile_graph)
         self._watch = Outside(self._lists) if can_watch() else None  # in the next call
         self._is_watched = self._watch is not None  # again, when something is captured
         self._is_new = True
@@ -66,19 +67,19 @@ class CapturedCalls:
         self._hooks = Hooks(module)
         self._around: Callable[[Run], Run] = without_autocast
         self._passed_on: set[type[Exception]] = {*DYNAMO_ERRORS}  # none for autocast's sake
-        self._own_code: Run | None = None  # once it is not captured any more
-        self._for_copies: int | None = None  # the plan that stands for them, once there are any
+        self._runs_own: Run | None = None  # once it is not captured any more
         self._capture()
 
     def _capture(self) -> None:
         """Capture anew, from the next call on."""
-        self._captured_as, self._is_stale = forward_of(self._module), False
+        self._captured_as, self._is_stale = forward_of(self.own_code.module), False
         self._run = self._around(self._captured())
 
     def _captured(self) -> Run:
-        hooks, own = self._hooks, self._settings
+        hooks, own, compile_graph = self._hooks, self._settings, self._compile_graph()
+        assert compile_graph is not None, "a call of a conversion that is gone"
         return captured_call(
-            self._module, self._compile_graph, self._frames, lambda: {**own, **hooks.settings()}
+            self.own_code.module, compile_graph, self._frames, lambda: {**own, **hooks.settings()}
         )
 
     def _begin_again(self, has_captured: bool = True) -> None:
@@ -94,17 +95,17 @@ class CapturedCalls:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A backward pass computes again what the forward pass did, and the same way.
-        if self._own_code is not None and not (self._is_stale and backward_pass() is not None):
+        if self._runs_own is not None and not (self._is_stale and backward_pass() is not None):
             self._is_stale = False
-            return self._own_code(*args, **kwargs)
+            return self._runs_own(*args, **kwargs)
         self._is_stale |= (
-            forward_of(self._module) != self._captured_as or self._hooks.have_changed()
+            forward_of(self.own_code.module) != self._captured_as or self._hooks.have_changed()
         )
         if self._is_stale and backward_pass() is None:
             self._capture()
         frames, runs, uncaptured = self._frames.begun, self._graph_runs, None
         records = torch.is_grad_enabled()
-        kept = Kept(self._module) if self._is_new else None
+        kept = Kept(self.own_code.module) if self._is_new else None
         try:
             with self._watch or _UNWATCHED:
                 result = self._run(*args, **kwargs)
@@ -142,32 +143,6 @@ class CapturedCalls:
 
         return counted
 
-    def by_own_code(self, index: int | None = None) -> Run:
-        """The model's own code under autocast if it can be: for what is never to be captured, or
-        for what cannot be and plan `index` stands for."""
-        plain, report = plain_code(self._module), partial(self._not_under_autocast, index)
-        if index is not None and not self._record.plans[index].autocast:
-            return plain
-        model = None if index is None else self._module  # inside of a functorch transform it stays
-        return or_else(self._under_autocast(plain), lambda: plain, report, model, set())
-
-    def of_copy(self, own_code: Run) -> Run:
-        """What runs a copy of the model that `nn.DataParallel` made, by its own code: under
-        autocast if it can be."""
-        if self._for_copies is None:
-            self._for_copies = self._stand_in("copied by nn.DataParallel to each GPU in each call")
-            warn(f"{self._name} {self._record.plans[self._for_copies].otherwise}")
-        if not self._record.plans[self._for_copies].autocast:
-            return own_code
-        report = partial(self._not_under_autocast, self._for_copies)
-        return or_else(self._under_autocast(own_code), lambda: own_code, report, None, set())
-
-    def own_dtype(self) -> torch.dtype:
-        """The precision of code that is not captured. It has no boundary at which gradients could
-        be scaled, so where they have to be it is the one that does without."""
-        dtype = self._policy.dtype_for(devices_of(self._module))
-        return torch.bfloat16 if self._policy.loss_scale_for(dtype) else dtype
-
     def _look_back(self, has_captured: bool) -> None:
         """After a call: whether all that was asked for happened, and whether to go on so."""
         watch, self._watch = self._watch, None
@@ -186,15 +161,12 @@ class CapturedCalls:
             self._stop_capturing()
 
     def _tell_of_first_call(self) -> None:
-        converted = {plan.dtype for plan in self._record.plans if plan.converts}
+        converted, name = {p.dtype for p in self._record.plans if p.converts}, self.own_code.name
         if not converted:
-            why = why_nothing_is_low(self._record.plans)
-            warn(f"nothing of {self._name} was converted: {why}")
-        elif self._policy.emulation == "native" and self._is_emulated(converted):
-            warn(f"{self._name} may be slower than in float32: {why_emulated(converted)}")
-
-    def _is_emulated(self, dtypes: Iterable[torch.dtype]) -> bool:
-        return "cpu" in devices_of(self._module) and any(map(emulates, dtypes))
+            warn(f"nothing of {name} was converted: {why_nothing_is_low(self._record.plans)}")
+        elif self._policy.emulation == "native" and "cpu" in devices_of(self.own_code.module):
+            if any(map(emulates, converted)):
+                warn(f"{name} may be slower than in float32: {why_emulated(converted)}")
 
     def _judge(self, watch: Outside) -> None:
         """Run the code between graphs under autocast if it did what belongs in low precision."""
@@ -205,27 +177,27 @@ class CapturedCalls:
         found = ", ".join(sorted(watch.found))
         reason = f"code between graphs ({found}) is not captured"
         if not self._graph_runs:
-            self._frames.skipped = self._frames.skipped or skipped_before(self._module)
+            self._frames.skipped = self._frames.skipped or skipped_before(self.own_code.module)
             where = "; ".join(self._frames.skipped) or "Dynamo does not say why"
             reason = f"nothing is captured ({found}): {where}"
-        index = self._stand_in(reason, watch.met_sparse)
+        index = self.own_code.stand_in(reason, watch.met_sparse)
         if not self._graph_runs:
-            warn(f"{self._name} {self._record.plans[index].otherwise}")
+            warn(f"{self.own_code.name} {self._record.plans[index].otherwise}")
         if self._record.plans[index].autocast:
-            self._around = partial(self._autocast_around, index=index)
+            self._around = partial(weak_method(self._autocast_around), index=index)
             self._is_stale = True
 
     def _stop_capturing(self) -> None:
         """Something of Python is another at call after call, a list that grows, say, or the layers
         that are chosen, and the model's own code is faster than capturing it each time."""
-        if self._own_code is not None:
+        if self._runs_own is not None:
             return
         reason = "it was captured anew again and again"
         advice = "TORCH_LOGS=recompiles tells what changes in it at each call"
-        index = self._stand_in(reason)
-        self._own_code, self._is_stale = self.by_own_code(index), True
+        index = self.own_code.stand_in(reason)
+        self._runs_own, self._is_stale = self.own_code.run(index), True
         plan = self._record.plans[index]
-        warn(f"{self._name} is no longer captured and {plan.otherwise}. {advice}")
+        warn(f"{self.own_code.name} is no longer captured and {plan.otherwise}. {advice}")
 
     def _run_uncaptured(self, error: Exception, has_begun: bool, args: Any, kwargs: Any) -> Any:
         """Capture with more breaks. If that was tried, or is not likely to help a model that would
@@ -242,8 +214,8 @@ class CapturedCalls:
             self._settings = BREAK_AT_DATA
             self._capture()
             return self(*args, **kwargs)
-        index = self._stand_in(f"not captured ({why_not_captured(error)})")
-        planned, own_code = self._record.plans[index], self.by_own_code(index)
+        index = self.own_code.stand_in(f"not captured ({why_not_captured(error)})")
+        planned, own_code = self._record.plans[index], self.own_code.run(index)
         try:
             result = own_code(*args, **kwargs)
         except Exception:
@@ -251,44 +223,24 @@ class CapturedCalls:
             self._begin_again()
             raise
         if self._record.plans[index] is planned:  # else it was told that autocast fails
-            warn(f"{self._name} {planned.otherwise}")
-        self._own_code, self._is_stale, self._watch = own_code, False, None
+            warn(f"{self.own_code.name} {planned.otherwise}")
+        self._runs_own, self._is_stale, self._watch = own_code, False, None
         return result
-
-    def _stand_in(self, reason: str, met_sparse: bool = False) -> int:
-        """Keep a plan that stands for code without a graph; its index."""
-        not_autocast = ""
-        if met_sparse:
-            not_autocast = "; it has sparse tensors, which autocast does not know"
-        elif has_backward_hooks(self._module):  # no call of ours, where an error could be mended
-            not_autocast = "; hooks of modules would see gradients in low precision"
-        fallback, autocast = f"{reason}{not_autocast}", not not_autocast
-        return self._record.add(Plan(self.own_dtype(), fallback=fallback, autocast=autocast))
 
     def _autocast_around(self, run: Run, index: int) -> Run:
         """A captured call, with the code between its graphs, for which plan `index` stands, under
         autocast if it can be; else it is captured without, and goes on so."""
+        calls: Any = weakref.proxy(self)  # which keeps what is returned
 
         def report(reason: str) -> None:
-            self._around = without_autocast
-            self._not_under_autocast(index, reason)
+            calls._around = without_autocast
+            calls.own_code.not_under_autocast(index, reason)
 
-        def without() -> Run:
-            return without_autocast(self._captured())
-
-        under = self._under_autocast(run)
-        return or_else(under, without, report, self._module, self._passed_on)
-
-    def _under_autocast(self, run: Run) -> Run:
-        return under_autocast(run, devices_of(self._module), self.own_dtype())
-
-    def _not_under_autocast(self, index: int | None, reason: str) -> None:
-        what = f"code of {self._name} that is not captured"
-        if index is None:
-            warn(f"{what} runs in float32: autocast fails ({reason})")
-        else:
-            self._record.not_under_autocast(index, what, reason)
-
-    @property
-    def _name(self) -> str:
-        return type(self._module).__name__
+        under = self.own_code.under_autocast(run)
+        return or_else(
+            under,
+            lambda: without_autocast(calls._captured()),
+            report,
+            self.own_code.module,
+            self._passed_on,
+        )

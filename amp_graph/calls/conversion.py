@@ -15,12 +15,20 @@ from amp_graph.backend.compiler import Compiler
 from amp_graph.backend.eager import code_of, eager
 from amp_graph.calls.captured_calls import CapturedCalls
 from amp_graph.calls.copies import SLOT, StandIn, put_in, take_out
-from amp_graph.capture.dynamo import can_capture, is_exporting, wants_plain_code
 from amp_graph.capture.fake import is_estimate
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
+from amp_graph.capture.surroundings import can_capture, is_exporting, wants_plain_code
 from amp_graph.errors import AmpGraphError
 from amp_graph.modes import restoring_grad_mode, without_autocast
-from amp_graph.modules import Run, call_with, path_by_id, plain_code, unchanged, unwrapped
+from amp_graph.modules import (
+    Run,
+    call_with,
+    path_by_id,
+    plain_code,
+    unchanged,
+    unwrapped,
+    weak_method,
+)
 from amp_graph.plans.pins import Saved
 from amp_graph.policy import Policy
 from amp_graph.results import map_tensors
@@ -39,9 +47,9 @@ class Conversion(StandIn):
     name = SLOT
 
     def __init__(self, module: nn.Module, policy: Policy, saved: Saved | None = None):
-        self.module = module
+        super().__init__(module)
         self.policy = policy
-        self.compiler = Compiler(policy, saved, self.scale_for)
+        self.compiler = Compiler(policy, saved, weak_method(self.scale_for))
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._runs: list[Run] = []  # that stand in `captured_call` for graphs
         self._calls = CapturedCalls(module, self.compiler, self.compile_graph)
@@ -86,7 +94,7 @@ class Conversion(StandIn):
 
     def of_copy(self, own_code: Run) -> Run:
         """What runs a copy of the model that `nn.DataParallel` made for one call on one GPU."""
-        return self._calls.of_copy(own_code)
+        return self._calls.own_code.of_copy(own_code)
 
     def convert_too(self, copied: nn.Module) -> None:
         """Convert a deep copy of the model alike; its loss scale goes on by itself."""
@@ -105,7 +113,7 @@ class Conversion(StandIn):
         if wants_plain_code() or is_estimate(self.module):
             return plain_code(self.module)(*args, **kwargs)
         if not can_capture():
-            return self._calls.by_own_code()(*args, **kwargs)
+            return self._calls.own_code.run()(*args, **kwargs)
         if self.scale is not None and torch.is_grad_enabled():
             self.scale.begin_forward()
         result = self._calls(*args, **kwargs)

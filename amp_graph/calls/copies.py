@@ -29,25 +29,45 @@ SLOT = "_call_impl"  # the method of nn.Module that a conversion stands in front
 
 
 class StandIn:
-    """Stands in front of a method of a converted model.
+    """Stands in front of a method of a converted model, which is not kept alive by it: nothing that
+    a model's `__dict__` holds may, or only Python's collector would free the model.
 
     name: of the method, and of the entry in the model's `__dict__`.
     """
 
     name: str
-    module: nn.Module
+
+    def __init__(self, module: nn.Module):
+        self._module = weakref.ref(module)
+        self.kept: nn.Module | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "a model that is gone is asked for"
+        return module
 
     def __reduce__(self) -> Any:
         """Pickled or copied where `Reduce` did not leave it out, without the model, say, it is what
         stands there in its stead: in a loaded model the method; in a copy what the copy has."""
         return getattr, (self.module, self.name, None)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = copy.deepcopy(self.module, memo)
+        entry = getattr(copied, self.name, None)
+        if isinstance(entry, StandIn):
+            entry.kept = copied  # nobody else has it, if only a model's `__dict__` is copied
+        return entry
+
 
 class Converted(Protocol):
     """What stands in the slot of a model."""
 
     name: str
-    module: nn.Module
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
 
     def of_copy(self, own_code: Run) -> Run:
         """What runs a copy of the model that has this code."""
@@ -56,26 +76,20 @@ class Converted(Protocol):
         """Convert a copy of the model alike."""
 
 
+def _converted(module: nn.Module) -> Converted:
+    converted: Converted = module.__dict__[SLOT]
+    return converted
+
+
 class Replicate(StandIn):
     """Makes the copies for `nn.DataParallel`."""
 
     name = "_replicate_for_data_parallel"
 
-    def __init__(self, conversion: Converted):
-        self.module = conversion.module
-        self._conversion = conversion
-
     def __call__(self) -> nn.Module:
         replica: nn.Module = getattr(type(self.module), self.name)(self.module)
         take_out(replica)
-        alive = weakref.ref(replica)  # a copy that refers to itself would outlive its call
-
-        def own_code(*args: Any, **kwargs: Any) -> Any:
-            called = alive()
-            assert called is not None
-            return plain_code(called)(*args, **kwargs)
-
-        replica.__dict__[SLOT] = self._conversion.of_copy(own_code)
+        replica.__dict__[SLOT] = _converted(self.module).of_copy(plain_code(replica))
         return replica
 
 
@@ -84,10 +98,6 @@ class DeepCopy(StandIn):
 
     name = "__deepcopy__"
 
-    def __init__(self, conversion: Converted):
-        self.module = conversion.module
-        self._conversion = conversion
-
     @property
     def __func__(self) -> Any:
         """As a bound method has it, for those who bind it to their copy."""
@@ -95,8 +105,8 @@ class DeepCopy(StandIn):
 
     def __call__(self, memo: dict[int, Any]) -> Any:
         module, kind = self.module, type(self.module)
-        ours = [entry for entry in module.__dict__.values() if isinstance(entry, StandIn)]
-        memo.update((id(entry), entry) for entry in ours)  # no copies of these
+        entries = [entry for entry in module.__dict__.values() if isinstance(entry, StandIn)]
+        memo.update((id(entry), entry) for entry in entries)  # no copies of these
         own = getattr(kind, self.name, None)
         if own is not None:
             copied = own(module, memo)
@@ -104,9 +114,10 @@ class DeepCopy(StandIn):
             reduced = kind.__reduce_ex__(module, 4)
             copied = copy._reconstruct(module, memo, *reduced)  # type: ignore[attr-defined]
         if isinstance(copied, nn.Module) and copied is not module:
-            if copied.__dict__.get(SLOT) in (None, self._conversion):  # else it is another model's
+            ours = _converted(module)
+            if copied.__dict__.get(SLOT) in (None, ours):  # else it is another model's
                 take_out(copied)
-                self._conversion.convert_too(copied)
+                ours.convert_too(copied)
         return copied
 
 
@@ -115,9 +126,6 @@ class Reduce(StandIn):
     instance for this method, and not its class (Python 3.11, in C as well)."""
 
     name = "__reduce_ex__"
-
-    def __init__(self, conversion: Converted):
-        self.module = conversion.module
 
     def __call__(self, protocol: int) -> Any:
         return _plain(type(self.module).__reduce_ex__(self.module, protocol))
@@ -142,8 +150,9 @@ def _plain(state: Any, levels: int = 5) -> Any:
 
 def put_in(conversion: Converted) -> None:
     """From now on calls of the model and copies of it are made here."""
-    entries = (conversion, Replicate(conversion), DeepCopy(conversion), Reduce(conversion))
-    conversion.module.__dict__.update((entry.name, entry) for entry in entries)
+    module = conversion.module
+    entries = (conversion, Replicate(module), DeepCopy(module), Reduce(module))
+    module.__dict__.update((entry.name, entry) for entry in entries)
 
 
 def take_out(module: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,12 +25,13 @@ def or_else(
     the user's own, and so are all of its class, should it be one for such uses: it is added to
     those that are `passed_on`. If it is the first call, what it did to `model` is undone before."""
     chosen, has_run = run, False
+    alive = (lambda: None) if model is None else weakref.ref(model)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal chosen, has_run
         if chosen is not run:
             return chosen(*args, **kwargs)
-        kept = None if has_run or model is None else Kept(model)
+        kept = None if has_run or (called := alive()) is None else Kept(called)
         try:
             result = run(*args, **kwargs)
         except Exception as error:

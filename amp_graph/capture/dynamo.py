@@ -6,14 +6,6 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     torch._dynamo.config                     the settings below
     torch._dynamo.optimize, its callback     to have the settings in force while it captures
     torch._dynamo.convert_frame              whether an error comes from there
-    TorchDispatchMode.ignore_compile_internals, set_is_in_mode_without_ignore_compile_internals
-                                             let compiled code run under a dispatch mode
-    torch._C._functorch.peek_interpreter_stack, get_interpreter_stack
-                                             whether a functorch transform is active, and which
-    torch._C._get_tracing_state              whether `torch.jit.trace` is at work
-    torch.fx._symbolic_trace._is_fx_tracing_flag, _get_is_fx_tracing since 2.15
-                                             whether `torch.export` or `make_fx` is
-    torch.compiler._is_exporting_flag        the same of `torch.export`, for Dynamo to read
     torch._C._dynamo.eval_frame.reset_code   to have Dynamo forget what it captured of a model
 """
 
@@ -28,27 +20,20 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import reset_code
-from torch._C._functorch import TransformType
 from torch._dynamo import convert_frame, disallow_in_graph
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amp_graph.capture.causal_masks import masks_unread
 from amp_graph.capture.frames import Frames
 from amp_graph.capture.recurrent import recurrent_layers_whole
-
-set_flag: Callable[[bool], None] | None = getattr(
-    torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", None
-)  # None should this name go: then nothing is captured under a dispatch mode
+from amp_graph.capture.surroundings import under_dispatch_modes
 
 if torch.__version__ < "2.13":
     # Dynamo 2.11 raises at a packed sequence, after the code before it ran. Later ones break the
@@ -95,6 +80,8 @@ def captured_call(
     `compile_graph`, whose object has to keep what it returns: Dynamo keeps what it gets for good,
     so it gets nothing but weak references.
 
+    The module is handed to that function in each call, so that it is not kept alive either.
+
     Dynamo skips frames of torch.nn itself, so that a bare nn.Sequential or nn.LSTM would never
     be captured; the function returned is a frame outside torch.nn that calls into it. Its code
     object and name are its own: Dynamo counts recompilations per object, and knows by name which
@@ -104,10 +91,11 @@ def captured_call(
     """
     _forget_abandoned()
     call_impl: Callable[..., Any] = type(module)._call_impl
-    inner = module.forward if is_sharded(module) else partial(call_impl, module)
+    inner = _forward_alone(module) if is_sharded(module) else call_impl
+    alive = weakref.ref(module)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return inner(*args, **kwargs)
+    def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return inner(module, *args, **kwargs)
 
     own = types.FunctionType(
         forward.__code__.replace(co_name=f"forward_{frames.number}"),
@@ -130,17 +118,27 @@ def captured_call(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch._C._len_torch_dispatch_stack():
-            return compiled(*args, **kwargs)
+            return compiled(alive(), *args, **kwargs)
         with under_dispatch_modes():
-            return compiled(*args, **kwargs)
+            return compiled(alive(), *args, **kwargs)
 
     weakref.finalize(call, _abandoned.append, own.__code__).atexit = False
 
     def call_with_hooks(*args: Any, **kwargs: Any) -> Any:
-        with _replaced_forward(module, call):
-            return call_impl(module, *args, **kwargs)
+        called = alive()
+        assert called is not None
+        with _replaced_forward(called, call):
+            return call_impl(called, *args, **kwargs)
 
     return call_with_hooks if is_sharded(module) else call
+
+
+def _forward_alone(module: nn.Module) -> Callable[..., Any]:
+    """The module's `forward` as a function of the module too."""
+    own = module.__dict__.get("forward")
+    if own is None:
+        return type(module).forward
+    return lambda module, *args, **kwargs: own(*args, **kwargs)
 
 
 def _forget_abandoned() -> None:
@@ -186,44 +184,6 @@ def is_of_graph(error: Exception) -> bool:
 def _files_behind(error: Exception) -> list[str]:
     """The files of the code that it was raised in, and came through."""
     return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-
-
-def can_capture() -> bool:
-    """Whether Dynamo may be entered. Inside a functorch transform (and, without `set_flag`, under
-    a dispatch mode) it refuses, and would then never capture that code again. In forward-mode AD
-    it does not, but what scales gradients has no forward derivative."""
-    if set_flag is None and torch._C._len_torch_dispatch_stack():
-        return False
-    if forward_ad._current_level >= 0:
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is None
-
-
-def is_exporting() -> bool:
-    """Whether `torch.export` is at work. Of `torch.compiler.is_exporting()` Dynamo 2.11 thinks that
-    it is true in whatever it captures."""
-    return torch.compiler._is_exporting_flag
-
-
-def wants_plain_code() -> bool:
-    """Whether what runs now is to be the model's own code in its own precision: `torch.jit.trace`,
-    `torch.export` or `make_fx` makes a program of it, and `torch.func.grad` under autocast fails in
-    many a backward."""
-    if torch._C._get_tracing_state() is not None or _is_fx_tracing():
-        return True
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    return any(interpreter.key() == TransformType.Grad for interpreter in stack)
-
-
-def _is_fx_tracing() -> bool:
-    tracing: Any = fx._symbolic_trace
-    flag = getattr(tracing, "_get_is_fx_tracing", None)
-    return bool(flag() if flag is not None else tracing._is_fx_tracing_flag)
-
-
-def can_watch() -> bool:
-    """Whether a model can be captured under a dispatch mode."""
-    return set_flag is not None
 
 
 def _with_settings(
@@ -272,29 +232,3 @@ def quiet_logs() -> Iterator[None]:
 
 def _nothing(record: logging.LogRecord) -> bool:
     return False
-
-
-@contextlib.contextmanager
-def under_dispatch_modes() -> Iterator[None]:
-    """Keep captured graphs in use under a dispatch mode (a FLOP counter, say).
-
-    Dynamo would run the user's code instead and mark it as never to be captured again. The
-    modes see the operators of the emitted graphs.
-    """
-    modes = [m for m in _get_current_dispatch_mode_stack() if not m.ignore_compile_internals()]
-    if not modes or set_flag is None:
-        yield
-        return
-    for mode in modes:
-        mode.__dict__["ignore_compile_internals"] = _yes
-    set_flag(False)
-    try:
-        yield
-    finally:
-        set_flag(True)
-        for mode in modes:
-            del mode.__dict__["ignore_compile_internals"]
-
-
-def _yes() -> bool:
-    return True

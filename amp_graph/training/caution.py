@@ -67,9 +67,78 @@ class Caution:
     """A loss scale that is chosen per backward pass. What goes out of a pass is divided by what
     came in was multiplied by, also if an optimizer turns up meanwhile."""
 
-    def __init__(self, scale: Watched):
-        self._scale = scale
+    def __init__(self) -> None:
         self._factors: dict[int | None, dict[torch.device, Factors]] = {}  # by pass
+
+    def factor(
+        self, scale: Watched, gradient: Tensor, again: bool, of_gradient: bool = False
+    ) -> Tensor:
+        """S for a gradient that comes in. The last pass of a penalty is trained on, so that it has
+        the watched one, if somebody watches; what a pass before it gives, the script sees."""
+        running = backward_pass()
+        if running is not None and running not in self._factors:
+            if len(self._factors) >= PASSES:
+                self._factors.pop(next(iter(self._factors)), None)  # ended long ago
+            chosen = scale.factors_on(gradient.device)
+            is_watched = scale.is_watched()
+            if again or not (of_gradient and is_watched):
+                highest = PEAK_AGAIN if again and is_watched else PEAK
+                chosen = bounded(chosen[0], gradient, highest, scale.config)
+            # Another device's thread may have chosen meanwhile: one scale for all of a pass.
+            self._factors.setdefault(running, {gradient.device: chosen})
+        return self._factors_on(scale, gradient.device)[0]
+
+    def inverse(self, scale: Watched, device: torch.device) -> Tensor:
+        """1/S."""
+        return self._factors_on(scale, device)[1]
+
+    def rules(self) -> bool:
+        """Whether it was chosen for the pass that is running."""
+        return bool(self._factors) and backward_pass() in self._factors
+
+    def forget(self) -> None:
+        """Passes that ended."""
+        self._factors.clear()
+
+    def _factors_on(self, scale: Watched, device: torch.device) -> Factors:
+        chosen = self._factors.get(backward_pass()) if self._factors else None
+        if chosen is None and self._factors and backward_pass() is not None:
+            raise AmpGraphError(
+                "gradients leave a converted model in a backward pass in which none came in: an "
+                "earlier pass stored them inside of it (zero-bubble pipelining). Use bfloat16, or "
+                "Policy(loss_scale=None) with a GradScaler"
+            )
+        if chosen is None:
+            return scale.factors_on(device)
+        if device not in chosen:
+            elsewhere = sent(next(iter(chosen.values()))[0], device)
+            chosen[device] = elsewhere, elsewhere.reciprocal()
+        return chosen[device]
+
+
+@torch.no_grad()
+def bounded(watched: Tensor, gradient: Tensor, highest: float, config: LossScale) -> Factors:
+    """A power of 2, so that it rounds nothing. The gradient of a single number, a loss times
+    some weight, says little about the gradients of what it was made from, so that they are not
+    made smaller for it. One that is all zero tells nothing."""
+    least = max(config.floor, 1.0) if gradient.dim() == 0 else config.floor
+    peak = torch.ones_like(watched)
+    values = unbatched(gradient)  # one scale for all of a batch
+    if values.numel():
+        values = values if values.layout is torch.strided else values._values()
+        found = values.detach().abs().amax().float()
+        peak = torch.where(found == 0, peak, found)
+    enough = torch.exp2(torch.floor(torch.log2(highest / peak)))
+    within = enough.clamp(min(least, config.ceiling), config.ceiling)
+    scale = torch.fmin(watched, within)
+    return scale, scale.reciprocal()
+
+
+class Exposed:
+    """What scales a call whose gradients of inputs are wanted."""
+
+    def __init__(self, scale: Watched, caution: Caution):
+        self._scale, self._caution = scale, caution
 
     @property
     def checked(self) -> CheckedGradients:
@@ -86,62 +155,7 @@ class Caution:
         return None
 
     def factor(self, gradient: Tensor, again: bool, of_gradient: bool = False) -> Tensor:
-        """S for a gradient that comes in. The last pass of a penalty is trained on, so that it has
-        the watched one, if somebody watches; what a pass before it gives, the script sees."""
-        running = backward_pass()
-        if running is not None and running not in self._factors:
-            if len(self._factors) >= PASSES:
-                self._factors.pop(next(iter(self._factors)), None)  # ended long ago
-            chosen = self._scale.factors_on(gradient.device)
-            is_watched = self._scale.is_watched()
-            if again or not (of_gradient and is_watched):
-                highest = PEAK_AGAIN if again and is_watched else PEAK
-                chosen = self._bounded(chosen[0], gradient, highest)
-            # Another device's thread may have chosen meanwhile: one scale for all of a pass.
-            self._factors.setdefault(running, {gradient.device: chosen})
-        return self._factors_on(gradient.device)[0]
+        return self._caution.factor(self._scale, gradient, again, of_gradient)
 
     def inverse(self, device: torch.device) -> Tensor:
-        """1/S."""
-        return self._factors_on(device)[1]
-
-    def rules(self) -> bool:
-        """Whether it was chosen for the pass that is running."""
-        return bool(self._factors) and backward_pass() in self._factors
-
-    def forget(self) -> None:
-        """Passes that ended."""
-        self._factors.clear()
-
-    @torch.no_grad()
-    def _bounded(self, watched: Tensor, gradient: Tensor, highest: float) -> Factors:
-        """A power of 2, so that it rounds nothing. The gradient of a single number, a loss times
-        some weight, says little about the gradients of what it was made from, so that they are not
-        made smaller for it. One that is all zero tells nothing."""
-        config = self._scale.config
-        least = max(config.floor, 1.0) if gradient.dim() == 0 else config.floor
-        peak = torch.ones_like(watched)
-        values = unbatched(gradient)  # one scale for all of a batch
-        if values.numel():
-            values = values if values.layout is torch.strided else values._values()
-            found = values.detach().abs().amax().float()
-            peak = torch.where(found == 0, peak, found)
-        enough = torch.exp2(torch.floor(torch.log2(highest / peak)))
-        bounded = enough.clamp(min(least, config.ceiling), config.ceiling)
-        scale = torch.fmin(watched, bounded)
-        return scale, scale.reciprocal()
-
-    def _factors_on(self, device: torch.device) -> Factors:
-        chosen = self._factors.get(backward_pass()) if self._factors else None
-        if chosen is None and self._factors and backward_pass() is not None:
-            raise AmpGraphError(
-                "gradients leave a converted model in a backward pass in which none came in: an "
-                "earlier pass stored them inside of it (zero-bubble pipelining). Use bfloat16, or "
-                "Policy(loss_scale=None) with a GradScaler"
-            )
-        if chosen is None:
-            return self._scale.factors_on(device)
-        if device not in chosen:
-            scale = sent(next(iter(chosen.values()))[0], device)
-            chosen[device] = scale, scale.reciprocal()
-        return chosen[device]
+        return self._caution.inverse(self._scale, device)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_graph.errors import OverflowAbort
-from amp_graph.training.caution import Caution, Factors, are_wanted
+from amp_graph.training.caution import Caution, Exposed, Factors, are_wanted
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.engine import backward_pass, is_captured, sent
 from amp_graph.training.grad_scaler import is_grad_scaler_around
@@ -59,7 +59,7 @@ class GraphScale:
         self._counts = False  # if so, whether it counts as a clean one if nothing overflowed
         self._is_stepped = False  # whether its own parameters ever were
         self._factors: dict[torch.device, Factors] = {}
-        self._alone, self._exposed = Caution(self), Caution(self)
+        self._alone, self._exposed = Caution(), Caution()
         self._is_exposed = False
         self.spills = Spills()
         self.first_pass: int | None = None  # of this round
@@ -80,13 +80,13 @@ class GraphScale:
         """S for a gradient that comes in, on its device, written to when a round ends."""
         is_watched = self.is_watched() if of_gradient else self.has_optimizer
         if again or not is_watched or self._alone.rules():
-            return self._alone.factor(gradient, again, of_gradient)
+            return self._alone.factor(self, gradient, again, of_gradient)
         return self.factors_on(gradient.device)[0]
 
     def inverse(self, device: torch.device) -> Tensor:
         """1/S on a device."""
         if self._alone.rules():
-            return self._alone.inverse(device)
+            return self._alone.inverse(self, device)
         return self.factors_on(device)[1]
 
     def factors_on(self, device: torch.device) -> Factors:
@@ -99,13 +99,13 @@ class GraphScale:
             found = self._factors[device] = scale, scale.reciprocal()
         return found
 
-    def for_call(self, inputs: Sequence[Tensor]) -> GraphScale | Caution:
+    def for_call(self, inputs: Sequence[Tensor]) -> GraphScale | Exposed:
         """What scales the gradients of a graph's call. If those of inputs of the model are wanted,
         no step that is skipped would keep an overflow from being used; and so in the graphs that
         the same call of the model runs later. What runs again in a backward pass is a part."""
         if inputs and not self._is_exposed and backward_pass() is None:
             self._is_exposed = are_wanted(inputs)
-        return self._exposed if self._is_exposed else self
+        return Exposed(self, self._exposed) if self._is_exposed else self
 
     def enter(self, parameters: Iterable[Tensor]) -> None:
         self._known.clear()

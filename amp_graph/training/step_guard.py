@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks  # 2.11 - 2.15
 
+from amp_graph.modules import weak_method
 from amp_graph.training.blame import overflowed
 from amp_graph.training.closures import GuardedClosure, closure_of, guarding_closure
 from amp_graph.training.engine import around_compiled, not_compiled
@@ -47,7 +48,7 @@ class StepGuard:
         # That it was given to; if there are any, step() returns whether it stepped.
         self.conversions: weakref.WeakSet[Any] = weakref.WeakSet()
         self.is_stepping = False
-        self.record = StepRecord(optimizer, self.scales)
+        self.record = StepRecord(optimizer, weak_method(self.scales))
         self._in_use = in_use
         self._calls_closure_again = True  # until it is seen not to
         self._unguarded = 0  # how deep in steps that did not come through here
@@ -55,13 +56,16 @@ class StepGuard:
         self._stand_before(optimizer)
 
     def _stand_before(self, optimizer: Optimizer) -> None:
-        original = optimizer.step
+        before, alive = optimizer.step, weakref.ref(optimizer)
+        original = weak_method(before) if getattr(before, "__self__", 0) is optimizer else before
         # By which schedulers tell, and warn, that no step came before theirs; 2.11 - 2.15.
-        knows_schedulers = hasattr(original, "_wrapped_by_lr_sched")
+        knows_schedulers = hasattr(before, "_wrapped_by_lr_sched")
 
         @around_compiled
-        @functools.wraps(original)
-        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(getattr(before, "__func__", before))
+        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            optimizer = alive()
+            assert optimizer is not None, "a step of an optimizer that is gone"
             # The step before, if it was not guarded, may have raised.
             self.record.overflowed, self._unguarded, self._undo = False, 0, None
             if knows_schedulers:
@@ -70,7 +74,9 @@ class StepGuard:
                 result = self._step(optimizer, original, args, kwargs)
             return self.record.overflowed == 0 if result is None and self.conversions else result
 
-        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        # What its own `__dict__` holds must not keep it alive.
+        bound = types.MethodType(step, weakref.proxy(optimizer))
+        optimizer.step = bound  # type: ignore[method-assign]
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:

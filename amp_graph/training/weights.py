@@ -40,8 +40,8 @@ class LowPrecisionWeights:
         key = (id(parameter), dtype)
         copy = self._copies.get(key)
         if copy is None or not copy.fits(parameter):
-            copy = _Copy(parameter, dtype, lambda _: self._copies.pop(key, None))
-            self._copies[key] = copy
+            copies = self._copies  # and not itself: what a copy refers to is kept by it
+            copy = copies[key] = _Copy(parameter, dtype, lambda _: copies.pop(key, None))
         return copy
 
 

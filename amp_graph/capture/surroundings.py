@@ -1,0 +1,93 @@
+"""What a call of a model runs inside of: transforms, tracers, dispatch modes.
+
+Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+
+    TorchDispatchMode.ignore_compile_internals, set_is_in_mode_without_ignore_compile_internals
+                                             let compiled code run under a dispatch mode
+    torch._C._functorch.peek_interpreter_stack, get_interpreter_stack
+                                             whether a functorch transform is active, and which
+    torch._C._get_tracing_state              whether `torch.jit.trace` is at work
+    torch.fx._symbolic_trace._is_fx_tracing_flag, _get_is_fx_tracing since 2.15
+                                             whether `torch.export` or `make_fx` is
+    torch.compiler._is_exporting_flag        the same of `torch.export`, for Dynamo to read
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C._functorch import TransformType
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+set_flag: Callable[[bool], None] | None = getattr(
+    torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", None
+)  # None should this name go: then nothing is captured under a dispatch mode
+
+
+def can_capture() -> bool:
+    """Whether Dynamo may be entered. Inside a functorch transform (and, without `set_flag`, under
+    a dispatch mode) it refuses, and would then never capture that code again. In forward-mode AD
+    it does not, but what scales gradients has no forward derivative."""
+    if set_flag is None and torch._C._len_torch_dispatch_stack():
+        return False
+    if forward_ad._current_level >= 0:
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` is at work. Of `torch.compiler.is_exporting()` Dynamo 2.11 thinks that
+    it is true in whatever it captures."""
+    return torch.compiler._is_exporting_flag
+
+
+def wants_plain_code() -> bool:
+    """Whether what runs now is to be the model's own code in its own precision: `torch.jit.trace`,
+    `torch.export` or `make_fx` makes a program of it, and `torch.func.grad` under autocast fails in
+    many a backward."""
+    if torch._C._get_tracing_state() is not None or _is_fx_tracing():
+        return True
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(interpreter.key() == TransformType.Grad for interpreter in stack)
+
+
+def _is_fx_tracing() -> bool:
+    tracing: Any = fx._symbolic_trace
+    flag = getattr(tracing, "_get_is_fx_tracing", None)
+    return bool(flag() if flag is not None else tracing._is_fx_tracing_flag)
+
+
+def can_watch() -> bool:
+    """Whether a model can be captured under a dispatch mode."""
+    return set_flag is not None
+
+
+@contextlib.contextmanager
+def under_dispatch_modes() -> Iterator[None]:
+    """Keep captured graphs in use under a dispatch mode (a FLOP counter, say).
+
+    Dynamo would run the user's code instead and mark it as never to be captured again. The
+    modes see the operators of the emitted graphs.
+    """
+    modes = [m for m in _get_current_dispatch_mode_stack() if not m.ignore_compile_internals()]
+    if not modes or set_flag is None:
+        yield
+        return
+    for mode in modes:
+        mode.__dict__["ignore_compile_internals"] = _yes
+    set_flag(False)
+    try:
+        yield
+    finally:
+        set_flag(True)
+        for mode in modes:
+            del mode.__dict__["ignore_compile_internals"]
+
+
+def _yes() -> bool:
+    return True
