@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import math
 import weakref
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
 from training import FLOAT16, Mlp, X, Y, assert_skips, distance, overflow, same, scaled, snapshot
 
 import amp_graph
@@ -253,3 +255,39 @@ def test_a_step_returns_what_it_always_did_once_the_model_is_restored() -> None:
     assert optimizer.step() is True
     amp_graph.restore(model)
     assert optimizer.step() is None
+
+
+@pytest.mark.parametrize("scheduler_first", [True, False])
+@pytest.mark.filterwarnings("error:Detected call of")
+def test_a_scheduler_does_not_complain_of_a_step_that_is_skipped(scheduler_first: bool) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    make = functools.partial(StepLR, optimizer, 1)
+    scheduler = make() if scheduler_first else None
+    amp_graph.convert(model, optimizer, policy=scaled(2.0**20))
+    scheduler = scheduler or make()
+    (1e9 * model(torch.ones(2, 4))).sum().backward()
+    assert optimizer.step() is False
+    scheduler.step()
+
+
+def test_an_optimizer_of_two_models_tells_until_both_are_restored() -> None:
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = SGD([*one.parameters(), *other.parameters()], lr=0.1)
+    for model in (one, other):
+        amp_graph.convert(model, optimizer, policy="bfloat16")
+    amp_graph.restore(one)
+    assert optimizer.step() is True
+    amp_graph.restore(other)
+    assert optimizer.step() is None
+
+
+def test_optimizers_made_for_one_step_are_not_taken_for_one_another() -> None:
+    """An id may be that of the one before; the scale goes down once for all of a round."""
+    model = amp_graph.convert(Mlp(), policy=SCALED)
+    before = amp_graph.scale_of(model).get_scale()
+    model(X).sum().backward()
+    overflow(model)
+    for p in model.parameters():
+        SGD([p], lr=0.1).step()
+    assert amp_graph.scale_of(model).get_scale() == before / 2

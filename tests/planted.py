@@ -1,0 +1,32 @@
+"""A model with a fault of which the place is known."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Planted(nn.Module):
+    """Layers of which one does what float16 cannot."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[1](torch.relu(self.layers[0](x)))
+        if self.fault == "overflow":
+            x = x * 6e4
+            x = x * 1e-4
+        if self.fault == "underflow":
+            x = x * 1e-4 * 1e-4
+            x = x * 6e4
+        if self.fault == "nan":
+            x = (x * 3e4 - x * 2e4) * 1e-4
+        x = torch.relu(self.layers[2](x))
+        return self.layers[3](x)
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(16, 8, generator=torch.Generator().manual_seed(1)) * 20

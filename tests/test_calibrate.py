@@ -1,0 +1,70 @@
+"""Calibration: a bound that is met, and nothing denied in vain."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from nets import Net
+from planted import Planted, inputs
+
+import amp_graph
+from amp_graph.ir import Color
+from amp_graph.numerics.calibrate import _smallest
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def test_calibrate_denies_the_planted_overflow_and_what_it_needs() -> None:
+    model = Planted("overflow")
+    found = amp_graph.calibrate(model, [inputs()], 0.1, policy="float16")
+    assert found.before == float("inf")
+    assert found.after <= 0.1
+    assert [name for _, name, _ in found.denied] == ["mul"]
+    assert "overflow" in found.denied[0][2]
+    assert "1 node denied" in str(found)
+
+
+def test_a_calibrated_plan_is_followed_and_finite(tmp_path: Path) -> None:
+    model, x = Planted("overflow"), inputs()
+    assert amp_graph.find_nonfinite(model, x, policy="float16") is not None
+    amp_graph.calibrate(model, [x], 0.1, policy="float16").save(tmp_path / "plan.json")
+    expected = model(x)
+    amp_graph.convert(model, plan=tmp_path / "plan.json")
+    out = model(x)
+    assert torch.isfinite(out).all()
+    assert float((out - expected).norm() / expected.norm()) < 0.1
+    plan = amp_graph.plans(model)[0]
+    assert plan.paints["mul"].rule == "calibrated" and "overflow" in plan.paints["mul"].because
+    assert plan.paints["linear_3"].color is Color.ALLOW and "linear_3" in plan.low
+
+
+@pytest.mark.parametrize(("fault", "bound"), [("underflow", 1.5e-3), ("nan", 0.1)])
+def test_no_denied_node_is_in_vain(fault: str, bound: float) -> None:
+    """With any one of them back in low precision the bound is not met."""
+    model, x = Planted(fault), inputs()
+    found = amp_graph.calibrate(model, [x, x * 2], bound, policy="float16")
+    assert found.denied and found.after <= bound
+    names = [name for _, name, _ in found.denied]
+    for kept in itertools.combinations(names, len(names) - 1):
+        overrides = [amp_graph.Override("deny", name=name) for name in kept]
+        policy = amp_graph.Policy(dtype="float16", overrides=tuple(overrides))
+        torch._dynamo.reset()
+        comparisons = [amp_graph.compare(model, x * k, policy=policy) for k in (1, 2)]
+        assert max(max(c.outputs, c.gradients) for c in comparisons) > bound
+
+
+def test_nothing_to_do() -> None:
+    found = amp_graph.calibrate(Net().eval(), [torch.randn(4, 8)], 0.5, policy="bfloat16")
+    assert found.denied == () and found.trials == 1
+
+
+@given(st.sets(st.integers(0, 30), max_size=5), st.integers(0, 30))
+def test_the_set_found_is_the_one_needed(needed: set[int], seed: int) -> None:
+    nodes = tuple((0, "", str((i * 7 + seed) % 31)) for i in range(31))
+    wanted = {(0, "", str(i)) for i in needed}
+    assert set(_smallest(nodes, lambda chosen: wanted <= set(chosen))) == wanted
