@@ -116,7 +116,7 @@ def test_the_report_fits_narrow_terminals() -> None:
         console.print(comparison)
         texts.append(console.file.getvalue())
     assert "bits" not in texts[0] and "bits" in texts[1]
-    assert all("mul " in text and "test_numerics.py:" in text for text in texts)
+    assert all("mul " in text and "planted.py:" in text for text in texts)
 
 
 def test_equal_runs_have_no_error() -> None:
