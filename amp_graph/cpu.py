@@ -33,5 +33,6 @@ def why_emulated(dtypes: Iterable[torch.dtype]) -> str:
     better = f"It has some for {others[0]}; else " if others else ""
     return (
         f"this CPU has no kernels for products in {names}, which PyTorch emulates. {better}"
-        f'Policy(emulation="float32") leaves them to float32 kernels, several times faster'
+        'Policy(emulation="float32"), or AMP_GRAPH_EMULATION=float32, leaves them to float32 '
+        "kernels, several times faster"
     )

@@ -7,9 +7,13 @@ Private name of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import os
+import sys
+import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -62,8 +66,45 @@ class ConversionWarning(UserWarning):
     of it slower than before."""
 
 
-def warn(message: str) -> None:
-    warnings.warn(message, ConversionWarning, stacklevel=3)
+_PACKAGES = tuple(os.path.dirname(file) + os.sep for file in (__file__, str(torch.__file__)))
+_told: set[str] = set()
+_tell: list[Callable[[str], None]] = []
+
+
+def warn(message: str, once_about: str = "") -> None:
+    """Warn at the user's line. What is the same for all models is `once_about` something."""
+    if once_about in _told:
+        return
+    if once_about:
+        _told.add(once_about)
+    if _tell:
+        _tell[-1](message)
+    else:
+        warnings.warn(message, ConversionWarning, stacklevel=_depth_of_user() + 1)
+
+
+@contextlib.contextmanager
+def telling(tell: Callable[[str], None]) -> Iterator[None]:
+    """Tell instead of warning: in a script that does not know of this package, and may take every
+    warning for an error, or count them."""
+    _tell.append(tell)
+    try:
+        yield
+    finally:
+        _tell.remove(tell)
+
+
+def _depth_of_user() -> int:
+    """How many frames above its caller the first one is that is neither of this package nor of
+    PyTorch; 1 if there is none."""
+    frames = traceback.walk_stack(sys._getframe(1))
+    files = (frame.f_code.co_filename for frame, _ in frames)
+    return next((i for i, file in enumerate(files) if not file.startswith(_PACKAGES)), 1)
+
+
+def in_words(error: BaseException) -> str:
+    """Its class and what it says, in one line."""
+    return ": ".join(filter(None, [type(error).__name__, " ".join(str(error).split())]))
 
 
 def did_you_mean(name: Any, choices: Iterable[str]) -> str:

@@ -58,15 +58,40 @@ def _autocast(device_types: Iterable[str], dtype: torch.dtype) -> Iterator[None]
         yield
 
 
-def restoring_grad_mode(run: Run) -> Run:
-    """`run`, which turns recording off and on again, raises in the mode that it was called in."""
+def restoring_modes(run: Run) -> Run:
+    """`run`, which turns recording and autocast off and on again, raises under the modes that it
+    was called under."""
 
     def restoring(*args: Any, **kwargs: Any) -> Any:
-        before = torch.is_grad_enabled()
+        records, casts = torch.is_grad_enabled(), _CastingModes()
         try:
             return run(*args, **kwargs)
         except BaseException:
-            torch.set_grad_enabled(before)
+            torch.set_grad_enabled(records)
+            casts.put_back()
             raise
 
     return restoring
+
+
+class _CastingModes:
+    """Autocast as it is now."""
+
+    def __init__(self) -> None:
+        self._modes = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in autocast_devices()
+        ]
+        self._caches = torch.is_autocast_cache_enabled()
+        self._depth = torch.autocast_increment_nesting()
+        torch.autocast_decrement_nesting()
+
+    def put_back(self) -> None:
+        for kind, is_enabled, dtype in self._modes:
+            torch.set_autocast_enabled(kind, is_enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self._caches)
+        depth = torch.autocast_increment_nesting()
+        while depth >= self._depth:
+            depth = torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()

@@ -20,6 +20,12 @@ def cpu_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("amp_graph.calls.captured_calls.emulates", lambda dtype: False)
 
 
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told once per process is told in each test."""
+    monkeypatch.setattr("amp_graph.errors._told", set())
+
+
 @pytest.fixture
 def fresh_dynamo() -> None:
     """Nothing captured before, and the same random numbers in each test."""

@@ -208,3 +208,24 @@ def test_what_is_wrong_is_said() -> None:
         Policy(emulation="fast")
     with pytest.raises(PolicyError, match="emulation='float32' is for compiler='eager'"):
         Policy(emulation="float32", compiler="inductor")
+
+
+class CastsByItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            h = self.first(x).relu()
+        return self.second(h.float())
+
+
+@pytest.mark.filterwarnings("error::amp_graph.ConversionWarning")
+def test_what_a_model_s_own_autocast_casts_is_left_to_it() -> None:
+    model = converted(CastsByItself, "float32")
+    with MatmulCounter() as products:
+        assert model(X).dtype is torch.float32
+    (plan,) = amp_graph.plans(model)
+    assert plan.fallback is None and plan.low == {"linear_1"}
+    assert 0 < products.low_share < 1

@@ -30,7 +30,9 @@ def messages(model: nn.Module, calls: int) -> list[str]:
         warnings.simplefilter("always")
         for _ in range(calls):
             model(torch.ones(2, 4))
-    return [str(w.message) for w in caught if w.category is ConversionWarning]
+    found = [w for w in caught if w.category is ConversionWarning]
+    assert all(w.filename == __file__ for w in found)
+    return [str(w.message) for w in found]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -41,6 +43,11 @@ def test_the_first_call_warns(emulated: set[torch.dtype], dtype: str) -> None:
         f"no kernels for products in {dtype}" in message
         and 'Policy(emulation="float32")' in message
     )
+
+
+def test_it_is_said_once_in_a_process(emulated: set[torch.dtype]) -> None:
+    models = [amp_graph.convert(Mlp(), policy="bfloat16") for _ in range(3)]
+    assert [len(messages(model, calls=1)) for model in models] == [1, 0, 0]
 
 
 def test_the_warning_names_a_precision_that_has_kernels(emulated: set[torch.dtype]) -> None:

@@ -44,8 +44,14 @@ def ran(program: str, folder: Path, *options: str):
     return run(python(*options, file), folder / "dump", AMP_GRAPH_ENABLE="1")
 
 
-def test_a_script_that_makes_errors_of_warnings(tmp_path: Path) -> None:
-    done = ran(STRICT, tmp_path, "-W", "error")
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_a_script_that_makes_errors_of_warnings(tmp_path: Path, by_itself: bool) -> None:
+    """By an option of Python, or in its own code, which may also show and count warnings."""
+    program, options = STRICT, ["-W", "error"]
+    if by_itself:
+        lines = 'import warnings\n    warnings.simplefilter("error")\n    net, x ='
+        program, options = STRICT.replace("net, x =", lines), []
+    done = ran(program, tmp_path, *options)
     assert done.code == 0, done.err
     assert "Traceback" not in done.err
     assert {m["model"]: m["converted"] for m in done.report["models"]} == {

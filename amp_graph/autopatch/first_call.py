@@ -19,6 +19,7 @@ from amp_graph.autopatch.script_models import Model, folded, model_of
 from amp_graph.calls.conversion import found_conversion
 from amp_graph.capture.surroundings import can_capture, wants_plain_code
 from amp_graph.convert import convert_at_first_call, is_converted, record_of, restore
+from amp_graph.errors import in_words
 from amp_graph.ir import dtype_name
 from amp_graph.modes import autocast_devices
 from amp_graph.modules import unwrapped
@@ -95,7 +96,7 @@ class Models:
                         self._first_call(module, inner)
         except Exception as error:
             self._parts[module] = None
-            self._say(f"{type(module).__name__} is left as it is: {_in_a_line(error)}")
+            self._say(f"{type(module).__name__} is left as it is: {in_words(error)}")
         return True
 
     def _first_call(self, module: nn.Module, inner: nn.Module) -> None:
@@ -111,7 +112,7 @@ class Models:
                 if not model.left_alone:
                     self._convert(model, inner)
         except Exception as error:
-            model.left_alone = _in_a_line(error)
+            model.left_alone = in_words(error)
         self.seen = [*folded(m for m in self.seen if m.module() is not inner), model]
         self._parts.update(dict.fromkeys([module, *inner.modules()], model))
         if model.left_alone:
@@ -188,7 +189,3 @@ def _is_on_meta(module: nn.Module) -> bool:
 
 def _is_under_autocast(module: nn.Module) -> bool:
     return any(torch.is_autocast_enabled(p.device.type) for p in module.parameters())
-
-
-def _in_a_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -15,7 +15,6 @@ import fnmatch
 import multiprocessing
 import os
 import sys
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize, register_after_fork
@@ -28,7 +27,7 @@ from torch import nn
 from amp_graph.autopatch.exit_report import write_report
 from amp_graph.autopatch.first_call import Models
 from amp_graph.autopatch.script_models import Model
-from amp_graph.errors import AmpGraphError, ConversionWarning, PolicyError
+from amp_graph.errors import AmpGraphError, PolicyError, in_words, telling
 from amp_graph.ir import COLORS, LEVELS
 from amp_graph.policy import COMPILERS, EMULATION, REFRESH, Policy
 
@@ -132,11 +131,8 @@ class Installation:
         self._dump, self._process = settings.dump, os.getpid()
         self._has_reported = False
         self._original = getattr(nn.Module, SLOT)
-        self._warning_filter: Any = None
-        if any(f[0] == "error" and issubclass(ConversionWarning, f[2]) for f in warnings.filters):
-            # Who makes errors of warnings (python -W error) did not mean ours.
-            warnings.filterwarnings("default", category=ConversionWarning)
-            self._warning_filter = warnings.filters[0]
+        self._telling = telling(self._say)
+        self._telling.__enter__()
         self._patch = _EveryCall(self.models)
         setattr(nn.Module, SLOT, self._patch)
 
@@ -145,8 +141,7 @@ class Installation:
         if nn.Module.__dict__.get(SLOT) is self._patch:
             setattr(nn.Module, SLOT, self._original)
         self.models.restore_all()
-        if self._warning_filter in warnings.filters:
-            warnings.filters.remove(self._warning_filter)  # type: ignore[attr-defined]
+        self._telling.__exit__(None, None, None)
         if _installed and _installed[0] is self:
             _installed.clear()
 
@@ -168,7 +163,7 @@ class Installation:
         try:
             write_report(models, self._dump, self._name() if is_child else "")
         except Exception as error:
-            print(f"amp_graph: no report ({type(error).__name__}: {error})", file=sys.stderr)
+            print(f"amp_graph: no report ({in_words(error)})", file=sys.stderr)
 
     def _is_child_told_of(self, models: list[Model]) -> bool:
         """Not workers, which are daemons, nor processes that only helped."""

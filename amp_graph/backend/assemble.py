@@ -23,8 +23,10 @@ from amp_graph.backend.guarded import Guarded
 from amp_graph.backend.inductor import compile_graph as inductor
 from amp_graph.backend.record import Record
 from amp_graph.capture.grad_modes import mode_after, recorded_nodes
+from amp_graph.capture.retrace import changes_modes
+from amp_graph.errors import in_words
 from amp_graph.ir import NodeFacts, Plan
-from amp_graph.modes import restoring_grad_mode, under_autocast, without_autocast
+from amp_graph.modes import restoring_modes, under_autocast, without_autocast
 from amp_graph.modules import Run
 from amp_graph.oplists import OpLists
 from amp_graph.policy import ON_CHANGE, Policy
@@ -55,13 +57,14 @@ class Assembler:
     def assemble(self, index: int, decision: Decision, traced: Traced) -> Run:
         """What runs instead of Dynamo's graph, for which plan `index` stands. Raises
         RestartAnalysis where Dynamo is to capture the graph again."""
-        plan, original = decision.plan, restoring_grad_mode(code_of(eager(traced.graph)))
+        restoring = restoring_modes if changes_modes(traced.graph) else _as_it_is
+        plan, original = decision.plan, restoring(code_of(eager(traced.graph)))
         if decision.graphs is None:
             return self._under_autocast(index, plan.dtype, original, traced.inputs)
         if decision.lifted is None:
             return original
         return Guarded(
-            restoring_grad_mode(self._rewritten(index, plan, decision.lifted, traced)),
+            restoring(self._rewritten(index, plan, decision.lifted, traced)),
             original,
             _inputs_at_risk(plan),
             partial(self._record.fall_back, index),
@@ -97,7 +100,7 @@ class Assembler:
         except RestartAnalysis:
             raise
         except Exception as error:
-            fail(f"{type(error).__name__}: {error}")
+            fail(in_words(error))
             return by_operator
         return Guarded(compiled, by_operator, _inputs_at_risk(plan), fail)
 
@@ -144,3 +147,7 @@ def _parameters_read(module: fx.GraphModule, lists: OpLists) -> dict[int, bool]:
     read = {i: [*n.users] for i, n in inputs if n.meta.get("is_parameter") and n.users}
     entries = {i: lists.lookup(by[0].target) for i, by in read.items() if len(by) == 1}
     return {i: bool((entry := entries.get(i)) and entry.own_gradients) for i in read}
+
+
+def _as_it_is(run: Run) -> Run:
+    return run

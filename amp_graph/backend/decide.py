@@ -17,7 +17,7 @@ from torch import fx
 
 from amp_graph.backend.rewrite import device_types, outline, rewrite, saved_pins, split_where_wide
 from amp_graph.capture.retrace import retrace
-from amp_graph.errors import MISTAKES
+from amp_graph.errors import MISTAKES, in_words
 from amp_graph.ir import Plan
 from amp_graph.oplists import OpLists
 from amp_graph.passes.lift_weights import lift_weights
@@ -83,7 +83,7 @@ def decide(
     except MISTAKES:
         raise
     except Exception as error:
-        reason = " ".join(f"not retraced to ATen ({_in_words(error)})".split())
+        reason = f"not retraced to ATen ({in_words(error)})"
         dtype = policy.dtype_for(devices_of_inputs(traced.inputs))
         return Decision(Plan(dtype, fallback=reason, autocast=True))
     pins = saved_pins(captured, saved, policy, lists)
@@ -95,14 +95,10 @@ def decide(
         raise
     except Exception as error:
         nothing_decided = outline(captured, policy, lists)
-        return Decision(nothing_decided, Graphs(captured, captured), failure=_in_words(error))
+        return Decision(nothing_decided, Graphs(captured, captured), failure=in_words(error))
     return Decision(plan, Graphs(captured, emitted), lifted)
 
 
 def devices_of_inputs(inputs: Sequence[Any]) -> frozenset[str]:
     """The kinds of device that these inputs of a graph are on."""
     return frozenset(x.device.type for x in inputs if isinstance(x, torch.Tensor))
-
-
-def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -46,12 +46,14 @@ def nothing_emulated(node: fx.Node) -> bool:
 
 def _is_emulated(lists: OpLists, node: fx.Node) -> bool:
     """Whether it is a product on a CPU without kernels for its precision. What draws random numbers
-    is left out: computed again, it would draw others."""
+    is left out: computed again, it would draw others; and what autocast of the model's own casts
+    operands for."""
     listing = lists.lookup(node.target)
     results = tensors_of(node)
     if listing is None or listing.color is not Color.ALLOW or not results:
         return False
-    if not all(t.device.type == "cpu" and emulates(t.dtype) for t in results):
+    operands = (t for n in node.all_input_nodes for t in tensors_of(n) if t.is_floating_point())
+    if not all(t.device.type == "cpu" and emulates(t.dtype) for t in (*results, *operands)):
         return False
     return not _draws(node)
 

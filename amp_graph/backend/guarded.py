@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from amp_graph.errors import NO_FAILURES
+from amp_graph.errors import NO_FAILURES, in_words
 from amp_graph.modules import KeptRandomState, Run
 
 
@@ -47,7 +47,7 @@ class Guarded:
         except NO_FAILURES:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = in_words(error)
         else:
             self._run = self._emitted
             return result

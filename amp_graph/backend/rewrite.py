@@ -7,7 +7,7 @@ from torch import fx
 
 from amp_graph.capture.aten import bodies_of, is_retraced, set_attribute, tensors_of
 from amp_graph.capture.grad_modes import recorded_nodes
-from amp_graph.errors import MISTAKES
+from amp_graph.errors import MISTAKES, in_words
 from amp_graph.flow import flow_graph
 from amp_graph.ir import Plan
 from amp_graph.oplists import OpLists
@@ -91,7 +91,7 @@ def rewrite_body(
     except MISTAKES:
         raise
     except Exception as error:
-        return body, Plan(dtype, fallback=f"{type(error).__name__}: {error}")
+        return body, Plan(dtype, fallback=in_words(error))
 
 
 def device_types(module: fx.GraphModule) -> frozenset[str]:

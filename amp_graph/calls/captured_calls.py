@@ -166,7 +166,8 @@ class CapturedCalls:
             warn(f"nothing of {name} was converted: {why_nothing_is_low(self._record.plans)}")
         elif self._policy.emulation == "native" and "cpu" in devices_of(self.own_code.module):
             if any(map(emulates, converted)):
-                warn(f"{name} may be slower than in float32: {why_emulated(converted)}")
+                why = why_emulated(converted)
+                warn(f"{name} may be slower than in float32: {why}", once_about=why)
 
     def _judge(self, watch: Outside) -> None:
         """Run the code between graphs under autocast if it did what belongs in low precision."""

@@ -19,7 +19,7 @@ from amp_graph.capture.fake import is_estimate
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.capture.surroundings import can_capture, is_exporting, wants_plain_code
 from amp_graph.errors import AmpGraphError
-from amp_graph.modes import restoring_grad_mode, without_autocast
+from amp_graph.modes import restoring_modes, without_autocast
 from amp_graph.modules import (
     Run,
     call_with,
@@ -133,7 +133,7 @@ class Conversion(StandIn):
         if widened:
             plan = record.plans[-1]
             written = written_inputs(plan) if plan.facts else frozenset(widened)
-            original = restoring_grad_mode(code_of(eager(graph)))
+            original = restoring_modes(code_of(eager(graph)))
             run = taking_narrow(run, original, widened, written)
         counted = self._calls.of_graph(graph, run, len(record.plans) - 1, names)
         self._runs.append(counted)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from amp_graph.errors import NO_FAILURES
+from amp_graph.errors import NO_FAILURES, in_words
 from amp_graph.modules import Kept, Run
 
 
@@ -38,7 +38,7 @@ def or_else(
             if isinstance(error, (*NO_FAILURES, *passed_on)):
                 raise
             kind = type(error)
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = in_words(error)
         else:
             has_run = True
             return result

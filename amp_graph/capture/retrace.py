@@ -53,6 +53,13 @@ KERNEL_CHOICE = (_sdpa_kernel, _backend_from_string)
 MODE_SETTERS = (SET_GRAD_ENABLED, _enter_autocast, _exit_autocast, *INFERENCE_MODE, *KERNEL_CHOICE)
 
 
+def changes_modes(module: fx.GraphModule) -> bool:
+    """Whether a graph of Dynamo's, or one inside it, turns recording, autocast and the like off and
+    on again."""
+    graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
+    return any(node.target in MODE_SETTERS for graph in graphs for node in graph.nodes)
+
+
 def retrace(module: fx.GraphModule, names: Mapping[str, str] | None = None) -> fx.GraphModule:
     """Return the ATen form of a Dynamo graph; `module` is left as it was.
 

@@ -102,7 +102,7 @@ def _gradients(comparison: Comparison) -> str:
     return (
         f"Gradients in float32 times the loss scale: 2^{min(counts)} to 2^{max(counts)}. In "
         f"float16 {percent(below, total)} would be zero, {percent(subnormal, total)} lose digits, "
-        f"{percent(above, total)} overflow; {comparison.gradient_zeros:,} are zero anyway."
+        f"{percent(above, total)} overflow; {comparison.gradient_zeros:,} more are zero anyway."
     )
 
 

@@ -27,7 +27,7 @@ from amp_graph.calls.conversion import found_conversion
 from amp_graph.capture.aten import get_attribute
 from amp_graph.capture.dynamo import captured_call, is_of_capture
 from amp_graph.capture.frames import Frames
-from amp_graph.errors import AmpGraphError, ConversionWarning
+from amp_graph.errors import AmpGraphError, ConversionWarning, in_words
 from amp_graph.ir import Plan
 from amp_graph.modules import Run, call_with, path_by_id, plain_code, unchanged
 from amp_graph.numerics.outputs import default_loss, floating
@@ -105,7 +105,7 @@ class Rerun:
                 try:
                     return _Watched(self.replaced.get(index, emitted), self, place).run(*args)
                 except Exception as error:  # as in a converted model, the graph runs as captured
-                    self.compiler.record.fall_back(index, f"{type(error).__name__}: {error}")
+                    self.compiler.record.fall_back(index, in_words(error))
             return _Watched(captured, self, place).run(*args)
 
         self._runs.append(run)
