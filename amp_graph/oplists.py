@@ -209,7 +209,7 @@ def _read_user(user: UserLists) -> dict[str, Listing]:
     known = known_names()
     entries: dict[str, Listing] = {}
     for source in sources:
-        file = "lists given in code" if isinstance(source, Mapping) else str(source)
+        file = "the lists given" if isinstance(source, Mapping) else str(source)
         table = source if isinstance(source, Mapping) else _parse(Path(source))
         for color, groups in table.items():
             if color not in COLORS:

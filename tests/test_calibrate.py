@@ -68,3 +68,8 @@ def test_the_set_found_is_the_one_needed(needed: set[int], seed: int) -> None:
     nodes = tuple((0, "", str((i * 7 + seed) % 31)) for i in range(31))
     wanted = {(0, "", str(i)) for i in needed}
     assert set(_smallest(nodes, lambda chosen: wanted <= set(chosen))) == wanted
+
+
+def test_errors_are_told_from_the_bound() -> None:
+    found = amp_graph.Calibration((), (), bound=0.001, before=0.001004, after=0.00084, trials=2)
+    assert str(found).startswith("error 0.001004 before, 0.00084 after; bound 0.001; 0 nodes")

@@ -77,11 +77,11 @@ class Settings:
         if unknown:
             raise PolicyError(f"{unknown[0]} is not known; there are {', '.join(VARIABLES)}")
         lists = _items(given, "AMP_GRAPH_LISTS", os.pathsep)
-        added = {c: ops for c in COLORS if (ops := _items(given, f"AMP_GRAPH_{c.upper()}LIST_ADD"))}
+        added = {c: _group(given, f"AMP_GRAPH_{c.upper()}LIST_ADD") for c in COLORS}
         removed = {c: _items(given, f"AMP_GRAPH_{c.upper()}LIST_REMOVE") for c in COLORS}
         policy = Policy(
             dtype=_choice(given, "AMP_GRAPH_DTYPE", ("", "float16", "bfloat16")) or None,
-            lists=[*lists, *([added] if added else [])] or None,
+            lists=[*lists, *([added] if any(added.values()) else [])] or None,
             unlisted=tuple((c, op) for c in COLORS for op in removed[c]),
             keep_float32=tuple(_items(given, "AMP_GRAPH_SKIP")),
             loss_scale=_loss_scale(given.get("AMP_GRAPH_LOSS_SCALE", "")),
@@ -107,6 +107,12 @@ def _choice(given: Mapping[str, str], name: str, legal: tuple[str, ...]) -> str:
 
 def _items(given: Mapping[str, str], name: str, separator: str = ",") -> list[str]:
     return [item.strip() for item in given.get(name, "").split(separator) if item.strip()]
+
+
+def _group(given: Mapping[str, str], name: str) -> dict[str, Any]:
+    """The operators in a variable as a group of a list, which has the variable's name."""
+    ops = _items(given, name)
+    return {name: {"why": f"Listed in {name}.", "ops": ops}} if ops else {}
 
 
 def _loss_scale(value: str) -> float | str | None:

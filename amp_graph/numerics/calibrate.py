@@ -63,8 +63,9 @@ class Calibration:
     def __str__(self) -> str:
         count = f"{len(self.denied)} node{'s' * (len(self.denied) != 1)} denied"
         lines = [
-            f"error {_spelled(self.before)} before, {_spelled(self.after)} after; bound "
-            f"{_spelled(self.bound)}; {count} in {self.trials} trials"
+            f"error {_spelled(self.before, self.bound)} before, "
+            f"{_spelled(self.after, self.bound)} after; bound {self.bound:g}; {count} in "
+            f"{self.trials} trials"
         ]
         lines += [f"  graph {graph}  {name}: {reason}" for graph, name, reason in self.denied]
         return "\n".join(lines)
@@ -286,5 +287,9 @@ def _path(body: str, name: str) -> str:
     return f"{body}/{name}" if body else name
 
 
-def _spelled(error: float) -> str:
-    return "infinite" if math.isinf(error) else f"{error:.2g}"
+def _spelled(error: float, bound: float) -> str:
+    """In as many digits as tell it from the bound, two at least."""
+    if math.isinf(error):
+        return "infinite"
+    texts = [f"{error:.{digits}g}" for digits in range(2, 18)]
+    return next((text for text in texts if (float(text) > bound) == (error > bound)), texts[-1])
