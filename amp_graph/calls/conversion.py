@@ -18,8 +18,8 @@ from amp_graph.calls.copies import SLOT, StandIn, put_in, take_out
 from amp_graph.capture.fake import is_estimate
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.capture.surroundings import can_capture, is_exporting, wants_plain_code
-from amp_graph.errors import AmpGraphError
-from amp_graph.modes import restoring_modes, without_autocast
+from amp_graph.errors import AmpGraphError, warn
+from amp_graph.modes import autocast_devices, restoring_modes, without_autocast
 from amp_graph.modules import (
     Run,
     call_with,
@@ -130,8 +130,12 @@ class Conversion(StandIn):
         # Saved-tensor hooks of the user (checkpoint's, say) are not for the tensors of a trace.
         with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
             run = compile_graph(graph, example_inputs, names)
+        plan = record.plans[-1]
+        if plan.autocast and not any(map(torch.is_autocast_enabled, autocast_devices())):
+            warn(
+                f"graph {len(record.plans) - 1} {plan.otherwise}"
+            )  # else it was said of all around
         if widened:
-            plan = record.plans[-1]
             written = written_inputs(plan) if plan.facts else frozenset(widened)
             original = restoring_modes(code_of(eager(graph)))
             run = taking_narrow(run, original, widened, written)
