@@ -15,7 +15,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from amp_graph.inspection.spelling import byte_count, count, line_of, without_colors
+from amp_graph.inspection.spelling import byte_count, count, line_of
+from amp_graph.inspection.terminal import without_colors
 from amp_graph.ir import Cast, Plan, dtype_name
 from amp_graph.plans.pins import fingerprint
 from amp_graph.plans.plan_file import PlanSource, as_plans

@@ -21,7 +21,8 @@ from amp_graph.inspection.report import (
     report_data,
 )
 from amp_graph.inspection.source import annotated_model
-from amp_graph.inspection.spelling import byte_count, count, flop_count, percent, without_colors
+from amp_graph.inspection.spelling import byte_count, count, flop_count, percent
+from amp_graph.inspection.terminal import without_colors
 
 WIDTH = 110  # of the plain text
 CASTS_SHOWN = 8

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
-from rich.console import Console, RenderableType
-
 from amp_graph.ir import NodeFacts, TensorFacts
 
 UNITS = ("KiB", "MiB", "GiB", "TiB")
@@ -60,10 +56,3 @@ def percent(part: float, whole: float) -> str:
         return "–"
     share = 100 * part / whole
     return f"{share:.0f}%" if share in (0, 100) or 1 <= share < 99.5 else f"{share:.1f}%"
-
-
-def without_colors(shown: RenderableType, width: int) -> str:
-    """What a terminal of so many columns would show, as plain text that ends in a newline."""
-    text = io.StringIO()
-    Console(file=text, width=width, no_color=True, highlight=False).print(shown)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"

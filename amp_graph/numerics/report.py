@@ -12,7 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from amp_graph.inspection.spelling import line_of, percent, without_colors
+from amp_graph.inspection.spelling import line_of, percent
+from amp_graph.inspection.terminal import without_colors
 from amp_graph.numerics.compare import Comparison, NodeNumerics
 from amp_graph.numerics.statistics import Statistics
 
