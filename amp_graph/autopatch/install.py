@@ -11,6 +11,7 @@ This is the only file that reads the environment.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fnmatch
 import multiprocessing
 import os
@@ -137,8 +138,8 @@ class Installation:
         self._dump, self._process = settings.dump, os.getpid()
         self._has_reported = False
         self._original = getattr(nn.Module, SLOT)
-        self._telling = telling(self._say)
-        self._telling.__enter__()
+        self._undone = contextlib.ExitStack()
+        self._undone.enter_context(telling(self._say))
         self._patch = _EveryCall(self.models)
         setattr(nn.Module, SLOT, self._patch)
 
@@ -147,7 +148,7 @@ class Installation:
         if nn.Module.__dict__.get(SLOT) is self._patch:
             setattr(nn.Module, SLOT, self._original)
         self.models.restore_all()
-        self._telling.__exit__(None, None, None)
+        self._undone.close()
         if _installed and _installed[0] is self:
             _installed.clear()
 

@@ -132,9 +132,8 @@ class Conversion(StandIn):
             run = compile_graph(graph, example_inputs, names)
         plan = record.plans[-1]
         if plan.autocast and not any(map(torch.is_autocast_enabled, autocast_devices())):
-            warn(
-                f"graph {len(record.plans) - 1} {plan.otherwise}"
-            )  # else it was said of all around
+            # Else it was said of all the code around.
+            warn(f"graph {len(record.plans) - 1} {plan.otherwise}")
         if widened:
             written = written_inputs(plan) if plan.facts else frozenset(widened)
             original = restoring_modes(code_of(eager(graph)))

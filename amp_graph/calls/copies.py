@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from amp_graph.errors import AmpGraphError
 from amp_graph.modules import Run, plain_code
 
 SLOT = "_call_impl"  # the method of nn.Module that a conversion stands in front of
@@ -44,7 +45,10 @@ class StandIn:
     @property
     def module(self) -> nn.Module:
         module = self._module()
-        assert module is not None, "a model that is gone is asked for"
+        if module is None:
+            raise AmpGraphError(
+                "the converted model is gone, and something else has its __dict__; convert that"
+            )
         return module
 
     def __reduce__(self) -> Any:
