@@ -261,6 +261,12 @@ class Vmapped(nn.Module):
         return torch.lerp(doubled, self.layer(x), 0.5)  # autocast knows no lerp
 
 
+def test_a_graph_left_to_autocast_is_told_of() -> None:
+    model = amp_graph.convert(Vmapped("einsum"), policy="bfloat16")
+    with pytest.warns(ConversionWarning, match="graph 0 runs under autocast: not retraced"):
+        model(torch.randn(2, 3, 4))
+
+
 @pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("around", [torch.enable_grad, torch.no_grad, torch.inference_mode])

@@ -73,12 +73,6 @@ def test_what_is_written_through_data_stays(kind: type[nn.Module], policy: Polic
     assert any(plan.converts for plan in amp_graph.plans(model))
 
 
-def test_a_graph_that_is_left_to_autocast_is_told_of() -> None:
-    model = amp_graph.convert(Replaces(), policy="bfloat16")
-    with pytest.warns(amp_graph.ConversionWarning, match="graph 0 runs under autocast: .*'set_'"):
-        model(X)
-
-
 def test_what_is_written_into_a_view_of_attention_is_seen() -> None:
     def function(q, k, v, mask):
         result = nn.functional.scaled_dot_product_attention(q, k, v, mask)
