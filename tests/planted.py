@@ -1,4 +1,4 @@
-"""A model with a fault of which the place is known."""
+"""Models with a fault of which the place is known."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 
-class Planted(nn.Module):
-    """Layers of which one does what float16 cannot."""
+class FourLayers(nn.Module):
+    """What `fault` names goes wrong between the second and the third."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -15,7 +15,17 @@ class Planted(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers[1](torch.relu(self.layers[0](x)))
+        x = self.go_wrong(self.layers[1](torch.relu(self.layers[0](x))))
+        return self.layers[3](torch.relu(self.layers[2](x)))
+
+    def go_wrong(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Planted(FourLayers):
+    """One does what float16 cannot."""
+
+    def go_wrong(self, x: torch.Tensor) -> torch.Tensor:
         if self.fault == "overflow":
             x = x * 6e4
             x = x * 1e-4
@@ -24,8 +34,7 @@ class Planted(nn.Module):
             x = x * 6e4
         if self.fault == "nan":
             x = (x * 3e4 - x * 2e4) * 1e-4
-        x = torch.relu(self.layers[2](x))
-        return self.layers[3](x)
+        return x
 
 
 def inputs() -> torch.Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from training import FLOAT16, assert_same_gradients, distance
+from two_layers import Reverse
 
 import amp_graph
 
@@ -125,18 +126,6 @@ def test_inputs_are_views_of_one_another() -> None:
         gradients.append(leaf.grad)
     assert distance(gradients[1], gradients[0]) <= FLOAT16
     assert_same_gradients(model, plain)
-
-
-class Reverse(torch.autograd.Function):
-    """As the one between a network and the adversary of its features (Ganin et al. 2016)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return -3 * gradient
 
 
 class Product(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 from training import assert_same_gradients, distance, twins
-from two_layers import BFLOAT16, POLICIES, Two, X
+from two_layers import BFLOAT16, POLICIES, Reverse, Two, X
 
 import amp_graph
 from amp_graph import Policy
@@ -69,16 +69,6 @@ class Detached(Function):
         return gradient
 
 
-class Reversed(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return -3 * gradient
-
-
 class SavesItsResult(Two):
     def forward(self, x: Tensor) -> Tensor:
         return self.b(Exp.apply(self.a(x)))
@@ -91,12 +81,11 @@ class SavesItsInput(Two):
 
 
 class WrittenBeforeItIsReversed(Two):
-    """A network and the adversary of its features (Ganin et al. 2016), with an activation in place,
-    as the features of many networks end."""
+    """By an activation in place, as the features of many networks end."""
 
     def forward(self, x: Tensor) -> Tensor:
         features = self.a(x).relu_()
-        return features.square().mean() + self.b(Reversed.apply(features))
+        return features.square().mean() + self.b(Reverse.apply(features))
 
 
 class WritesItsInput(Two):

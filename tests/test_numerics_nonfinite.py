@@ -9,6 +9,7 @@ import pytest
 import torch
 import zoo
 from nets import Net
+from planted import FourLayers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,16 +18,8 @@ import amp_graph
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-class Planted(nn.Module):
-    """Four layers; what `fault` names goes wrong between the second and the third."""
-
-    def __init__(self, fault: str) -> None:
-        super().__init__()
-        self.fault = fault
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers[1](torch.relu(self.layers[0](x)))
+class Planted(FourLayers):
+    def go_wrong(self, x: torch.Tensor) -> torch.Tensor:
         if self.fault == "overflow":
             x = x * 3e4 * 1e-4
         if self.fault == "nan":
@@ -43,8 +36,7 @@ class Planted(nn.Module):
             x = Scaled.apply(x)
         if self.fault == "branch":
             x = torch.cond(x.isfinite().all(), lambda y: (y * 4e4).clone(), torch.relu, (x,))
-        x = torch.relu(self.layers[2](x))
-        return self.layers[3](x)
+        return x
 
 
 class Explode(torch.autograd.Function):

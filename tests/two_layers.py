@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import Function
 from training import scaled
 
 from amp_graph import Policy
@@ -18,3 +21,15 @@ class Two(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+
+class Reverse(Function):
+    """As the one between a network and the adversary of its features (Ganin et al. 2016)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -3 * gradient

@@ -38,6 +38,5 @@ class Record:
         warn(f"{what} runs in float32: autocast fails ({reason})")
 
     def not_compiled(self, index: int, reason: str) -> None:
-        reason = " ".join(reason.split())
         self.plans[index] = replace(self.plans[index], uncompiled=reason)
         warn(f"graph {index} is not compiled, but runs operator by operator: {reason}")
