@@ -71,37 +71,40 @@ def leave_results(
     """
     filled = [t for t in constants if carries_gradient(t) and not t.is_leaf]
     record_writes(scale, filled, filled)
-    of_filled, of_inputs = {id(_base(t)) for t in filled}, {memory(t) for t in inputs}
-    given = _givers(inputs, values)
+    of_filled = {id(_base(t)) for t in filled}
+    of_inputs = {*map(memory, values)}
     left: dict[int, Tensor] = {}
-    crossing = []
-    for result in results:
-        if not carries_gradient(result) or id(_base(result)) in of_filled:
+    carrying = filter(carries_gradient, results)
+    for sharing in _by_memory(t for t in carrying if id(_base(t)) not in of_filled):
+        if memory(sharing[0]) in of_inputs:
+            left |= _leave_inputs(scale, sharing, inputs, values)
             continue
-        entered = _base(result)
-        giver = given.get(id(entered))
-        if giver is None or not _is_but_a_view(result, entered):
-            crossing.append(result)
-        else:
-            left |= _views([result], entered, giver)
-    for sharing in _by_memory(crossing):
-        is_of_input = memory(sharing[0]) in of_inputs
         is_heard = any(x._backward_hooks or x.retains_grad for x in sharing)
-        base = None if is_of_input or is_heard else _common_base(sharing)
+        base = None if is_heard else _common_base(sharing)
         if base is None:
-            shares = is_of_input or len(sharing) > 1
-            left |= {id(x): leave(scale, x, shares) for x in sharing}
+            left |= {id(x): leave(scale, x, shares=len(sharing) > 1) for x in sharing}
         else:
             left |= _views(sharing, base, leave(scale, base))
     return [left.get(id(value), value) for value in results]
 
 
-def _givers(inputs: Sequence[Tensor], values: Sequence[Tensor]) -> dict[int, Tensor]:
-    """By the id of what has entered, what it entered for: an input, or the base of some."""
+def _leave_inputs(
+    scale: Scale, sharing: Sequence[Tensor], inputs: Sequence[Tensor], values: Sequence[Tensor]
+) -> dict[int, Tensor]:
+    """Hand results out that share the memory of one that entered; by their ids."""
+    # By the id of what has entered, what it entered for: an input, or the base of some.
     given: dict[int, Tensor] = {}
     for x, value in zip(inputs, values, strict=True):
         given[id(_base(value))] = x if value._base is None else _base(x)
-    return given
+    left: dict[int, Tensor] = {}
+    for result in sharing:
+        entered = _base(result)
+        giver = given.get(id(entered))
+        if giver is None or not _is_but_a_view(result, entered):
+            left[id(result)] = leave(scale, result, shares=True)
+        else:
+            left |= _views([result], entered, giver)
+    return left
 
 
 def _by_memory(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:

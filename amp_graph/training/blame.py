@@ -14,13 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp_graph.training.engine import any_of, not_compiled, sent
+from amp_graph.training.engine import any_of, sent
 from amp_graph.training.found_inf import found_inf
 from amp_graph.training.graph_scale import GraphScale
 
 
-@not_compiled
-@torch.no_grad()
 def overflowed(
     parameters: Sequence[Tensor],
     scales: Sequence[GraphScale],

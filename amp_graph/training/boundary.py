@@ -68,7 +68,7 @@ class Boundary:
         watched: Callable[..., Any] | None = None,
         records: bool = False,
         ends_recording: bool | None = None,
-        written: Container[int] = (),
+        written: Sequence[int] | frozenset[int] = (),
     ):
         self._run = run
         self._watched = watched
@@ -84,6 +84,7 @@ class Boundary:
         self._low_parameters = _picker(self._positions)
         self._wide_parameters = _picker(list(parameters))
         self._groups: tuple[_Group, ...] = ()
+        self._pick_wide = _picker([])  # of parameters that enter as they are
         self._groups_for: Any = None  # what they follow from
 
     def __call__(self, *args: Any) -> Any:
@@ -143,7 +144,7 @@ class Boundary:
         entered = enter_inputs(scale, given, are_written)
         for i, value in zip(inputs, entered, strict=True):
             values[i] = value
-        constants = [*filter(carries_none, args)]
+        constants = [*filter(carries_none, args)] if self._written else []
         versions = [value._version for value in entered]
         with begin:
             if scale.watch is not None and self._watched is not None:
@@ -154,8 +155,7 @@ class Boundary:
         record_writes(scale, [given[k] for k in written], [entered[k] for k in written])
         for x, value in zip(given, entered, strict=True):
             follow(x, value)
-        wide = [i for i in self._read_wide if carries_gradient(args[i])]
-        given, entered = [*given, *(args[i] for i in wide)], [*entered, *(values[i] for i in wide)]
+        given, entered = [*given, *self._pick_wide(args)], [*entered, *self._pick_wide(values)]
         return leave_results(scale, results, given, entered, constants)
 
     def _groups_of(
@@ -172,9 +172,9 @@ class Boundary:
                 slots += [(i, i) for i in self._read_wide]
                 scale.enter(read)
             slots = sorted((i, slot) for i, slot in slots if args[i].requires_grad)
-            wide = {i for i, slot in slots if i == slot}
-            fresh = {i for i, alone in self._read_wide.items() if alone and i in wide}
-            self._groups = tuple(_grouped(slots, args, fresh))
+            wide = [i for i, slot in slots if i == slot]
+            self._groups = tuple(_grouped(slots, args, {i for i in wide if self._read_wide[i]}))
+            self._pick_wide = _picker(wide)
             self._groups_for = given
         return self._groups
 

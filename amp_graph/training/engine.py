@@ -162,7 +162,10 @@ def view_of(base: Tensor, like: Tensor) -> Tensor:
 
 def memory(tensor: Tensor) -> int:
     """What tensors have in common that share their memory."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+    if tensor.layout is torch.strided:
+        storage: int = tensor.untyped_storage()._cdata
+        return storage
+    return id(tensor if tensor._base is None else tensor._base)
 
 
 class Memories:
