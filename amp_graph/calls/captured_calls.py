@@ -33,6 +33,7 @@ from amp_graph.capture.dynamo import (
 )
 from amp_graph.capture.frames import Frames, skipped_before
 from amp_graph.capture.hooks import Hooks
+from amp_graph.capture.logs import UnheardLogs
 from amp_graph.capture.surroundings import can_watch
 from amp_graph.cpu import emulates, why_emulated
 from amp_graph.errors import MISTAKES, warn
@@ -64,7 +65,7 @@ class CapturedCalls:
         self._frames = Frames()
         self._graph_runs = 0
         self._settings: Mapping[str, Any] = {}  # of Dynamo, other than usual
-        self._hooks = Hooks(module)
+        self._hooks, self._logs = Hooks(module), UnheardLogs()
         self._around: Callable[[Run], Run] = without_autocast
         self._passed_on: set[type[Exception]] = {*DYNAMO_ERRORS}  # none for autocast's sake
         self._runs_own: Run | None = None  # once it is not captured any more
@@ -76,11 +77,14 @@ class CapturedCalls:
         self._run = self._around(self._captured())
 
     def _captured(self) -> Run:
-        hooks, own, compile_graph = self._hooks, self._settings, self._compile_graph()
+        compile_graph, module = self._compile_graph(), self.own_code.module
         assert compile_graph is not None, "a call of a conversion that is gone"
-        return captured_call(
-            self.own_code.module, compile_graph, self._frames, lambda: {**own, **hooks.settings()}
-        )
+        hooks, logs, own = self._hooks, self._logs, self._settings
+
+        def settings() -> Mapping[str, Any]:
+            return {**own, **hooks.settings(), **logs.settings()}
+
+        return captured_call(module, compile_graph, self._frames, settings)
 
     def _begin_again(self, has_captured: bool = True) -> None:
         """After a call that raised: it tells nothing of the model, and what Dynamo was capturing
@@ -99,7 +103,9 @@ class CapturedCalls:
             self._is_stale = False
             return self._runs_own(*args, **kwargs)
         self._is_stale |= (
-            forward_of(self.own_code.module) != self._captured_as or self._hooks.have_changed()
+            forward_of(self.own_code.module) != self._captured_as
+            or self._hooks.have_changed()
+            or self._logs.have_changed()
         )
         if self._is_stale and backward_pass() is None:
             self._capture()
@@ -179,8 +185,8 @@ class CapturedCalls:
         reason = f"code between graphs ({found}) is not captured"
         if not self._graph_runs:
             self._frames.skipped = self._frames.skipped or skipped_before(self.own_code.module)
-            where = "; ".join(self._frames.skipped) or "Dynamo does not say why"
-            reason = f"nothing is captured ({found}): {where}"
+            where = "; ".join(self._frames.skipped) or self._frames.said
+            reason = f"nothing is captured ({found}): {where or 'Dynamo does not say why'}"
         index = self.own_code.stand_in(reason, watch.met_sparse)
         if not self._graph_runs:
             warn(f"{self.own_code.name} {self._record.plans[index].otherwise}")

@@ -23,6 +23,10 @@ PYTHON = sysconfig.get_path("stdlib")
 PYTORCH = f"{Path(torch.__file__).parent}{os.sep}"
 HERE = f"{Path(__file__).parents[1]}{os.sep}"
 
+IN_WORDS = {  # what Dynamo has but a name for
+    "step_unsupported": "something in it cannot be captured, TORCH_LOGS=graph_breaks tells what"
+}
+
 
 def break_in(graph: fx.GraphModule) -> list[str]:
     """Where and why Dynamo ended this graph early, if it did: "net.py:12, print(x): why"."""
@@ -30,7 +34,8 @@ def break_in(graph: fx.GraphModule) -> list[str]:
     if not getattr(ending, "graph_break", False):
         return []
     reason = str(ending.reason).strip().splitlines()
-    return [_at(ending.user_stack, reason[0] if reason else "unknown reason")]
+    said = reason[0] if reason else "unknown reason"
+    return [_at(ending.user_stack, IN_WORDS.get(said, said))]
 
 
 def why_not_captured(error: Exception) -> str:

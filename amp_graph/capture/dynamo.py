@@ -12,7 +12,6 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import traceback
 import types
@@ -32,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from amp_graph.capture.causal_masks import masks_unread
 from amp_graph.capture.frames import Frames
+from amp_graph.capture.logs import quiet_logs
 from amp_graph.capture.recurrent import recurrent_layers_whole
 from amp_graph.capture.surroundings import under_dispatch_modes
 
@@ -43,10 +43,6 @@ if torch.__version__ < "2.13":
 SHARDED: type | None = None  # not every build of PyTorch has torch.distributed
 if torch.distributed.is_available():
     from torch.distributed.fsdp import FSDPModule as SHARDED
-
-# Loggers that print a traceback where Dynamo cannot capture, before it raises the same; and advice
-# on settings where a graph ends.
-CAPTURE_LOGS = ("torch._subclasses.fake_tensor", "torch._guards", "torch._dynamo.variables.tensor")
 
 _capturing = threading.RLock()
 _abandoned: deque[types.CodeType] = deque()  # of calls that are no more
@@ -215,20 +211,3 @@ def settings(chosen: Mapping[str, Any] = SETTINGS) -> Iterator[None]:
         finally:
             for name, value in before.items():
                 setattr(dynamo_config, name, value)
-
-
-@contextlib.contextmanager
-def quiet_logs() -> Iterator[None]:
-    """Without the tracebacks that PyTorch logs where an operator raises on fake tensors."""
-    logs = [logging.getLogger(name) for name in CAPTURE_LOGS]
-    try:
-        for log in logs:
-            log.addFilter(_nothing)
-        yield
-    finally:
-        for log in logs:
-            log.removeFilter(_nothing)
-
-
-def _nothing(record: logging.LogRecord) -> bool:
-    return False

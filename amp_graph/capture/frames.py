@@ -37,6 +37,7 @@ class Frames:
         self.begun = 0
         self.unpaid = 0.0
         self.skipped: list[str] = []  # frames that run uncaptured, and why
+        self.said = ""  # what Dynamo said last of what it cannot capture
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
@@ -48,6 +49,7 @@ class Frames:
             self.begun += counters["frames"]["total"] != before
             new = [r for r, count in counters["unimplemented"].items() if count > reasons[r]]
             self.skipped += filter(None, map(_skipped, new))
+            self.said = new[-1].splitlines()[0] if new else self.said
 
     def end_call(self, has_captured: bool) -> None:
         """A call of the model has ended, or raised."""

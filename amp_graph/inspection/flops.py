@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from amp_graph.capture.dynamo import quiet_logs
 from amp_graph.capture.fake import concrete
+from amp_graph.capture.logs import quiet_logs
 
 
 def attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:

@@ -27,6 +27,7 @@ from amp_graph.calls.conversion import found_conversion
 from amp_graph.capture.aten import get_attribute
 from amp_graph.capture.dynamo import captured_call, is_of_capture
 from amp_graph.capture.frames import Frames
+from amp_graph.capture.logs import UnheardLogs
 from amp_graph.errors import AmpGraphError, ConversionWarning, in_words
 from amp_graph.ir import Plan
 from amp_graph.modules import Run, call_with, path_by_id, plain_code, unchanged
@@ -86,7 +87,7 @@ class Rerun:
         self._mixed = False
         self._observer = Observer()
         self._calls = 0
-        self._call = captured_call(model, self.compile_graph, Frames())
+        self._call = captured_call(model, self.compile_graph, Frames(), UnheardLogs().settings)
         self._handles: list[Any] = []
         self._runs: list[Run] = []  # that stand in `captured_call` for graphs
 

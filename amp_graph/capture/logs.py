@@ -1,0 +1,79 @@
+"""Logging and capture: what the model logs, and what PyTorch logs about it.
+
+Dynamo ends a graph at each call of a logger, whether it is heard or not, and leaves a whole frame
+uncaptured where that is in a loop. A call that is not heard does nothing, and is left out of what
+is captured for as long as that is so.
+
+`torch._dynamo.config.ignore_logging_functions` was seen to work on 2.11, 2.13 and 2.15.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch._dynamo.config as dynamo_config
+
+# Loggers that print a traceback where Dynamo cannot capture, before it raises the same; and advice
+# on settings where a graph ends.
+CAPTURE_LOGS = ("torch._subclasses.fake_tensor", "torch._guards", "torch._dynamo.variables.tensor")
+
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "exception": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+
+
+class UnheardLogs(set[Callable[..., Any]]):
+    """The methods of loggers that do nothing, as levels are: a set, for Dynamo to ask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left_out: set[tuple[logging.Logger, int]] = set()
+
+    def settings(self) -> Mapping[str, Any]:
+        """Of Dynamo, for a capture that begins now. What the user has it ignore, it does ignore."""
+        self.update(dynamo_config.ignore_logging_functions)
+        return {"ignore_logging_functions": self}
+
+    def __contains__(self, method: object) -> bool:
+        logger, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(logger, logging.Logger) and name in LEVELS:
+            is_loggings = getattr(method, "__func__", None) is getattr(logging.Logger, name)
+            if is_loggings and not logger.isEnabledFor(LEVELS[name]):
+                self._left_out.add((logger, LEVELS[name]))
+                return True
+        return super().__contains__(method)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Dynamo copies its settings for its own records."""
+        return set, ([*self],)
+
+    def have_changed(self) -> bool:
+        """Whether one that was left out is heard now. To be asked before each call."""
+        heard = [(logger, level) for logger, level in self._left_out if logger.isEnabledFor(level)]
+        self._left_out.difference_update(heard)
+        return bool(heard)
+
+
+@contextlib.contextmanager
+def quiet_logs() -> Iterator[None]:
+    """Without the tracebacks that PyTorch logs where an operator raises on fake tensors."""
+    logs = [logging.getLogger(name) for name in CAPTURE_LOGS]
+    try:
+        for log in logs:
+            log.addFilter(_nothing)
+        yield
+    finally:
+        for log in logs:
+            log.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
