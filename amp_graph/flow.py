@@ -55,7 +55,7 @@ def huge_values(
     return huge
 
 
-# What a value carries, as bits. A 0-dimensional one carries nothing: it takes no part in promotion.
+# What a value carries, as bits. Nothing, if it takes no part in promotion.
 WIDE, LOW, WEIGHT = 1, 2, 4
 
 
@@ -71,7 +71,7 @@ def wide_values(
 
     Inputs, weights, float32 results and what is computed from them are wide; beside something low
     no longer, if streams are narrowed. A 0-dimensional tensor takes no part in promotion, nor does
-    a weight of a `narrowed` node, whose kernel computes in float32 anyway.
+    one without elements, or a weight of a `narrowed` node, whose kernel computes in float32 anyway.
     """
     wide: set[int] = set()
     not_low: dict[int, int | None] = {}
@@ -97,8 +97,9 @@ def wide_values(
             bits |= LOW
         if color is not Color.ALLOW and stays_wide:
             bits |= WIDE
-            wide.add(n)
-        carried.append(0 if f.is_scalar else bits)
+            if not f.is_empty:
+                wide.add(n)
+        carried.append(0 if f.is_scalar or f.is_empty else bits)
     return wide, not_low
 
 
@@ -138,3 +139,21 @@ def takes_either(
     if paints[reader].color is not Color.DENY or paints[value].wide:
         return False
     return any(paints[o].color in (Color.DENY, Color.KEEP) for o in others)
+
+
+def widened_for_others(
+    facts: Mapping[str, NodeFacts], paints: Mapping[str, Paint], low: Container[str]
+) -> set[str]:
+    """The low values that some operator needs in float32. Who would take either reads the cast as
+    well: else its gradient would be rounded by itself, in a cast of its own, before it is added to
+    the others. Not so a 0-dimensional value, of which nothing is gained, or one that is written to
+    and so may have to be cast again."""
+    return {
+        value
+        for name, f in facts.items()
+        if name not in low and f.op not in ("output", "getitem")
+        for value in f.reads
+        if value in low
+        and not (facts[value].is_scalar or facts[value].written)
+        and not takes_either(facts, paints, value, name, f.reads)
+    }

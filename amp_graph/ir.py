@@ -143,6 +143,11 @@ class NodeFacts:
     def is_scalar(self) -> bool:
         return len(self.tensors) == 1 and self.tensors[0].shape == ()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it returns no element, whatever the inputs (the cache before the first token)."""
+        return bool(self.tensors) and all(0 in t.shape for t in self.tensors)
+
 
 def _owner(reader: str, chain: list[str]) -> list[str]:
     """The path of the module whose parameter a module reads. `chain` is how Dynamo spells it, from

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from counting import CastCounter
 from graphs import FLOAT16, SIZE, W, X, capture_module, rewritten, run
 from torch import nn
 
@@ -23,6 +24,21 @@ def test_each_value_is_cast_once_per_direction():
     assert len({(c.value, c.dtype) for c in result.plan.casts}) == len(result.plan.casts)
     assert result.casts().count("x -> bfloat16") == 1
     assert result.casts().count("allow1 -> float32") == 1
+
+
+def test_a_cast_serves_those_who_would_take_either():
+    """The tanh form of GELU: autograd casts the gradient of each operand that it widened."""
+
+    def function(x, w):
+        h = x @ w
+        return (h + 0.044715 * h.pow(3)).tanh()
+
+    result = run(function, X, W)
+    (cast,) = (c for c in result.plan.casts if c.value == "allow1")
+    assert len(cast.readers) == 2
+    with CastCounter() as counter:
+        result(X.clone().requires_grad_(), W).sum().backward()
+    assert counter.backward.shapes[torch.bfloat16, (SIZE, SIZE)] == 1
 
 
 def test_a_cast_is_made_again_after_its_value_was_written():

@@ -70,6 +70,11 @@ class Node:
     traffic: int = 0
     flops: int = 0
 
+    @property
+    def is_cast(self) -> bool:
+        """Whether it converts, unlike the clamp in front of a saturating cast."""
+        return self.kind == "cast" and self.op == short_op(str(CAST))
+
 
 @dataclass(frozen=True)
 class AnnotatedGraph:

@@ -26,7 +26,7 @@ def graph_text(graph: AnnotatedGraph) -> str:
 
 
 def _lines(graph: AnnotatedGraph) -> Iterator[str]:
-    casts = [n.bytes for n in graph.nodes if n.kind == "cast" and n.bytes]
+    casts = [n.bytes for n in graph.nodes if n.is_cast]
     moved = f", {count(len(casts), 'cast')} moving {byte_count(sum(casts))}" if casts else ""
     yield f"{graph.name} in {graph.dtype}: {count(len(graph.nodes), 'node')}{moved}"
     if graph.fallback:
@@ -61,5 +61,5 @@ def call(node: Node, labels: dict[str, str]) -> str:
     operands = ", ".join([*(labels.get(o, o) for o in node.operands), *numbers])
     if node.kind == "output":
         return f"return {operands}"
-    operator = "cast" if node.kind == "cast" and node.bytes else node.op
+    operator = "cast" if node.is_cast else node.op
     return f"{node.label} = {operator}({operands})"

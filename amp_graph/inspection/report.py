@@ -125,7 +125,7 @@ def figures_of(node: Node) -> Figures:
 
 def _graph(graph: AnnotatedGraph) -> GraphFigures:
     nodes = [n for g in graph.everything() for n in g.nodes]
-    casts = [n.bytes for n in nodes if n.kind == "cast" and n.bytes]
+    casts = [n.bytes for n in nodes if n.is_cast]
     total = sum((figures_of(n) for n in nodes), Figures())
     return GraphFigures(graph.name, len(nodes), total, len(casts), sum(casts), graph.fallback)
 
@@ -163,7 +163,7 @@ def _casts(graphs: Iterable[AnnotatedGraph]) -> Iterator[CastFigures]:
     for graph in graphs:
         labels = {n.name: n.label for n in graph.nodes}
         for node in graph.nodes:
-            if node.kind == "cast" and node.bytes:
+            if node.is_cast:
                 why = "; ".join(r.text for r in node.chain[1:-1])
                 value = labels.get(node.value, node.value)
                 yield CastFigures(graph.name, value, node.storage, node.bytes, why)

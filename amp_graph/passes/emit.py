@@ -36,7 +36,7 @@ from amp_graph.capture.aten import (
     written_operands,
 )
 from amp_graph.capture.fake import CannotReplay, replay, replaying
-from amp_graph.flow import takes_either
+from amp_graph.flow import takes_either, widened_for_others
 from amp_graph.ir import Cast, Color, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 from amp_graph.passes.written_casts import WrittenCasts
@@ -95,6 +95,7 @@ class _Emitter:
         self.casts = WrittenCasts(module.graph, self.graph, self.new, facts, paints, dtype)
         self.refused: set[str] = set()
         self.moved: set[str] = set()  # memories that are other fake ones than when captured
+        self.widened = widened_for_others(facts, paints, low)
         self.float32_memory = {
             memory for f in facts.values() if f.name not in low for memory in f.writes
         } | {f.memory for f in facts.values() if paints[f.name].shares}
@@ -127,7 +128,8 @@ class _Emitter:
         either = {
             a
             for a in node.all_input_nodes
-            if takes_either(self.facts, self.paints, a.name, node.name, reads, is_low)
+            if (is_low or a.name not in self.widened)
+            and takes_either(self.facts, self.paints, a.name, node.name, reads, is_low)
         }
         if precision is torch.float32 and not self.must_be_replayed(node, metadata | either):
             args, kwargs = self.emitted_operands(node, precision, metadata)

@@ -13,8 +13,8 @@ readers, through one auxiliary node per direction:
 
 and a free node pays for the traffic it would cause in float32. A cast of a parameter costs a byte
 less than it moves, so that of equal cuts the one is taken whose casts can be lifted out of the
-graph (see `lift_weights`). Each connected free region is solved on its own; equal cuts fall to
-float32. (The construction is the one of project selection,
+graph (see `lift_weights`), and a cast that moves nothing costs one. Each connected free region is
+solved on its own; equal cuts fall to float32. (The construction is the one of project selection,
 Picard 1976; auxiliary nodes for shared transfers as in Stone 1977.)
 
 Nodes go by their numbers in graph order, as in the flow graph. Of `size` nodes, value n has the
@@ -141,7 +141,7 @@ def _network(
         producer = side(n)
         if {producer, *map(side, flow.successors(n))} <= {LOW, FLOAT32}:
             continue
-        bytes_moved = max(0, f.numel * CAST_BYTES - f.is_weight)
+        bytes_moved = max(1, f.numel * CAST_BYTES - f.is_weight)
         up, down = n + size, n + 2 * size
         if producer != FLOAT32 and (in_float32 := readers(n, is_low=False)):
             rounds = paints[n].wide and producer != LOW

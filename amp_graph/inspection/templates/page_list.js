@@ -40,9 +40,9 @@ function call(node, labels) {
   const operands = (node.operands || []).map((name) => labels.get(name) || name);
   const values = operands.concat((node.numbers || []).map(short)).join(", ");
   if (node.kind === "output") return ["return", ` ${values}`];
-  if (node.kind === "cast") return [node.label, ` = ${node.bytes ? "cast" : node.op}(${values})`];
-  if (node.kind !== "operator") return [node.label, ` = ${node.kind}`];
-  return [node.label, ` = ${node.op}(${values})`];
+  if (node.kind !== "operator" && node.kind !== "cast") return [node.label, ` = ${node.kind}`];
+  const operator = node.op === "aten._to_copy" && node.kind === "cast" ? "cast" : node.op;
+  return [node.label, ` = ${operator}(${values})`];
 }
 
 class NodeList {
