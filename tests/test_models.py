@@ -30,11 +30,8 @@ ALLOWED_RATIO = 1.2
 # Standard errors beyond the allowed ratio; see zoo.measure.Errors on chance in losses.
 SIGNIFICANT = 3.5
 # Subgraphs that may stay original, by case, with the reason. At most one case in twenty.
-EXPECTED_FALLBACK = {
-    "mamba": "its scan uses functorch's vmap, which does not retrace: runs under autocast",
-}
+EXPECTED_FALLBACK = {}
 if torch.__version__ < "2.13":
-    del EXPECTED_FALLBACK["mamba"]  # torch 2.11 captures its scan in a way that does retrace
     EXPECTED_FALLBACK["llava"] = "Dynamo 2.11 raises PendingUnbackedSymbolNotFound"
 
 

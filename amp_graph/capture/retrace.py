@@ -47,6 +47,7 @@ from amp_graph.capture.decompositions import DECOMPOSITIONS, moved
 from amp_graph.capture.fake import fake_mode_of
 from amp_graph.capture.grad_modes import INFERENCE_MODE, grad_modes
 from amp_graph.capture.hidden_memory import hidden_memory
+from amp_graph.capture.vmap import all_left, drop_unused_detaches, inside_vmap
 from amp_graph.errors import CaptureError
 
 KERNEL_CHOICE = (_sdpa_kernel, _backend_from_string)
@@ -134,19 +135,21 @@ class _Retracer:
 
     def run(self) -> fx.GraphModule:
         stretch: list[fx.Node] = []
-        for node in self.module.graph.nodes:
-            if getattr(node.target, "__module__", "").startswith("torch._functorch"):
-                raise CaptureError(f"'{node.name}' is inside a functorch transform")
+        mapped, is_mapped = inside_vmap(self.module.graph), False
         grad_as_called = torch.set_grad_enabled(torch.is_grad_enabled())
         kernels_as_called = sdpa_kernel(_cur_sdpa_kernel_backends())
         with grad_as_called, kernels_as_called, self.fake_mode or contextlib.nullcontext():
             for node in self.module.graph.nodes:
-                if not passes_through(node):
+                stays = passes_through(node)
+                if stays or (node in mapped) != is_mapped:
+                    self.trace_stretch(stretch, is_mapped)
+                    stretch, is_mapped = [], node in mapped
+                if not stays:
                     stretch.append(node)
-                    continue
-                self.trace_stretch(stretch)
-                stretch = []
-                self.copy(node)
+                elif is_mapped:
+                    raise CaptureError(f"'{node.name}' is inside of a vmap")
+                else:
+                    self.copy(node)
         traced = fx.GraphModule(self.root, self.graph, class_name="AtenGraph")
         for complaint in hidden_memory(traced):
             raise CaptureError(complaint)
@@ -218,7 +221,8 @@ class _Retracer:
             return value
         return value if isinstance(value, FakeTensor) else self.fake_mode.from_tensor(value)
 
-    def trace_stretch(self, stretch: list[fx.Node]) -> None:
+    def trace_stretch(self, stretch: list[fx.Node], is_mapped: bool) -> None:
+        """`is_mapped`: it is all of a vmap, which above autograd would be captured as such."""
         if not stretch:
             return
         inside = set(stretch)
@@ -238,9 +242,12 @@ class _Retracer:
             results[:] = [interpreter.env[node] for node in outputs]
             return list(results)
 
-        traced = make_fx(run, DECOMPOSITIONS, pre_dispatch=True, _allow_non_fake_inputs=True)(
-            *(self.fake[node] for node in inputs)
-        )
+        above = not is_mapped
+        tracer = make_fx(run, DECOMPOSITIONS, pre_dispatch=above, _allow_non_fake_inputs=True)
+        with all_left():
+            traced = tracer(*(self.fake[node] for node in inputs))
+        if is_mapped:
+            drop_unused_detaches(traced.graph)
         self.inline(traced, inputs, outputs)
         self.fake.update(zip(outputs, results, strict=True))
 

@@ -1,0 +1,72 @@
+"""`torch.vmap` inside of a model: retraced as the operators on whole batches that it makes.
+
+    _add_batch_dim(x, 0, 1)
+    y = x @ w                      ->      y = bmm(x, expand(w))
+    _remove_batch_dim(y, 1, 8, 0)
+
+Other transforms of functorch have no such form: what `torch.func.grad` or `jvp` does is not there
+before it runs.
+
+Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+
+    torch._functorch.predispatch           what Dynamo captures of transforms
+    torch._C._functorch.maybe_current_level, _vmap_decrement_nesting
+                                           to leave one whose retrace failed
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from amp_graph.errors import CaptureError
+
+DETACH = torch.ops.aten.detach.default
+TRANSFORMS = ("torch._functorch", "torch._C._functorch")
+# What Dynamo makes of a vmap, and how much deeper one is inside of it after that.
+STEPS = {
+    "lazy_load_decompositions": 0,
+    "_vmap_increment_nesting": 1,
+    "_add_batch_dim": 0,
+    "_remove_batch_dim": 0,
+    "_vmap_decrement_nesting": -1,
+}
+
+
+def inside_vmap(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes from the begin of each vmap to its end. Raises CaptureError if there is another
+    transform."""
+    inside: set[fx.Node] = set()
+    depth = 0
+    for node in graph.nodes:
+        step = 0
+        if getattr(node.target, "__module__", "").startswith(TRANSFORMS):
+            name = node.target.__name__
+            if name not in STEPS:
+                raise CaptureError(f"'{node.name}' is of a functorch transform other than vmap")
+            step = STEPS[name]
+        if depth or step:
+            inside.add(node)
+        depth += step
+    return inside
+
+
+@contextlib.contextmanager
+def all_left() -> Iterator[None]:
+    """However what is inside ends, no vmap is left under way."""
+    before = torch._C._functorch.maybe_current_level() or 0
+    try:
+        yield
+    finally:
+        while (torch._C._functorch.maybe_current_level() or 0) > before:
+            torch._C._functorch._vmap_decrement_nesting()
+
+
+def drop_unused_detaches(graph: fx.Graph) -> None:
+    """Below autograd, which saves a detached operand or result, those are captured too."""
+    for node in reversed(graph.nodes):
+        if node.target is DETACH and not node.users:
+            graph.erase_node(node)
