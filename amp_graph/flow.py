@@ -43,14 +43,14 @@ def huge_values(
     dtype: torch.dtype,
 ) -> set[int]:
     """What carries a finite constant beyond the low precision's range, until something bounds
-    it."""
+    it. What is filled with one is as bounded as that."""
     limit = torch.finfo(dtype).max
     huge: set[int] = set()
     for n, f in enumerate(facts):
-        carries = any(p in huge for p in flow.predecessors(n)) if huge else False
-        if f.scalars:
-            carries = carries or any(math.isfinite(x) and abs(x) > limit for x in f.scalars)
-        if carries and not f.bounded and colors[n] is not Color.ALLOW:
+        carries = any(math.isfinite(x) and abs(x) > limit for x in f.scalars)
+        if huge and not (carries or f.bounded):
+            carries = any(p in huge for p in flow.predecessors(n))
+        if carries and colors[n] is not Color.ALLOW:
             huge.add(n)
     return huge
 

@@ -151,6 +151,27 @@ def test_a_row_masked_out_stays_finite_in_float16():
     assert all(torch.isfinite(t).all() for t in result(X, W))
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda s, seen: torch.where(seen, s, torch.full([], torch.finfo(s.dtype).min)),
+        lambda s, seen: torch.where(seen, s, torch.tensor(-1e30)),
+        lambda s, seen: s.masked_fill(~seen, torch.tensor(-1e9)),
+        lambda s, seen: s + torch.where(seen, torch.zeros(()), torch.tensor([-1e9, 0.0])[0]),
+    ],
+    ids=["full", "where", "masked_fill", "added"],
+)
+def test_a_mask_value_in_a_tensor_saturates(mask):
+    seen = torch.ones(SIZE, SIZE, dtype=torch.bool).tril()
+    seen[2] = False
+
+    def function(x, w, seen):
+        return mask(x @ w, seen).softmax(-1) @ w
+
+    result = run(function, X, W, seen, policy=FLOAT16)(X, W, seen)
+    torch.testing.assert_close(result, function(X, W, seen), rtol=0.01, atol=0.01)
+
+
 def test_an_epsilon_that_vanishes_keeps_its_operator_in_float32():
     def function(x, w):
         h = x @ w

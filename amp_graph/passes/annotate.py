@@ -26,6 +26,7 @@ from amp_graph.capture.aten import (
     arguments,
     device_of,
     dtype_position,
+    get_attribute,
     op_name,
     operands_named,
     storages,
@@ -117,7 +118,14 @@ def _is_user_cast(node: fx.Node) -> bool:
 
 
 def _scalars(node: fx.Node) -> Iterator[float]:
-    """Python numbers that take part in the arithmetic (not sizes, dimensions or flags)."""
+    """Python numbers that take part in the arithmetic (not sizes, dimensions or flags); the largest
+    of a constant tensor."""
+    module = node.graph.owning_module
+    if node.op == "get_attr" and module is not None:
+        value = get_attribute(module, str(node.target))
+        if isinstance(value, torch.Tensor) and value.dtype is torch.float32:
+            finite = value[value.isfinite()]
+            yield from finite.abs().max().reshape(-1).tolist() if finite.numel() else ()
     if not isinstance(node.target, OpOverload):
         return
     values = arguments(node)
