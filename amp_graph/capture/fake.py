@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -49,6 +49,15 @@ def size_hint(size: int | torch.SymInt) -> int:
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else UNKNOWN_SIZE
+
+
+def largest_number(constant: torch.Tensor) -> list[float]:
+    """The largest of the finite numbers in a tensor, if any are known."""
+    if isinstance(constant, FakeTensor) or constant.is_meta:
+        return []
+    with unset_fake_temporarily():
+        finite = constant[constant.isfinite()].abs()
+        return [float(finite.max())] if finite.numel() else []
 
 
 @contextlib.contextmanager

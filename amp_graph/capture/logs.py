@@ -57,7 +57,10 @@ class UnheardLogs(set[Callable[..., Any]]):
 
     def have_changed(self) -> bool:
         """Whether one that was left out is heard now. To be asked before each call."""
-        heard = [(logger, level) for logger, level in self._left_out if logger.isEnabledFor(level)]
+        if not self._left_out:
+            return False
+        left_out = [*self._left_out]  # to which another thread may add
+        heard = [(logger, level) for logger, level in left_out if logger.isEnabledFor(level)]
         self._left_out.difference_update(heard)
         return bool(heard)
 

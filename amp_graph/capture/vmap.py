@@ -44,7 +44,7 @@ def inside_vmap(graph: fx.Graph) -> set[fx.Node]:
     for node in graph.nodes:
         step = 0
         if getattr(node.target, "__module__", "").startswith(TRANSFORMS):
-            name = node.target.__name__
+            name = getattr(node.target, "__name__", "")
             if name not in STEPS:
                 raise CaptureError(f"'{node.name}' is of a functorch transform other than vmap")
             step = STEPS[name]

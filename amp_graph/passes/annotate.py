@@ -33,7 +33,7 @@ from amp_graph.capture.aten import (
     tensors_of,
     written_operands,
 )
-from amp_graph.capture.fake import size_hint
+from amp_graph.capture.fake import largest_number, size_hint
 from amp_graph.ir import Color, NodeFacts, TensorFacts, dtype_name
 from amp_graph.listing import Listing
 from amp_graph.oplists import OpLists
@@ -124,8 +124,7 @@ def _scalars(node: fx.Node) -> Iterator[float]:
     if node.op == "get_attr" and module is not None:
         value = get_attribute(module, str(node.target))
         if isinstance(value, torch.Tensor) and value.dtype is torch.float32:
-            finite = value[value.isfinite()]
-            yield from finite.abs().max().reshape(-1).tolist() if finite.numel() else ()
+            yield from largest_number(value)
     if not isinstance(node.target, OpOverload):
         return
     values = arguments(node)
