@@ -55,6 +55,24 @@ def huge_values(
     return huge
 
 
+def vanishing_constants(
+    facts: Sequence[NodeFacts], flow: nx.DiGraph, dtype: torch.dtype
+) -> dict[int, float]:
+    """Constants of which no number but 0 is as large as the low precision's smallest normal one,
+    with the largest of each; and what only moves their numbers."""
+    limit = torch.finfo(dtype).smallest_normal
+    vanishing: dict[int, float] = {}
+    for n, f in enumerate(facts):
+        if f.reads:
+            moved = [vanishing.get(p, limit) for p in flow.predecessors(n)]
+            largest = max(moved) if f.color is Color.CLEAR else limit
+        else:
+            largest = max(map(abs, f.scalars), default=0)
+        if 0 < largest < limit:
+            vanishing[n] = largest
+    return vanishing
+
+
 # What a value carries, as bits. Nothing, if it takes no part in promotion.
 WIDE, LOW, WEIGHT = 1, 2, 4
 

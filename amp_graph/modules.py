@@ -95,34 +95,40 @@ class KeptRandomState:
 
 
 class Kept:
-    """What calls of a model change by the way, as it is now: buffers and random state."""
+    """What calls of a model change by the way, as it is now: buffers, attributes such as a count of
+    steps, and random state. Not what is in a list or object that is an attribute."""
 
     def __init__(self, model: nn.Module):
-        self._buffers = [
-            (buffers, name, buffer, _copy(buffer))
-            for buffers in (module._buffers for module in model.modules())
-            for name, buffer in buffers.items()
+        holders = [m._buffers for m in model.modules()]
+        holders += [vars(m) for m in model.modules() if not _is_lazy(m)]  # its first call completes
+        self._held = [(held, dict(held)) for held in holders]
+        self._values = [
+            (tensor, None if tensor.is_inference() else tensor._version, tensor.detach().clone())
+            for tensor in (tensor for held in holders for tensor in held.values())
+            if isinstance(tensor, torch.Tensor) and not is_lazy(tensor)
         ]
         self._random = KeptRandomState()
 
     def put_back(self) -> None:
-        for buffers, name, buffer, value in self._buffers:
-            if buffer is not None and value is not None:
+        for tensor, version, value in self._values:
+            if version is None or version != tensor._version:
                 # To leave inference mode turns recording on.
-                with torch.inference_mode(buffer.is_inference()), torch.no_grad():
-                    buffer.copy_(value)
-            buffers[name] = buffer
+                with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                    tensor.copy_(value)
+        for held, kept in self._held:
+            for name in held.keys() - kept.keys():
+                del held[name]
+            held.update(kept)
         self._random.put_back()
 
 
-def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
-    """None of a buffer that has no value yet."""
-    return None if buffer is None or is_lazy(buffer) else buffer.detach().clone()
+def _is_lazy(module: nn.Module) -> bool:
+    return any(p is not None and is_lazy(p) for p in module._parameters.values())
 
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Buffers and random state are put back."""
+    """Buffers, attributes and random state are put back, as `Kept` explains."""
     kept = Kept(model)
     try:
         yield

@@ -241,6 +241,7 @@ def _with_argument_facts(
             metadata_args=listing.metadata_args or old.metadata_args,
             promotes=listing.promotes or old.promotes,
             orders=listing.orders or old.orders,
+            saturates=listing.saturates or old.saturates,
             own_gradients=listing.own_gradients or old.own_gradients,
         )
     return merged

@@ -18,6 +18,7 @@ NAME_A_NODE = frozenset(
     {
         "downstream of",
         "promoted by",
+        "saturates",
         "result of",
         "shares memory with",
         "writes into",
@@ -28,6 +29,7 @@ NAME_A_NODE = frozenset(
 WORDS = {
     "downstream of": "computes on values of {node}, which is float32 for precision",
     "promoted by": "also reads {node}, which holds full float32, and PyTorch would promote",
+    "saturates": "is near a bound, where {dtype} has few numbers, and {node} reads how near",
     "result of": "is one result of {node}",
     "shares memory with": "shares memory with {node}, and one piece of memory has one precision",
     "writes into": "writes into {node}, memory that belongs to the caller",

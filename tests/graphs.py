@@ -31,7 +31,7 @@ X, W = torch.rand(2, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
 
 STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "w": lambda x, weight: x @ weight,
-    "g": lambda x, weight: torch.tanh(x),
+    "g": lambda x, weight: torch.atan(x),
     "c": lambda x, weight: torch.relu(x),
     "b": lambda x, weight: torch.exp(x),
     "n": lambda x, weight: torch.softmax(x, -1),

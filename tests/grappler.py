@@ -70,7 +70,8 @@ def _asked_by(plan: Plan, flow: nx.DiGraph, cast: Cast, is_body: bool) -> str:
     if from_outside or any("." not in op and op not in INPUTS for op in (source.op, reader.op)):
         return BOUNDARY
     if cast.dtype is not torch.float32:
-        denied = plan.paints[origin].rule == "listed" and plan.paints[origin].color is Color.DENY
+        paint = plan.paints[origin]
+        denied = paint.rule in ("listed", "saturates") and paint.color is Color.DENY
         return UNRULED if denied and not _has_rule(source.op) else reader.op
     mixed = any(n not in plan.low and not facts[n].is_scalar for n in reader.reads)
     if reader.op.startswith("aten.copy_.") or (reader.promotes and mixed):

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nets import Net
 from planted import Planted, inputs
+from torch import nn
 
 import amp_graph
 from amp_graph.ir import Color
@@ -73,3 +74,30 @@ def test_the_set_found_is_the_one_needed(needed: set[int], seed: int) -> None:
 def test_errors_are_told_from_the_bound() -> None:
     found = amp_graph.Calibration((), (), bound=0.001, before=0.001004, after=0.00084, trials=2)
     assert str(found).startswith("error 0.001004 before, 0.00084 after; bound 0.001; 0 nodes")
+
+
+class Stateful(nn.Module):
+    """What its calls do depends on those before: a count, a tensor kept, and one written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.calls, self.last, self.mean = 0, None, torch.zeros(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.layer(x)
+        x = x if self.last is None else x + self.last
+        self.last = x.detach()
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        self.seen = getattr(self, "seen", 1) * 2
+        return x * self.calls * self.seen - self.mean
+
+
+def test_the_state_of_a_model_is_put_back() -> None:
+    model, x = Stateful(), torch.randn(4, 8)
+    assert amp_graph.compare(model, x, policy="bfloat16").outputs < 0.01
+    found = amp_graph.calibrate(model, [x], 1e-4, policy="bfloat16")
+    assert [name for _, name, _ in found.denied] == ["linear"] and found.after == 0
+    assert (model.calls, model.last, model.mean.any()) == (0, None, False)
+    assert not hasattr(model, "seen")

@@ -126,17 +126,12 @@ class _Search:
     bound: float
     progress: Progress | None
     references: list[Outcome] = field(default_factory=list)
-    saved: list[Pins] = field(default_factory=list)
     known: dict[frozenset[Node], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.batches:
             raise AmpGraphError("calibrate needs at least one batch")
         self.references = [self._run("float32", batch) for batch in self.batches]
-        compiler = self.rerun.compiler
-        for graphs in compiler.graphs:
-            pins = graphs and saved_pins(graphs[0], compiler.saved, compiler.policy, compiler.lists)
-            self.saved.append(pins or NOTHING)
 
     @property
     def trials(self) -> int:
@@ -207,7 +202,8 @@ class _Search:
                 rewritten.append((plan, None))
                 continue
             policy = replace(compiler.policy, dtype=plan.dtype)
-            pins = _pins(plan, self.saved[i], paints)
+            saved = saved_pins(graphs[0], compiler.saved, compiler.policy, compiler.lists)
+            pins = _pins(plan, saved or NOTHING, paints)
             module, new = rewrite(graphs[0], policy, compiler.lists, pins)
             rewritten.append((new, module))
         return rewritten

@@ -4,9 +4,9 @@
     rerun.run("float32", batch, loss, observer)     the graphs as captured
     rerun.run("mixed", batch, loss, observer)       the graphs as emitted
 
-Both runs see the same random numbers, buffers are put back after each, and no gradient reaches
-`param.grad`. A graph that cannot be retraced runs unobserved, and so does Python code between
-graphs and the backward pass of a custom autograd function.
+Both runs see the same random numbers, buffers and attributes are put back after each, and no
+gradient reaches `param.grad`. A graph that cannot be retraced runs unobserved, and so does Python
+code between graphs and the backward pass of a custom autograd function.
 """
 
 from __future__ import annotations

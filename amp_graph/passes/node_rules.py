@@ -71,13 +71,24 @@ def user_casts(scene: Scene, n: int) -> Paint | None:
 
 
 def unrepresentable_numbers(scene: Scene, n: int) -> Paint | None:
-    """A constant that overflows or vanishes in low precision (a mask value, an epsilon)."""
+    """A constant that overflows or vanishes in low precision (a mask value, an epsilon); one in a
+    tensor that vanishes."""
+    if scene.colors[n] not in FREE:
+        return None
     info = torch.finfo(scene.dtype)
-    for number in scene.facts[n].scalars if scene.colors[n] in FREE else ():
+    in_tensors = (scene.vanishing.get(p, 0.0) for p in scene.flow.predecessors(n))
+    for number in (*scene.facts[n].scalars, *in_tensors):
         size = abs(number)
         if math.isfinite(size) and size and not info.smallest_normal <= size <= info.max:
             return Paint(Color.DENY, "constant out of range", f"{number:g}")
     return None
+
+
+def saturating(scene: Scene, n: int) -> Paint | None:
+    """A result near a bound, of which somebody reads how near."""
+    is_free = scene.facts[n].color is Color.INFER and scene.colors[n] is Color.DENY
+    reader = scene.saturating.get(n) if is_free else None
+    return Paint(Color.DENY, "saturates", scene.facts[reader].name) if reader is not None else None
 
 
 def listed(scene: Scene, n: int) -> Paint | None:
@@ -97,5 +108,6 @@ NODE_RULES: tuple[NodeRule, ...] = (
     user_overrides,
     user_casts,
     unrepresentable_numbers,
+    saturating,
     listed,
 )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import networkx as nx
 import torch
 
-from amp_graph.flow import returned
+from amp_graph.flow import returned, vanishing_constants
 from amp_graph.ir import Color, Level, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 
@@ -37,26 +37,56 @@ class Scene:
     def colors(self) -> Sequence[Color | None]:
         """List colours with the user's overrides. An operator that computes in float32 on
         low-precision tensors is as free as an infer one, unless its result, say of a last softmax,
-        is returned, or orders elements, as that of a router does."""
-        colors = [f.color for f in self.facts]
-        kept = set() if self.level is Level.MAX else {*self.returned, *self._ordered()}
-        for n in self.narrowed - kept:
-            colors[n] = Color.INFER
+        is returned, or orders elements, as that of a router does. What saturates is denied where
+        that is seen."""
+        colors = self._by_lists
+        for n in self.saturating:
+            colors[n] = Color.DENY
         for n, (color, _) in self.overrides.items():
             colors[n] = color
         return colors
 
-    def _ordered(self) -> set[int]:
-        """What elements are ordered by, seen through operators that only move numbers."""
-        found: set[int] = set()
-        ordering = (n for n, f in enumerate(self.facts) if f.orders)
-        unseen = [value for n in ordering for value in self.flow.predecessors(n)]
+    @property
+    def _by_lists(self) -> list[Color | None]:
+        colors = [f.color for f in self.facts]
+        kept: set[int] = set()
+        if self.level is not Level.MAX:
+            ordering = (n for n, f in enumerate(self.facts) if f.orders)
+            moved = self._read_by(ordering, lambda n: colors[n] is Color.CLEAR)
+            kept = {*self.returned, *moved}
+        for n in self.narrowed - kept:
+            colors[n] = Color.INFER
+        return colors
+
+    @cached_property
+    def saturating(self) -> Mapping[int, int]:
+        """What saturates and could be low, with one who reads how far it is from the bound: float32
+        arithmetic, such as a logarithm, what orders elements, or, as an output, code outside of the
+        graph. A cast before the operator costs as much as one after it."""
+        colors = self._by_lists
+        readers = (n for n, f in enumerate(self.facts) if self._reads_bounds(f, colors[n]))
+        read = self._read_by(readers, lambda n: colors[n] in FREE and self.flow.in_degree(n) == 1)
+        return {
+            n: reader
+            for n, reader in read.items()
+            if self.facts[n].saturates and colors[n] is Color.INFER
+        }
+
+    def _reads_bounds(self, f: NodeFacts, color: Color | None) -> bool:
+        if color is Color.DENY:
+            return not f.widens
+        return self.level is not Level.MAX and (f.orders or f.op == "output")
+
+    def _read_by(self, readers: Iterable[int], passes: Callable[[int], bool]) -> dict[int, int]:
+        """All values that they read, each with one of them, seen through operators that pass."""
+        found: dict[int, int] = {}
+        unseen = [(value, n) for n in readers for value in self.flow.predecessors(n)]
         while unseen:
-            value = unseen.pop()
+            value, reader = unseen.pop()
             if value not in found:
-                found.add(value)
-                if self.facts[value].color is Color.CLEAR:
-                    unseen += self.flow.predecessors(value)
+                found[value] = reader
+                if passes(value):
+                    unseen += ((v, reader) for v in self.flow.predecessors(value))
         return found
 
     @cached_property
@@ -72,6 +102,10 @@ class Scene:
         float32 and would each cast it."""
         on_cpu = any(t.device == "cpu" for f in self.facts for t in f.tensors)
         return self.level is Level.BALANCED and self.dtype is torch.bfloat16 and not on_cpu
+
+    @cached_property
+    def vanishing(self) -> Mapping[int, float]:
+        return vanishing_constants(self.facts, self.flow, self.dtype)
 
     @cached_property
     def returned(self) -> Sequence[int]:

@@ -1,0 +1,166 @@
+"""Numbers that low precision does not hold: mask values, epsilons, what lies next to a bound."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import BFLOAT16, FLOAT16, SIZE, W, X, run
+from torch import nn
+
+import amp_graph
+from amp_graph import Policy
+from amp_graph.ir import Color
+
+
+@pytest.mark.parametrize("policy", [BFLOAT16, FLOAT16], ids=["bfloat16", "float16"])
+def test_a_mask_value_out_of_range_saturates(policy):
+    """Written by masked_fill, added as a mask, or read by an attention kernel."""
+    mask = torch.where(torch.rand(SIZE, SIZE) < 0.5, -3.4e38, 0.0)
+    mask.fill_diagonal_(0.0)
+
+    def filled(x, w):
+        scores = x @ w
+        return scores.masked_fill(scores < 1.0, -3.4e38).softmax(-1) @ w
+
+    def attended(x, w):
+        mask = torch.full((SIZE, SIZE), -3.4e38).triu(1)
+        heads = (1, 1, SIZE, SIZE)
+        return F.scaled_dot_product_attention(x.view(heads), w.view(heads), w.view(heads), mask)
+
+    def added(x, w, mask):
+        return ((x @ w) + mask).softmax(-1) @ w
+
+    tolerance = 8 * torch.finfo(policy.dtype).eps
+    for function, args in ((filled, (X, W)), (attended, (X, W)), (added, (X, W, mask))):
+        result = run(function, *args, policy=policy)(*args)
+        assert torch.isfinite(result).all(), function.__name__
+        torch.testing.assert_close(result, function(*args), rtol=tolerance, atol=tolerance)
+
+
+def test_a_row_masked_out_stays_finite_in_float16():
+    """-inf, where float32 had a finite number, would turn such a row into nan."""
+
+    def function(x, w):
+        scores = (x @ w).masked_fill(torch.ones(SIZE, SIZE, dtype=torch.bool), -1e9)
+        return torch.relu(scores).softmax(-1) @ w, scores.relu() @ w
+
+    result = run(function, X, W, policy=FLOAT16)
+    assert [c.value for c in result.plan.casts if c.saturate]
+    assert all(torch.isfinite(t).all() for t in result(X, W))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda s, seen: torch.where(seen, s, torch.full([], torch.finfo(s.dtype).min)),
+        lambda s, seen: torch.where(seen, s, torch.tensor(-1e30)),
+        lambda s, seen: s.masked_fill(~seen, torch.tensor(-1e9)),
+        lambda s, seen: s + torch.where(seen, torch.zeros(()), torch.tensor([-1e9, 0.0])[0]),
+    ],
+    ids=["full", "where", "masked_fill", "added"],
+)
+def test_a_mask_value_in_a_tensor_saturates(mask):
+    seen = torch.ones(SIZE, SIZE, dtype=torch.bool).tril()
+    seen[2] = False
+
+    def function(x, w, seen):
+        return mask(x @ w, seen).softmax(-1) @ w
+
+    result = run(function, X, W, seen, policy=FLOAT16)(X, W, seen)
+    torch.testing.assert_close(result, function(X, W, seen), rtol=0.01, atol=0.01)
+
+
+def test_an_epsilon_that_vanishes_keeps_its_operator_in_float32():
+    def function(x, w):
+        h = x @ w
+        return h.relu() / (h.relu() + 1e-8) @ w
+
+    assert run(function, X, W).is_low("infer1")
+    half = run(function, X, W, policy=FLOAT16)
+    assert half.rule("infer1") == "constant out of range"
+    assert not half.is_low("infer1")
+    assert torch.equal(half(-X, W), torch.zeros(SIZE, SIZE))  # 0 / 0 without it
+
+
+@pytest.mark.parametrize(
+    "floored",
+    [
+        lambda h: torch.maximum(h, torch.tensor(1e-9)),
+        lambda h: torch.where(h > 0, h, torch.full((SIZE,), 1e-9)[:, None]),
+        lambda h: h + torch.tensor([1e-9, 2e-8] * (SIZE // 2)),
+    ],
+    ids=["maximum", "where", "add"],
+)
+def test_an_epsilon_in_a_tensor_that_vanishes_does_so_too(floored):
+    def function(x, w):
+        return floored((x @ w).relu()).log()
+
+    expected = function(-X, W)
+    for policy in (BFLOAT16, FLOAT16):
+        result = run(function, -X, W, policy=policy)
+        torch.testing.assert_close(result(-X, W), expected, rtol=0.01, atol=0.01)
+
+
+FAR = torch.full((SIZE, SIZE), 1.5)  # times SIZE: sigmoid is 1 - 6e-6 there
+PROBABILITY = {
+    "log": lambda p: (1 - p).log(),
+    "clamped": lambda p: p.clamp(1e-7, 1 - 1e-7).neg().log1p(),
+    "loss": lambda p: F.binary_cross_entropy(p, torch.zeros_like(p), reduction="none"),
+    "power": lambda p: (1 - p) ** 2,
+    "returned": lambda p: p,
+    "moved": lambda p: p.view(-1)[2:],
+}
+
+
+@pytest.mark.parametrize("level", ["safe", "balanced"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", PROBABILITY)
+def test_what_saturates_is_not_rounded_to_its_bound_where_that_is_seen(name, dtype, level):
+    """Autocast rounds it to 1. The exact product here is that of float32."""
+
+    def function(x, w):
+        return PROBABILITY[name](torch.sigmoid(x @ w))
+
+    eye = torch.eye(SIZE) * SIZE
+    result = run(function, FAR, eye, policy=Policy(dtype, level=level))
+    assert result.is_low("allow1") and result.rule("infer1") == "saturates"
+    assert result.casts() == [f"x -> {dtype}", f"w -> {dtype}", "allow1 -> float32"]
+    assert torch.equal(result(FAR, eye), function(FAR, eye))
+
+
+def test_a_gate_is_low():
+    def function(x, w):
+        gate = torch.sigmoid(x @ w)
+        return gate * (x @ w) @ w, (gate @ w).tanh() @ w
+
+    result = run(function, X, W)
+    assert result.is_low("infer1") and result.is_low("infer2")
+
+
+@pytest.mark.parametrize("level", ["safe", "balanced", "max"])
+def test_the_logarithm_of_a_probability_that_a_product_reads_as_well(level):
+    def function(x, w):
+        p = (x @ w).softmax(-1)
+        return p @ w, -(p * p.log()).sum(-1)
+
+    x = torch.eye(SIZE) * 30
+    result = run(function, x, W + torch.eye(SIZE), policy=Policy("float16", level=level))
+    assert result.color("deny1") is Color.DENY and result.is_low("allow2")
+    expected = function(x, W + torch.eye(SIZE))
+    torch.testing.assert_close(result(x, W + torch.eye(SIZE)), expected, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_classifier_that_is_sure_and_wrong_still_learns(dtype):
+    """Under autocast the loss is 100, and the gradient 0 or nan."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1), nn.Sigmoid())
+    nn.init.constant_(model[2].bias, 12.0)
+    x, target = torch.randn(4, 8), torch.zeros(4, 1)
+
+    def learned():
+        loss = F.binary_cross_entropy(model(x), target)
+        return loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))
+
+    expected = learned()
+    amp_graph.convert(model, policy=dtype)
+    torch.testing.assert_close(learned(), expected, rtol=0.05, atol=0.01)
