@@ -1,0 +1,201 @@
+"""Models that warn from their forward: what is shown once per place does not end a graph."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import linecache
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.variables.builder import VariableBuilder
+from training import assert_same_gradients
+
+import amp_graph
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Old(DeprecationWarning):
+    pass
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        warnings.warn(f"{hidden.shape[-1]} features", stacklevel=1)
+        self.leave()  # the place of the second warning
+        return x + self.b(torch.relu(hidden))
+
+    def leave(self) -> None:
+        warnings.warn("an old way", category=Old, stacklevel=2)
+
+
+class Warns(nn.Module):
+    """Blocks in a loop, at a break in which Dynamo leaves all of the forward to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@contextlib.contextmanager
+def shown(action: str | None = "default") -> Iterator[list[tuple[str, type, str]]]:
+    """What is shown of the model's, each with the line of its place."""
+    globals().get("__warningregistry__", {}).clear()
+    found: list[tuple[str, type, str]] = []
+    with warnings.catch_warnings(record=True) as caught:
+        if action is not None:
+            warnings.filterwarnings(action, module=__name__)  # type: ignore[arg-type]
+        yield found
+    for w in caught:
+        if w.filename == __file__ and w.category is not amp_graph.ConversionWarning:
+            found.append(
+                (str(w.message), w.category, linecache.getline(__file__, w.lineno).strip())
+            )
+
+
+EACH = [
+    ("16 features", UserWarning, 'warnings.warn(f"{hidden.shape[-1]} features", stacklevel=1)'),
+    ("an old way", Old, "self.leave()  # the place of the second warning"),
+]
+
+
+def test_what_is_shown_once_is_no_break() -> None:
+    plain = Warns()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    with shown() as by_plain:
+        plain(X).sum().backward()
+    with shown() as by_model:
+        for _ in range(3):
+            model.zero_grad()
+            model(X).sum().backward()
+    assert by_plain == by_model == EACH
+    (plan,) = amp_graph.plans(model)
+    assert plan.fallback is None
+    assert_same_gradients(model, plain, 0.05)
+    assert id(warnings.warn) not in VariableBuilder._id_dispatch()
+
+
+@pytest.mark.parametrize("action", ["ignore", "always"])
+def test_as_often_as_by_the_plain_model(action: str) -> None:
+    plain = Warns()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    for _ in range(2):
+        counts = []
+        for each in (plain, model):
+            with shown(action) as found:
+                each(X)
+            counts.append(found)
+        assert counts[0] == counts[1]
+        assert len(counts[0]) == (6 if action == "always" else 0)
+
+
+def test_filters_that_change_are_followed() -> None:
+    plain = Warns()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    for action, count in (("ignore", 0), ("default", 2), ("ignore", 0), ("always", 6)):
+        for each in (plain, model):
+            with shown(action) as found:
+                each(X)
+            assert len(found) == count, action
+    for each in (plain, model):
+        with shown("error"), pytest.raises(UserWarning, match="16 features"):
+            each(X)
+
+
+def test_filters_that_come_and_go_capture_nothing_anew() -> None:
+    model = amp_graph.convert(Warns(), policy="bfloat16")
+    for _ in range(3):
+        with shown():
+            model(X)
+        with shown("ignore"):
+            model(X)
+    assert len(amp_graph.plans(model)) == 1
+
+
+class Catches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        with warnings.catch_warnings(action="ignore"):
+            warnings.warn("not shown", stacklevel=1)
+            hidden = hidden + 1
+        return self.b(hidden)
+
+
+def test_a_model_that_silences_itself_is_silent() -> None:
+    plain = Catches()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    with shown() as found:
+        for _ in range(2):
+            torch.testing.assert_close(model(X), plain(X), rtol=0.05, atol=0.05)
+    assert not found
+
+
+def test_a_text_that_depends_on_data_is_shown_each_time() -> None:
+    class Tells(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.a(x)
+            warnings.warn(f"sum {x.sum().item():.0f}", stacklevel=1)
+            return self.b(hidden)
+
+    model = amp_graph.convert(Tells(), policy="bfloat16")
+    with shown() as found:
+        for i in range(3):
+            model(torch.full((1, 8), float(i)))
+    assert [text for text, *_ in found] == ["sum 0", "sum 8", "sum 16"]
+
+
+def test_a_transformer_with_masks_of_two_kinds_is_one_graph() -> None:
+    """As in PyTorch's tutorial on translation."""
+
+    class Translator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.transformer = nn.Transformer(16, 2, 2, 2, 32, dropout=0.0, batch_first=True)
+
+        def forward(self, x: Tensor, y: Tensor, padding: Tensor) -> Tensor:
+            causal = nn.Transformer.generate_square_subsequent_mask(y.shape[1])
+            result: Tensor = self.transformer(
+                x, y, tgt_mask=causal, src_key_padding_mask=padding, tgt_key_padding_mask=padding
+            )
+            return result
+
+    x, y, padding = torch.randn(2, 6, 16), torch.randn(2, 6, 16), torch.zeros(2, 6).bool()
+    padding[1, 4:] = True
+    model = Translator()
+    with pytest.warns(UserWarning, match="Support for mismatched"):
+        expected = model(x, y, padding)
+    amp_graph.convert(model, policy="bfloat16")
+    torch.testing.assert_close(model(x, y, padding), expected, rtol=0.05, atol=0.05)
+    (plan,) = amp_graph.plans(model)
+    assert plan.fallback is None
+
+
+def test_tools_look_at_the_same_graph() -> None:
+    with shown("default") as found:
+        assert amp_graph.compare(Warns(), X, policy="bfloat16").outputs < 0.05
+    assert [text for text, *_ in found] == [text for text, *_ in EACH]
