@@ -103,23 +103,29 @@ class Kept:
         holders += [vars(m) for m in model.modules() if not _is_lazy(m)]  # its first call completes
         self._held = [(held, dict(held)) for held in holders]
         self._values = [
-            (tensor, None if tensor.is_inference() else tensor._version, tensor.detach().clone())
+            (tensor, tensor.detach().clone())
             for tensor in (tensor for held in holders for tensor in held.values())
-            if isinstance(tensor, torch.Tensor) and not is_lazy(tensor)
+            if isinstance(tensor, torch.Tensor) and not (is_lazy(tensor) or _is_expanded(tensor))
         ]
         self._random = KeptRandomState()
 
     def put_back(self) -> None:
-        for tensor, version, value in self._values:
-            if version is None or version != tensor._version:
-                # To leave inference mode turns recording on.
-                with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                    tensor.copy_(value)
+        for tensor, value in self._values:
+            # To leave inference mode turns recording on.
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                tensor.copy_(value)
         for held, kept in self._held:
             for name in held.keys() - kept.keys():
                 del held[name]
             held.update(kept)
         self._random.put_back()
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, so that it cannot be written to."""
+    if tensor.layout is not torch.strided:
+        return False
+    return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _is_lazy(module: nn.Module) -> bool:

@@ -83,6 +83,7 @@ class Stateful(nn.Module):
         super().__init__()
         self.layer = nn.Linear(8, 8)
         self.calls, self.last, self.mean = 0, None, torch.zeros(8)
+        self.ones = torch.ones(1).expand(8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -91,7 +92,7 @@ class Stateful(nn.Module):
         self.last = x.detach()
         self.mean.mul_(0.9).add_(x.detach().mean(0))
         self.seen = getattr(self, "seen", 1) * 2
-        return x * self.calls * self.seen - self.mean
+        return x * self.calls * self.seen * self.ones - self.mean
 
 
 def test_the_state_of_a_model_is_put_back() -> None:
