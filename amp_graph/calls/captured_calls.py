@@ -34,7 +34,7 @@ from amp_graph.capture.dynamo import (
 from amp_graph.capture.frames import Frames, skipped_before
 from amp_graph.capture.hooks import Hooks
 from amp_graph.capture.logs import UnheardLogs
-from amp_graph.capture.own_warnings import OwnWarnings
+from amp_graph.capture.said_once import SaidOnce
 from amp_graph.capture.surroundings import can_watch
 from amp_graph.cpu import emulates, why_emulated
 from amp_graph.errors import MISTAKES, warn
@@ -67,7 +67,7 @@ class CapturedCalls:
         self._graph_runs = 0
         self._settings: Mapping[str, Any] = {}  # of Dynamo, other than usual
         self._hooks = Hooks(module)
-        self._logs, self._own_warnings = UnheardLogs(), OwnWarnings()
+        self._logs, self._said_once = UnheardLogs(), SaidOnce()
         self._around: Callable[[Run], Run] = without_autocast
         self._passed_on: set[type[Exception]] = {*DYNAMO_ERRORS}  # none for autocast's sake
         self._runs_own: Run | None = None  # once it is not captured any more
@@ -86,7 +86,7 @@ class CapturedCalls:
         def settings() -> Mapping[str, Any]:
             return {**own, **hooks.settings(), **logs.settings()}
 
-        return captured_call(module, compile_graph, self._frames, settings, self._own_warnings)
+        return captured_call(module, compile_graph, self._frames, settings, self._said_once)
 
     def _begin_again(self, has_captured: bool = True) -> None:
         """After a call that raised: it tells nothing of the model, and what Dynamo was capturing
@@ -108,7 +108,7 @@ class CapturedCalls:
             forward_of(self.own_code.module) != self._captured_as
             or self._hooks.have_changed()
             or self._logs.have_changed()
-            or self._own_warnings.have_changed()
+            or self._said_once.have_changed()
         )
         if self._is_stale and backward_pass() is None:
             self._capture()

@@ -31,8 +31,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from amp_graph.capture.causal_masks import masks_unread
 from amp_graph.capture.frames import Frames
 from amp_graph.capture.logs import quiet_logs
-from amp_graph.capture.own_warnings import OwnWarnings
 from amp_graph.capture.recurrent import recurrent_layers_whole
+from amp_graph.capture.said_once import SaidOnce
 from amp_graph.capture.surroundings import under_dispatch_modes
 
 if torch.__version__ < "2.13":
@@ -71,7 +71,7 @@ def captured_call(
     compile_graph: GraphCompiler,
     frames: Frames,
     changed: Callable[[], Mapping[str, Any]] = dict,
-    own_warnings: OwnWarnings | None = None,
+    said_once: SaidOnce | None = None,
 ) -> Callable[..., Any]:
     """Return a function that runs `module(...)` with every graph of it given to the method
     `compile_graph`, whose object has to keep what it returns: Dynamo keeps what it gets for good,
@@ -84,7 +84,7 @@ def captured_call(
     object and name are its own: Dynamo counts recompilations per object, and knows by name which
     sizes have changed, of another model's inputs too. Hooks of the module are captured with it,
     save those of FSDP. `frames` counts its captures. `changed` is asked at each for settings other
-    than SETTINGS; it must not keep the module alive. `own_warnings` is told what is left out.
+    than SETTINGS; it must not keep the module alive. `said_once` is told what is left out.
     """
     _forget_abandoned()
     call_impl: Callable[..., Any] = type(module)._call_impl
@@ -110,7 +110,7 @@ def captured_call(
         return lambda *args: run()(*args)
 
     context: Any = torch._dynamo.optimize(backend=backend)
-    context.callback = _with_settings(context.callback, changed, own_warnings, frames)
+    context.callback = _with_settings(context.callback, changed, said_once, frames)
     compiled = context(own)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -186,14 +186,14 @@ def _files_behind(error: Exception) -> list[str]:
 def _with_settings(
     capture: Callable[..., Any],
     changed: Callable[[], Mapping[str, Any]],
-    own_warnings: OwnWarnings | None,
+    said_once: SaidOnce | None,
     frames: Frames,
 ) -> Callable[..., Any]:
     """What Dynamo calls for a frame that it has no graph for, with the settings in force. To set
     them around each call of a model would cost more than looking up its graph."""
 
     def capture_with_settings(*args: Any, **kwargs: Any) -> Any:
-        with settings({**SETTINGS, **changed()}, own_warnings), frames.counted():
+        with settings({**SETTINGS, **changed()}, said_once), frames.counted():
             return capture(*args, **kwargs)
 
     capture_with_settings._torchdynamo_orig_backend = capture  # type: ignore[attr-defined]
@@ -202,11 +202,11 @@ def _with_settings(
 
 @contextlib.contextmanager
 def settings(
-    chosen: Mapping[str, Any] = SETTINGS, own_warnings: OwnWarnings | None = None
+    chosen: Mapping[str, Any] = SETTINGS, said_once: SaidOnce | None = None
 ) -> Iterator[None]:
     """Dynamo's settings while it captures; the user's own are put back after. One thread at a time,
     as they are the process's."""
-    with _capturing, (own_warnings or OwnWarnings()).given():
+    with _capturing, (said_once or SaidOnce()).around_capture():
         before = {name: getattr(dynamo_config, name) for name in chosen}
         try:
             for name, value in chosen.items():

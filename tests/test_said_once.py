@@ -1,15 +1,18 @@
-"""Models that warn from their forward: what is shown once per place does not end a graph."""
+"""Models that warn or log from their forward: what is said once does not end a graph."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import linecache
+import logging
 import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch._dynamo.variables.builder import VariableBuilder
 from training import assert_same_gradients
@@ -23,6 +26,11 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 class Old(DeprecationWarning):
     pass
+
+
+@functools.cache
+def tell_once(self: logging.Logger, *args: object) -> None:
+    self.warning(*args)
 
 
 class Block(nn.Module):
@@ -199,3 +207,40 @@ def test_tools_look_at_the_same_graph() -> None:
     with shown("default") as found:
         assert amp_graph.compare(Warns(), X, policy="bfloat16").outputs < 0.05
     assert [text for text, *_ in found] == [text for text, *_ in EACH]
+
+
+def test_a_logger_that_remembers_says_it_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Remembers(Warns):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                log.tell_once("a %s part", type(block).__name__)  # type: ignore[attr-defined]
+                x = torch.relu(block.a(x)) @ block.b.weight.T
+            return x
+
+    monkeypatch.setattr(logging.Logger, "tell_once", tell_once, raising=False)
+    log = logging.getLogger(__name__)
+    model = amp_graph.convert(Remembers(), policy="bfloat16")
+    for _ in range(2):
+        model(X).sum().backward()
+    said = [record.getMessage() for record in caplog.records if record.name == __name__]
+    assert said == ["a Block part"]
+    (plan,) = amp_graph.plans(model)
+    assert plan.fallback is None
+
+
+def test_so_does_that_of_transformers() -> None:
+    """It tells that gradient checkpointing needs no cache."""
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    model.gradient_checkpointing_enable()
+    model.train()
+    amp_graph.convert(model, policy="bfloat16")
+    tokens = torch.arange(8)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    (plan,) = amp_graph.plans(model)
+    assert plan.fallback is None and len(plan.bodies) == 2

@@ -1,0 +1,201 @@
+"""What a model says once: warnings, and what a logger is told by a method that remembers.
+
+Dynamo ends a graph at `warnings.warn` and at each call of a logger, and leaves a whole frame
+uncaptured where that is in a loop. But most warnings are shown once per place, or never
+(`torch.nn.Transformer` gives one for masks of two kinds), and a cached method of a logger does
+nothing the second time (transformers' `warning_once`). What is said no more often than that is said
+when it is captured and left out of the graph. A warning to be shown each time, or raised, and words
+that are not known then end the graph as ever.
+
+Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+
+    VariableBuilder._id_dispatch, _type_dispatch    what Dynamo makes of objects that a model uses
+    SkipFunctionVariable, LoggingLoggerVariable     what it makes of `warnings.warn`, and a logger
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.variables import ConstantVariable, SkipFunctionVariable, VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.misc import LoggingLoggerVariable
+
+# How often Python shows a warning, by what the filters say: not at all, once, or each time.
+NEVER, ONCE, ALWAYS = range(3)
+SHOWN = {"ignore": NEVER, "default": ONCE, "module": ONCE, "once": ONCE}
+
+
+@dataclass(frozen=True)
+class Warned:
+    """A call of `warnings.warn`, by what Python's filters look at."""
+
+    text: str
+    category: type[Warning]
+    file: str
+    line: int
+    module: str
+
+    def shown(self, filters: Sequence[Any]) -> int:
+        """How often, by the first of the filters that is for it."""
+        for action, text, category, module, line in filters:
+            is_of_place = _matches(module, self.module) and line in (0, self.line)
+            if is_of_place and _matches(text, self.text) and issubclass(self.category, category):
+                return SHOWN.get(action, ALWAYS)
+        return SHOWN.get(warnings.defaultaction, ALWAYS)  # type: ignore[attr-defined]
+
+
+def _matches(pattern: Any, text: str) -> bool:
+    """As Python does: its own filters have strings, those of users regular expressions."""
+    return pattern is None or (pattern == text if isinstance(pattern, str) else pattern.match(text))
+
+
+class SaidOnce:
+    """What was left out of the graphs of a model."""
+
+    def __init__(self) -> None:
+        self._filters: Sequence[Any] = ()
+        self._inside: Sequence[Any] = ()
+        self._left_out: dict[Warned, int] = {}
+        self._to_say: dict[Hashable, Callable[[], Any]] = {}
+
+    @contextlib.contextmanager
+    def around_capture(self) -> Iterator[None]:
+        """In it nothing is said, nor are warnings of PyTorch shown. To be entered by one thread at
+        a time."""
+        self._filters = [*warnings.filters]
+        own = {id(warnings.warn): functools.partial(_found, _Warn, self)}
+        own_types = {logging.Logger: functools.partial(_found, _Logger, self)}
+        try:
+            with (
+                _with_entries(VariableBuilder._id_dispatch(), own),
+                _with_entries(VariableBuilder._type_dispatch(), own_types),
+                warnings.catch_warnings(),
+            ):
+                warnings.filterwarnings("ignore", module=r"torch\.")
+                self._inside = warnings.filters
+                yield
+        finally:
+            to_say, self._to_say = self._to_say, {}
+        for say in to_say.values():
+            say()
+
+    def have_changed(self) -> bool:
+        """Whether a warning that was left out is to be shown more often now. Asked before each
+        call."""
+        if not self._left_out or warnings.filters == self._filters:
+            return False
+        self._filters = [*warnings.filters]
+        changed = any(w.shown(self._filters) > shown for w, shown in [*self._left_out.items()])
+        if changed:
+            self._left_out.clear()
+        return changed
+
+    def leaves_out(self, warned: Warned, registry: Any) -> bool:
+        """Whether a warning need not be in the graph. In a `warnings.catch_warnings()` of the
+        model's, which Dynamo enters, it has to be."""
+        shown = warned.shown(self._filters)
+        if shown is ALWAYS or warnings.filters is not self._inside:
+            return False
+        self._left_out[warned] = shown
+        if not registry.get((warned.text, warned.category, warned.line)):
+            given = warned.text, warned.category, warned.file, warned.line, warned.module, registry
+            self._to_say[warned] = functools.partial(warnings.warn_explicit, *given)
+        return True
+
+    def leaves_out_call(self, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call of a logger's method need not be."""
+        function = getattr(method, "__func__", None)
+        call = function, method.__self__, *args, *kwargs.items()
+        if not isinstance(function, functools._lru_cache_wrapper) or not _is_hashable(call):
+            return False
+        self._to_say[call] = functools.partial(method, *args, **kwargs)
+        return True
+
+
+def _is_hashable(call: tuple[Any, ...]) -> bool:
+    try:
+        hash(call)
+    except TypeError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _with_entries(table: dict[Any, Any], own: Mapping[Any, Any]) -> Iterator[None]:
+    before = {key: table[key] for key in own if key in table}
+    table.update(own)
+    try:
+        yield
+    finally:
+        for key in own:
+            del table[key]
+        table.update(before)
+
+
+def _found(kind: Any, said: SaidOnce, builder: VariableBuilder, value: Any) -> VariableTracker:
+    builder.install_guards(GuardBuilder.ID_MATCH)
+    found: VariableTracker = kind(value, said, source=builder.source)
+    return found
+
+
+class _Warn(SkipFunctionVariable):
+    """`warnings.warn` in a frame that is being captured."""
+
+    def __init__(self, value: Any, said: SaidOnce, **kwargs: Any) -> None:
+        super().__init__(value, **kwargs)
+        self.said = said
+
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
+        given = _constants(args, kwargs)
+        if given is not None and self._is_left_out(tx, *given[0], **given[1]):
+            return ConstantVariable.create(None)
+        return super().call_function(tx, args, kwargs)
+
+    def _is_left_out(
+        self,
+        frame: Any,
+        message: Any,
+        category: Any = None,
+        stacklevel: int = 1,
+        source: Any = None,
+        **others: Any,
+    ) -> bool:
+        if not isinstance(message, str) or source is not None or others:
+            return False
+        while stacklevel > 1 and frame.parent is not None:
+            frame, stacklevel = frame.parent, stacklevel - 1
+        place, variables = frame.frame_summary(), frame.f_globals
+        module = variables.get("__name__", "<string>")
+        kind = UserWarning if category is None else category
+        warned = Warned(message, kind, place.filename, place.lineno, module)
+        return self.said.leaves_out(warned, variables.setdefault("__warningregistry__", {}))
+
+
+class _Logger(LoggingLoggerVariable):
+    """A logger in a frame that is being captured."""
+
+    def __init__(self, value: Any, said: SaidOnce, **kwargs: Any) -> None:
+        super().__init__(value, **kwargs)
+        self.said = said
+
+    def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> VariableTracker:
+        given, method = _constants(args, kwargs), getattr(self.value, name, None)
+        if given is not None and method is not None and self.said.leaves_out_call(method, *given):
+            return ConstantVariable.create(None)
+        return super().call_method(tx, name, args, kwargs)
+
+
+def _constants(args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]] | None:
+    """The arguments of a call, if all are known while it is captured."""
+    if not all(value.is_python_constant() for value in (*args, *kwargs.values())):
+        return None
+    named = {name: value.as_python_constant() for name, value in kwargs.items()}
+    return [value.as_python_constant() for value in args], named
