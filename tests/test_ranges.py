@@ -106,6 +106,7 @@ PROBABILITY = {
     "clamped": lambda p: p.clamp(1e-7, 1 - 1e-7).neg().log1p(),
     "loss": lambda p: F.binary_cross_entropy(p, torch.zeros_like(p), reduction="none"),
     "power": lambda p: (1 - p) ** 2,
+    "of several": lambda p: (p * (1 - p)).log(),
     "returned": lambda p: p,
     "moved": lambda p: p.view(-1)[2:],
 }
@@ -127,13 +128,26 @@ def test_what_saturates_is_not_rounded_to_its_bound_where_that_is_seen(name, dty
     assert torch.equal(result(FAR, eye), function(FAR, eye))
 
 
+def test_a_difference_of_two_that_saturate():
+    """The likelihood of a pixel in PixelCNN++."""
+
+    def function(x, w):
+        h = x @ w
+        return (torch.sigmoid(h + 0.5) - torch.sigmoid(h - 0.5)).clamp(min=1e-7).log()
+
+    eye = torch.eye(SIZE) * SIZE
+    result = run(function, FAR, eye)
+    torch.testing.assert_close(result(FAR, eye), function(FAR, eye), rtol=0.05, atol=0.05)
+
+
 def test_a_gate_is_low():
     def function(x, w):
         gate = torch.sigmoid(x @ w)
-        return gate * (x @ w) @ w, (gate @ w).tanh() @ w
+        gated = (gate * (x @ w)).tanh() * gate
+        return gated @ w + x, (gate @ w).tanh() @ w
 
     result = run(function, X, W)
-    assert result.is_low("infer1") and result.is_low("infer2")
+    assert all(result.is_low(f"infer{i}") for i in (1, 2, 3, 4))
 
 
 @pytest.mark.parametrize("level", ["safe", "balanced", "max"])

@@ -62,15 +62,20 @@ class Scene:
     def saturating(self) -> Mapping[int, int]:
         """What saturates and could be low, with one who reads how far it is from the bound: float32
         arithmetic, such as a logarithm, what orders elements, or, as an output, code outside of the
-        graph. A cast before the operator costs as much as one after it."""
+        graph; seen through operators that read nothing but such results. A cast before the operator
+        costs as much as one after it."""
         colors = self._by_lists
+        saturates: set[int] = set()
+        made_of: set[int] = set()  # such results and what is computed of them alone
+        for n, f in enumerate(self.facts):
+            if f.saturates and colors[n] is Color.INFER:
+                saturates.add(n)
+                made_of.add(n)
+            elif colors[n] in FREE and f.reads and made_of.issuperset(self.flow.predecessors(n)):
+                made_of.add(n)
         readers = (n for n, f in enumerate(self.facts) if self._reads_bounds(f, colors[n]))
-        read = self._read_by(readers, lambda n: colors[n] in FREE and self.flow.in_degree(n) == 1)
-        return {
-            n: reader
-            for n, reader in read.items()
-            if self.facts[n].saturates and colors[n] is Color.INFER
-        }
+        read = self._read_by(readers, made_of.difference(saturates).__contains__)
+        return {n: reader for n, reader in read.items() if n in saturates}
 
     def _reads_bounds(self, f: NodeFacts, color: Color | None) -> bool:
         if color is Color.DENY:
