@@ -137,6 +137,17 @@ def test_filters_that_come_and_go_capture_nothing_anew() -> None:
     assert len(amp_graph.plans(model)) == 1
 
 
+def test_a_function_put_in_its_place_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by scripts that want no warnings at all."""
+    said = []
+    monkeypatch.setattr(warnings, "warn", lambda text, *args, **kwargs: said.append(text))
+    model = amp_graph.convert(Warns(), policy="bfloat16")
+    with shown() as found:
+        model(X)
+        model(X)
+    assert not found and said == ["16 features", "an old way"] * 6
+
+
 class Catches(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import types
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,7 +72,8 @@ class SaidOnce:
         """In it nothing is said, nor are warnings of PyTorch shown. To be entered by one thread at
         a time."""
         self._filters = [*warnings.filters]
-        own = {id(warnings.warn): functools.partial(_found, _Warn, self)}
+        is_pythons = isinstance(warnings.warn, types.BuiltinFunctionType)  # not put there by a user
+        own = {id(warnings.warn): functools.partial(_found, _Warn, self)} if is_pythons else {}
         own_types = {logging.Logger: functools.partial(_found, _Logger, self)}
         try:
             with (
