@@ -107,6 +107,7 @@ PROBABILITY = {
     "loss": lambda p: F.binary_cross_entropy(p, torch.zeros_like(p), reduction="none"),
     "power": lambda p: (1 - p) ** 2,
     "of several": lambda p: (p * (1 - p)).log(),
+    "on no list": lambda p: torch.ops.aten._test_warn_in_autograd(p) * 2,
     "returned": lambda p: p,
     "moved": lambda p: p.view(-1)[2:],
 }

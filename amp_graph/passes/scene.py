@@ -78,9 +78,9 @@ class Scene:
         return {n: reader for n, reader in read.items() if n in saturates}
 
     def _reads_bounds(self, f: NodeFacts, color: Color | None) -> bool:
-        if color is Color.DENY:
-            return not f.widens
-        return self.level is not Level.MAX and (f.orders or f.op == "output")
+        if f.orders or f.op == "output":
+            return self.level is not Level.MAX
+        return color in (Color.DENY, None) and not f.widens  # None: on no list, or with a body
 
     def _read_by(self, readers: Iterable[int], passes: Callable[[int], bool]) -> dict[int, int]:
         """All values that they read, each with one of them, seen through operators that pass."""
