@@ -8,8 +8,9 @@ import logging
 import pytest
 import torch
 import torch._dynamo.config as dynamo_config
-from torch import Tensor, nn
+from torch import Tensor
 from training import assert_same_gradients
+from two_layers import Loop, Speaking, Two, X
 
 import amp_graph
 from amp_graph.capture.logs import UnheardLogs
@@ -17,33 +18,12 @@ from amp_graph.capture.logs import UnheardLogs
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 log = logging.getLogger(__name__)
-X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.a(x)
+class Block(Speaking):
+    def speak(self, hidden: Tensor) -> None:
         log.debug("hidden: %s, peak %s", hidden.shape, hidden.abs().max())
         log.info("in a block")
-        return x + self.b(torch.relu(hidden))
-
-
-class Logs(nn.Module):
-    """Blocks in a loop, at a break in which Dynamo leaves all of the forward to Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def heard(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
@@ -51,7 +31,7 @@ def heard(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 
 
 def test_what_is_not_heard_is_no_break(caplog: pytest.LogCaptureFixture) -> None:
-    plain, x = Logs(), X.clone()
+    plain, x = Loop(Block), X.clone()
     model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
     with caplog.at_level(logging.WARNING, __name__):
         for each in (plain, model):
@@ -63,7 +43,7 @@ def test_what_is_not_heard_is_no_break(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_heard_once_the_level_is_lowered(caplog: pytest.LogCaptureFixture) -> None:
-    plain = Logs()
+    plain = Loop(Block)
     model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
     levels = {}
     for level in (logging.WARNING, logging.INFO, logging.DEBUG, logging.WARNING):
@@ -77,7 +57,7 @@ def test_heard_once_the_level_is_lowered(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_handlers_of_a_user_get_what_they_got(caplog: pytest.LogCaptureFixture) -> None:
-    model = amp_graph.convert(Logs(), policy="bfloat16")
+    model = amp_graph.convert(Loop(Block), policy="bfloat16")
     with caplog.at_level(logging.DEBUG, __name__):
         model(X)
     assert [record.levelname for record in heard(caplog)] == ["DEBUG", "INFO"] * 3
@@ -91,11 +71,7 @@ def test_a_subclass_that_does_more_is_called() -> None:
         def debug(self, *args: object, **kwargs: object) -> None:  # type: ignore[override]
             Counts.count += 1
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
+    class Model(Two):
         def forward(self, x: Tensor) -> Tensor:
             x = torch.relu(self.a(x))
             counts.debug("called")
@@ -109,7 +85,7 @@ def test_a_subclass_that_does_more_is_called() -> None:
 
 
 def test_the_users_own_setting_holds(caplog: pytest.LogCaptureFixture) -> None:
-    model = amp_graph.convert(Logs(), policy="bfloat16")
+    model = amp_graph.convert(Loop(Block), policy="bfloat16")
     ignored = {logging.Logger.debug, logging.Logger.info}
     with (
         caplog.at_level(logging.DEBUG, __name__),
@@ -123,7 +99,7 @@ def test_the_users_own_setting_holds(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("tool", ["compare", "find_nonfinite"])
 def test_tools_look_at_the_same_graph(tool: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, __name__):
-        found = getattr(amp_graph, tool)(Logs(), X, policy="bfloat16")
+        found = getattr(amp_graph, tool)(Loop(Block), X, policy="bfloat16")
     if tool == "compare":
         assert found.outputs < 0.05
     else:

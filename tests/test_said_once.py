@@ -16,12 +16,11 @@ import transformers
 from torch import Tensor, nn
 from torch._dynamo.variables.builder import VariableBuilder
 from training import assert_same_gradients
+from two_layers import Loop, Speaking, Two, X
 
 import amp_graph
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Old(DeprecationWarning):
@@ -33,43 +32,22 @@ def tell_once(self: logging.Logger, *args: object) -> None:
     self.warning(*args)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.a(x)
+class Block(Speaking):
+    def speak(self, hidden: Tensor) -> None:
         warnings.warn(f"{hidden.shape[-1]} features", stacklevel=1)
         self.leave()  # the place of the second warning
-        return x + self.b(torch.relu(hidden))
 
     def leave(self) -> None:
         warnings.warn("an old way", category=Old, stacklevel=2)
 
 
-class Warns(nn.Module):
-    """Blocks in a loop, at a break in which Dynamo leaves all of the forward to Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 @contextlib.contextmanager
-def shown(action: str | None = "default") -> Iterator[list[tuple[str, type, str]]]:
+def shown(action: str = "default") -> Iterator[list[tuple[str, type, str]]]:
     """What is shown of the model's, each with the line of its place."""
     globals().get("__warningregistry__", {}).clear()
     found: list[tuple[str, type, str]] = []
     with warnings.catch_warnings(record=True) as caught:
-        if action is not None:
-            warnings.filterwarnings(action, module=__name__)  # type: ignore[arg-type]
+        warnings.filterwarnings(action, module=__name__)  # type: ignore[arg-type]
         yield found
     for w in caught:
         if w.filename == __file__ and w.category is not amp_graph.ConversionWarning:
@@ -85,7 +63,7 @@ EACH = [
 
 
 def test_what_is_shown_once_is_no_break() -> None:
-    plain = Warns()
+    plain = Loop(Block)
     model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
     with shown() as by_plain:
         plain(X).sum().backward()
@@ -102,7 +80,7 @@ def test_what_is_shown_once_is_no_break() -> None:
 
 @pytest.mark.parametrize("action", ["ignore", "always"])
 def test_as_often_as_by_the_plain_model(action: str) -> None:
-    plain = Warns()
+    plain = Loop(Block)
     model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
     for _ in range(2):
         counts = []
@@ -115,7 +93,7 @@ def test_as_often_as_by_the_plain_model(action: str) -> None:
 
 
 def test_filters_that_change_are_followed() -> None:
-    plain = Warns()
+    plain = Loop(Block)
     model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
     for action, count in (("ignore", 0), ("default", 2), ("ignore", 0), ("always", 6)):
         for each in (plain, model):
@@ -128,7 +106,7 @@ def test_filters_that_change_are_followed() -> None:
 
 
 def test_filters_that_come_and_go_capture_nothing_anew() -> None:
-    model = amp_graph.convert(Warns(), policy="bfloat16")
+    model = amp_graph.convert(Loop(Block), policy="bfloat16")
     for _ in range(3):
         with shown():
             model(X)
@@ -141,18 +119,14 @@ def test_a_function_put_in_its_place_is_called(monkeypatch: pytest.MonkeyPatch) 
     """As by scripts that want no warnings at all."""
     said = []
     monkeypatch.setattr(warnings, "warn", lambda text, *args, **kwargs: said.append(text))
-    model = amp_graph.convert(Warns(), policy="bfloat16")
+    model = amp_graph.convert(Loop(Block), policy="bfloat16")
     with shown() as found:
         model(X)
         model(X)
     assert not found and said == ["16 features", "an old way"] * 6
 
 
-class Catches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
+class Catches(Two):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.a(x)
         with warnings.catch_warnings(action="ignore"):
@@ -171,11 +145,7 @@ def test_a_model_that_silences_itself_is_silent() -> None:
 
 
 def test_a_text_that_depends_on_data_is_shown_each_time() -> None:
-    class Tells(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
+    class Tells(Two):
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.a(x)
             warnings.warn(f"sum {x.sum().item():.0f}", stacklevel=1)
@@ -216,14 +186,14 @@ def test_a_transformer_with_masks_of_two_kinds_is_one_graph() -> None:
 
 def test_tools_look_at_the_same_graph() -> None:
     with shown("default") as found:
-        assert amp_graph.compare(Warns(), X, policy="bfloat16").outputs < 0.05
+        assert amp_graph.compare(Loop(Block), X, policy="bfloat16").outputs < 0.05
     assert [text for text, *_ in found] == [text for text, *_ in EACH]
 
 
 def test_a_logger_that_remembers_says_it_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Remembers(Warns):
+    class Remembers(Loop):
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:
                 log.tell_once("a %s part", type(block).__name__)  # type: ignore[attr-defined]
@@ -232,7 +202,7 @@ def test_a_logger_that_remembers_says_it_once(
 
     monkeypatch.setattr(logging.Logger, "tell_once", tell_once, raising=False)
     log = logging.getLogger(__name__)
-    model = amp_graph.convert(Remembers(), policy="bfloat16")
+    model = amp_graph.convert(Remembers(Block), policy="bfloat16")
     for _ in range(2):
         model(X).sum().backward()
     said = [record.getMessage() for record in caplog.records if record.name == __name__]
@@ -255,3 +225,19 @@ def test_so_does_that_of_transformers() -> None:
     model(input_ids=tokens, labels=tokens).loss.backward()
     (plan,) = amp_graph.plans(model)
     assert plan.fallback is None and len(plan.bodies) == 2
+
+
+def test_a_function_that_a_logger_was_given_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Notes(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.relu(self.a(x))
+            log.note("between")  # type: ignore[attr-defined]
+            return self.b(x)
+
+    log, noted = logging.getLogger(__name__), []
+    monkeypatch.setattr(log, "note", lambda text: noted.append(text), raising=False)
+    model = amp_graph.convert(Notes(), policy="bfloat16")
+    model(X)
+    model(X)
+    assert noted == ["between"] * 2
+    assert [plan.fallback for plan in amp_graph.plans(model)] == [None, None]

@@ -23,6 +23,36 @@ class Two(nn.Module):
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
 
+class Speaking(nn.Module):
+    """A block that says something in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        self.speak(hidden)
+        return x + self.b(torch.relu(hidden))
+
+    def speak(self, hidden: Tensor) -> None:
+        raise NotImplementedError
+
+
+class Loop(nn.Module):
+    """Blocks in a loop, at a break in which Dynamo leaves all of the forward to Python."""
+
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Reverse(Function):
     """As the one between a network and the adversary of its features (Ganin et al. 2016)."""
 

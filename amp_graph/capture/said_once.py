@@ -115,8 +115,10 @@ class SaidOnce:
     def leaves_out_call(self, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call of a logger's method need not be."""
         function = getattr(method, "__func__", None)
+        if not isinstance(function, functools._lru_cache_wrapper):
+            return False
         call = function, method.__self__, *args, *kwargs.items()
-        if not isinstance(function, functools._lru_cache_wrapper) or not _is_hashable(call):
+        if not _is_hashable(call):
             return False
         self._to_say[call] = functools.partial(method, *args, **kwargs)
         return True
@@ -157,7 +159,7 @@ class _Warn(SkipFunctionVariable):
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
         given = _constants(args, kwargs)
-        if given is not None and self._is_left_out(tx, *given[0], **given[1]):
+        if given and self._is_left_out(tx, *given[0], **given[1]):
             return ConstantVariable.create(None)
         return super().call_function(tx, args, kwargs)
 
@@ -189,8 +191,8 @@ class _Logger(LoggingLoggerVariable):
         self.said = said
 
     def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> VariableTracker:
-        given, method = _constants(args, kwargs), getattr(self.value, name, None)
-        if given is not None and method is not None and self.said.leaves_out_call(method, *given):
+        given = _constants(args, kwargs)
+        if given and self.said.leaves_out_call(getattr(self.value, name, None), *given):
             return ConstantVariable.create(None)
         return super().call_method(tx, name, args, kwargs)
 
