@@ -126,6 +126,7 @@ class _Search:
     bound: float
     progress: Progress | None
     references: list[Outcome] = field(default_factory=list)
+    saved: dict[int, Pins] = field(default_factory=dict)  # of the graphs that were rewritten
     known: dict[frozenset[Node], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -202,8 +203,10 @@ class _Search:
                 rewritten.append((plan, None))
                 continue
             policy = replace(compiler.policy, dtype=plan.dtype)
-            saved = saved_pins(graphs[0], compiler.saved, compiler.policy, compiler.lists)
-            pins = _pins(plan, saved or NOTHING, paints)
+            if i not in self.saved:
+                found = saved_pins(graphs[0], compiler.saved, compiler.policy, compiler.lists)
+                self.saved[i] = found or NOTHING
+            pins = _pins(plan, self.saved[i], paints)
             module, new = rewrite(graphs[0], policy, compiler.lists, pins)
             rewritten.append((new, module))
         return rewritten

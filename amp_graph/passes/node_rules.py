@@ -86,8 +86,8 @@ def unrepresentable_numbers(scene: Scene, n: int) -> Paint | None:
 
 def saturating(scene: Scene, n: int) -> Paint | None:
     """A result near a bound, of which somebody reads how near."""
-    is_free = scene.facts[n].color is Color.INFER and scene.colors[n] is Color.DENY
-    reader = scene.saturating.get(n) if is_free else None
+    was_free = scene.facts[n].color is Color.INFER and scene.colors[n] is Color.DENY
+    reader = scene.saturating.get(n) if was_free else None
     return Paint(Color.DENY, "saturates", scene.facts[reader].name) if reader is not None else None
 
 

@@ -39,15 +39,15 @@ class Scene:
         low-precision tensors is as free as an infer one, unless its result, say of a last softmax,
         is returned, or orders elements, as that of a router does. What saturates is denied where
         that is seen."""
-        colors = self._by_lists
+        colors = [*self._by_lists]
         for n in self.saturating:
             colors[n] = Color.DENY
         for n, (color, _) in self.overrides.items():
             colors[n] = color
         return colors
 
-    @property
-    def _by_lists(self) -> list[Color | None]:
+    @cached_property
+    def _by_lists(self) -> Sequence[Color | None]:
         colors = [f.color for f in self.facts]
         kept: set[int] = set()
         if self.level is not Level.MAX:
