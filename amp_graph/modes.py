@@ -36,11 +36,17 @@ def without_autocast(run: Run, device_types: Iterable[str] | None = None) -> Run
     return shielded
 
 
-def under_autocast(run: Run, device_types: Iterable[str], dtype: torch.dtype) -> Run:
-    """What runs where no graph could be rewritten: the original, with float32 results."""
+def under_autocast(
+    run: Run, device_types: Iterable[str], dtype: torch.dtype, keeps_casts: bool = True
+) -> Run:
+    """What runs where no graph could be rewritten: the original, with float32 results.
+
+    keeps_casts: a weight is cast once for all that read it, as autocast does of itself. What was
+        written into the weight meanwhile, through `.data`, is not seen then (torch 2.13).
+    """
 
     def autocast(*args: Any, **kwargs: Any) -> Any:
-        with _autocast(device_types, dtype):
+        with _autocast(device_types, dtype, keeps_casts):
             return map_tensors(back, run(*args, **kwargs))
 
     def back(value: torch.Tensor) -> torch.Tensor:
@@ -50,11 +56,11 @@ def under_autocast(run: Run, device_types: Iterable[str], dtype: torch.dtype) ->
 
 
 @contextlib.contextmanager
-def _autocast(device_types: Iterable[str], dtype: torch.dtype) -> Iterator[None]:
+def _autocast(device_types: Iterable[str], dtype: torch.dtype, keeps_casts: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for kind in device_types:
             if kind != "meta":
-                stack.enter_context(torch.autocast(kind, dtype=dtype))
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=keeps_casts))
         yield
 
 

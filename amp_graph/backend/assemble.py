@@ -108,7 +108,7 @@ class Assembler:
         self, index: int, dtype: torch.dtype, original: Run, inputs: Sequence[Any]
     ) -> Run:
         run: Run = Guarded(
-            under_autocast(original, devices_of_inputs(inputs), dtype),
+            under_autocast(original, devices_of_inputs(inputs), dtype, keeps_casts=False),
             original,
             [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)],
             partial(self._record.not_under_autocast, index, f"graph {index}"),

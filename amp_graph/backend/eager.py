@@ -4,16 +4,19 @@
     the same, emulated                   ->   that of widened values, rounded
     tag_activation_checkpoint(body, x)   ->   torch.utils.checkpoint.checkpoint(body, x)
     autograd_function_apply(f, b, x)     ->   a torch.autograd.Function of f and b
+    (-1) ** n                            ->   pow(-1, n)
 
 The Python bindings of the ATen operators do the same as the overloads that a graph names, and take
 a shorter way into the dispatcher. The checkpoint operator is for compilers, which keep its random
 numbers themselves: run as it is, it recomputes with other ones, and dropout drops other elements.
-That of custom functions is for compilers, too (see `custom_function`).
+That of custom functions is for compilers, too (see `custom_function`). A power of a negative number
+would be printed as `-1 ** n`, which Python reads as `-(1 ** n)` (torch 2.11 - 2.15).
 """
 
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
@@ -75,6 +78,8 @@ def _called_for(node: fx.Node) -> Callable[..., Any] | None:
         return _checkpointed
     if can_apply(node):
         return applied
+    if node.target is operator.pow and repr(node.args[0]).startswith("-"):
+        return pow
     if node.target is CAST and _is_cast(node):
         return torch.Tensor.to
     return binding(node.target) if isinstance(node.target, OpOverload) else None

@@ -46,7 +46,7 @@ from amp_graph.capture.aten import (
 from amp_graph.capture.decompositions import DECOMPOSITIONS, moved
 from amp_graph.capture.fake import fake_mode_of
 from amp_graph.capture.grad_modes import INFERENCE_MODE, grad_modes
-from amp_graph.capture.hidden_memory import hidden_memory
+from amp_graph.capture.hidden_memory import hidden_memory, idle_assignments
 from amp_graph.capture.vmap import all_left, drop_unused_detaches, inside_vmap
 from amp_graph.errors import CaptureError
 
@@ -136,10 +136,13 @@ class _Retracer:
     def run(self) -> fx.GraphModule:
         stretch: list[fx.Node] = []
         mapped, is_mapped = inside_vmap(self.module.graph), False
+        idle = idle_assignments(self.module.graph)
         grad_as_called = torch.set_grad_enabled(torch.is_grad_enabled())
         kernels_as_called = sdpa_kernel(_cur_sdpa_kernel_backends())
         with grad_as_called, kernels_as_called, self.fake_mode or contextlib.nullcontext():
             for node in self.module.graph.nodes:
+                if node in idle:
+                    continue
                 stays = passes_through(node)
                 if stays or (node in mapped) != is_mapped:
                     self.trace_stretch(stretch, is_mapped)

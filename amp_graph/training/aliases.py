@@ -22,7 +22,7 @@ from amp_graph.training.crossing import (
     leave,
     write_back,
 )
-from amp_graph.training.engine import memory, view_of
+from amp_graph.training.engine import memories, memory, view_of
 
 VIEWS_OF_VIEWS = 64  # followed down to their base
 
@@ -72,7 +72,7 @@ def leave_results(
     filled = [t for t in constants if carries_gradient(t) and not t.is_leaf]
     record_writes(scale, filled, filled)
     of_filled = {id(_base(t)) for t in filled}
-    of_inputs = {*map(memory, values)}
+    of_inputs = {*memories(values)}
     left: dict[int, Tensor] = {}
     carrying = filter(carries_gradient, results)
     for sharing in _by_memory(t for t in carrying if id(_base(t)) not in of_filled):

@@ -51,12 +51,12 @@ def never_captured(reason: str) -> Callable[[F], F]:
 
 # Dynamo would capture these in a step of an optimizer that a user compiles, and capture them anew
 # at each step, for what they count.
-not_compiled = torch.compiler.disable(reason="amp_graph follows what optimizers do")
+not_compiled = never_captured(reason="amp_graph follows what optimizers do")
 around_compiled = torch.compiler.disable(  # what they call may be compiled
     recursive=False, reason="amp_graph follows what optimizers do"
 )
 
-_layout = attrgetter("layout")
+_layout, _cdata = attrgetter("layout"), attrgetter("_cdata")
 _is_batched = torch._C._functorch.is_batchedtensor
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 _expired: Any = torch.UntypedStorage._expired
@@ -72,7 +72,8 @@ def backward_pass() -> int | None:
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device. The host waits only if that is where it goes, since what is read
     there is not ordered after the copy."""
-    return tensor.to(device, non_blocking=device.type != "cpu")
+    is_there = tensor.device == device
+    return tensor if is_there else tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def any_of(flags: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -166,6 +167,13 @@ def memory(tensor: Tensor) -> int:
         storage: int = tensor.untyped_storage()._cdata
         return storage
     return id(tensor if tensor._base is None else tensor._base)
+
+
+def memories(tensors: Sequence[Tensor]) -> Iterable[int]:
+    """The `memory` of each, in C for tensors that have such."""
+    if {*map(_layout, tensors)} <= {torch.strided}:
+        return map(_cdata, map(Tensor.untyped_storage, tensors))
+    return map(memory, tensors)
 
 
 class Memories:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -12,13 +13,14 @@ from torch.optim import Optimizer
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.engine import any_of, has_process_group, sent, writes_unseen
 
+_grad, _layout, _is_complex = attrgetter("grad"), attrgetter("layout"), methodcaller("is_complex")
+
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """All parameters that an optimizer steps."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-@torch.no_grad()
 def found_inf(
     parameters: Iterable[Tensor],
     inverse: Tensor | None = None,
@@ -32,37 +34,20 @@ def found_inf(
     they were made are not read again. Ranks that hold shards of the same gradients (FSDP) get the
     same answer.
     """
-    gradients: list[Tensor] = []
-    meshes: dict[int, Any] = {}
-    device: torch.device | None = None
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            device = device or parameter.device
-            continue
-        # Tell a DTensor without its module, which is slow to import.
-        if type(gradient) is not Tensor and hasattr(gradient, "device_mesh"):
-            meshes[id(gradient.device_mesh)] = gradient.device_mesh
-            gradient = gradient.to_local()  # type: ignore[attr-defined]
-        gradient = gradient if gradient.layout is torch.strided else gradient._values()
-        gradients.append(_as_real(gradient) if gradient.is_complex() else gradient)
+    parameters = [*parameters]
+    gradients = [gradient for gradient in map(_grad, parameters) if gradient is not None]
     if not gradients:
+        device = parameters[0].device if parameters else None
         return torch.zeros((), dtype=torch.float32, device=device)
+    meshes = {} if {*map(type, gradients)} == {Tensor} else _meshes(gradients)
+    if meshes or {*map(_layout, gradients)} != {torch.strided} or any(map(_is_complex, gradients)):
+        gradients = [*map(_numbers, gradients)]
     flags: list[Tensor] = []
     unknown = gradients
     if checked is not None and not _is_one_of_several_processes():
         flags, unknown = checked.known(gradients)
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in unknown:
-        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, _), group in groups.items():
-        flag = torch.zeros((), dtype=torch.float32, device=device)
-        if inverse is None:
-            _only_read(group, flag)
-        else:
-            factor = sent(inverse, device)
-            torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
-        flags.append(flag)
+    if unknown:
+        flags += _look_into(unknown, inverse)
     found = any_of(flags, gradients[0].device)
     for mesh in meshes.values():
         for dimension in range(mesh.ndim):
@@ -72,17 +57,46 @@ def found_inf(
     return found
 
 
+def _meshes(gradients: Iterable[Tensor]) -> dict[int, Any]:
+    """By their ids, those of DTensors: told without their module, which is slow to import."""
+    meshes = [g.device_mesh for g in gradients if hasattr(g, "device_mesh")]
+    return {id(mesh): mesh for mesh in meshes}
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    """What there is of it here, as a tensor that fused calls take."""
+    if hasattr(gradient, "device_mesh"):
+        gradient = gradient.to_local()  # type: ignore[attr-defined]
+    gradient = gradient if gradient.layout is torch.strided else gradient._values()
+    if not gradient.is_complex():
+        return gradient
+    return torch.view_as_real(gradient.conj() if gradient.is_conj() else gradient)
+
+
+@torch.no_grad()
+def _look_into(gradients: Sequence[Tensor], inverse: Tensor | None) -> list[Tensor]:
+    """A flag for those of each device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    flags = []
+    for (device, _), group in groups.items():
+        flag = torch.zeros((), dtype=torch.float32, device=device)
+        if inverse is None:
+            _only_read(group, flag)
+        else:
+            factor = sent(inverse, device)
+            torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
+        flags.append(flag)
+    return flags
+
+
 def _only_read(gradients: Sequence[Tensor], flag: Tensor) -> None:
     """Check gradients by the call that unscales, times 1. Autograd may have saved them, and one may
     be a single number expanded, which nobody writes to."""
     given = [g.contiguous() if 0 in g.stride() else g for g in gradients]
     with writes_unseen(given):
         torch._amp_foreach_non_finite_check_and_unscale_(given, flag, torch.ones_like(flag))
-
-
-def _as_real(gradient: Tensor) -> Tensor:
-    """The numbers of a complex one in its memory, for kernels that know no complex ones."""
-    return torch.view_as_real(gradient.conj() if gradient.is_conj() else gradient)
 
 
 def _is_one_of_several_processes() -> bool:
