@@ -110,3 +110,61 @@ def test_a_forward_that_is_a_generator_is_refused() -> None:
 
     with pytest.raises(AmpGraphError, match=r"Tokens.forward is a generator"):
         amp_graph.convert(Tokens())
+
+
+class Coder(nn.Module):
+    """A model that may be trained by its methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 2), nn.Linear(2, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encoder(x))
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(x)
+
+
+def train(model: nn.Module, run: Any, steps: int) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(steps):
+        run(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda model: model.forward,
+        lambda model: lambda x: model.decode(model.encoder(x)),
+    ],
+    ids=["forward", "parts"],
+)
+def test_a_model_that_is_trained_without_a_call_is_told_of_once(way, dtype, recwarn):
+    model = amp_graph.convert(Coder(), policy=dtype)
+    train(model, way(model), steps=1)
+    assert not recwarn.list
+    train(model, way(model), steps=3)
+    (warning,) = recwarn.list
+    assert "Coder is trained, but has not been called" in str(warning.message)
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [lambda model: model(torch.ones(1, 4)), amp_graph.restore],
+    ids=["called", "restored"],
+)
+def test_a_model_that_was_called_or_restored_is_not_told_of(prepare, recwarn):
+    model = amp_graph.convert(Coder(), policy="bfloat16")
+    prepare(model)
+    train(model, model.forward, steps=3)
+    assert not [w for w in recwarn.list if "has not been called" in str(w.message)]
+
+
+def test_a_model_whose_parameters_are_not_stepped_is_not_told_of(recwarn):
+    model, other = amp_graph.convert(Coder()), nn.Linear(4, 4)
+    train(other, lambda x: model.forward(other(x)), steps=3)
+    assert not recwarn.list

@@ -15,6 +15,7 @@ from amp_graph.backend.compiler import Compiler
 from amp_graph.backend.eager import code_of, eager
 from amp_graph.calls.captured_calls import CapturedCalls
 from amp_graph.calls.copies import SLOT, StandIn, put_in, take_out
+from amp_graph.calls.uncalled import await_call
 from amp_graph.capture.fake import is_estimate
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.capture.surroundings import can_capture, is_exporting, wants_plain_code
@@ -53,6 +54,7 @@ class Conversion(StandIn):
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._runs: list[Run] = []  # that stand in `captured_call` for graphs
         self._calls = CapturedCalls(module, self.compiler, self.compile_graph)
+        self.is_awaited = True  # its first call
 
     @property
     def scale(self) -> GraphScale | None:
@@ -83,9 +85,11 @@ class Conversion(StandIn):
     def open(self) -> None:
         """From now on the model's calls come here."""
         put_in(self)
+        await_call(self, self.module)
 
     def close(self) -> None:
         """The model runs its own code again."""
+        self.is_awaited = False
         take_out(self.module)
         if self.scale is not None:
             drop_scale(self.scale)
@@ -94,6 +98,7 @@ class Conversion(StandIn):
 
     def of_copy(self, own_code: Run) -> Run:
         """What runs a copy of the model that `nn.DataParallel` made for one call on one GPU."""
+        self.is_awaited = False
         return self._calls.own_code.of_copy(own_code)
 
     def convert_too(self, copied: nn.Module) -> None:
@@ -110,6 +115,7 @@ class Conversion(StandIn):
 
     @never_captured(reason="a model converted by amp_graph captures its own graphs")
     def _mixed_call(self, *args: Any, **kwargs: Any) -> Any:
+        self.is_awaited = False
         if wants_plain_code() or is_estimate(self.module):
             return plain_code(self.module)(*args, **kwargs)
         if not can_capture():

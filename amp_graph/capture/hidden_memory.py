@@ -18,12 +18,13 @@ from amp_graph.capture.aten import (
 )
 
 SET = torch.ops.aten.set_.source_Tensor
-UNCOUNT = "_lower_version_count_by_1"  # a function of Dynamo's that comes after it; 2.11 - 2.15
+UNCOUNT = "_lower_version_count_by_1"  # a function of Dynamo's that comes after it; 2.11, 2.13
 
 
 def idle_assignments(graph: fx.Graph) -> set[fx.Node]:
     """The nodes by which Dynamo spells a `x.data = y` whose `y` is `x.data` as it was, like that of
-    `w.data = w.data.to(device)` where it is there already."""
+    `w.data = w.data.to(device)` where it is there already. On 2.15 it is spelled as a copy, which
+    can be retraced."""
     idle: set[fx.Node] = set()
     own = {}  # by the id of a value that is `x.data`, x; gone with the next assignment to it
     for node in graph.nodes:

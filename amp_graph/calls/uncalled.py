@@ -1,0 +1,78 @@
+"""Converted models that are trained without being called.
+
+What is converted is the call `model(...)`. A script that trains one by its methods, or by calls of
+its parts, gets float32: it is told so when an optimizer has stepped the model's parameters twice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from amp_graph.errors import warn
+from amp_graph.training.engine import not_compiled
+from amp_graph.training.found_inf import parameters_of
+
+STEPS = 2  # one may be a warm-up of a part
+
+
+class Callee(Protocol):
+    """What stands in front of a converted model's call."""
+
+    is_awaited: bool  # until it is called, or not to be any more
+
+
+@dataclass
+class _Awaited:
+    callee: weakref.ref[Callee]
+    model: weakref.ref[nn.Module]
+    steps: int = 0  # in which the model's parameters were stepped
+
+    def is_open(self) -> bool:
+        callee = self.callee()
+        return callee is not None and callee.is_awaited and self.steps < STEPS
+
+    def note_step(self, parameters: set[int]) -> None:
+        """`parameters`: the ids of those that were stepped."""
+        model = self.model()
+        if model is None or parameters.isdisjoint(map(id, model.parameters())):
+            return
+        self.steps += 1
+        if self.steps == STEPS:
+            warn(
+                f"{type(model).__name__} is trained, but has not been called, and runs in float32: "
+                f"what is converted is the call `model(...)`, not `model.forward(...)`, other "
+                f"methods, or calls of its parts. Convert the modules that are called"
+            )
+
+
+_awaited: list[_Awaited] = []
+_hooks: list[Any] = []
+
+
+def await_call(callee: Callee, model: nn.Module) -> None:
+    """Tell of it if a model is trained, and its call does not come. Neither is kept alive."""
+    _forget()
+    _awaited.append(_Awaited(weakref.ref(callee), weakref.ref(model)))
+    if not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _forget() -> None:
+    """Those that were called, told of or restored, or that are gone."""
+    _awaited[:] = filter(_Awaited.is_open, _awaited)
+
+
+@not_compiled
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not _awaited:
+        return
+    _forget()
+    stepped = {id(parameter) for parameter in parameters_of(optimizer)}
+    for each in list(_awaited):
+        each.note_step(stepped)
