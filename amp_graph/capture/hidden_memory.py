@@ -28,10 +28,10 @@ def idle_assignments(graph: fx.Graph) -> set[fx.Node]:
     idle: set[fx.Node] = set()
     own = {}  # by the id of a value that is `x.data`, x; gone with the next assignment to it
     for node in graph.nodes:
-        if node.target is DATA:
-            own[id(node.meta.get("example_value"))] = node.args[0]
+        if node.target is DATA and "example_value" in node.meta:
+            own[id(node.meta["example_value"])] = node.args[0]
         elif node.target is torch.Tensor.set_:
-            x, y, *_ = node.args
+            x, y = node.all_input_nodes[0], node.all_input_nodes[-1]
             if own.get(id(y.meta.get("example_value"))) is x:
                 idle.add(node)
             else:
