@@ -81,6 +81,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("error", amp_graph.ConversionWarning)
+    warnings.filterwarnings("ignore", ".* may be slower than in float32")  # float16 on most CPUs
     names = arguments.task or [*TASKS]
     table = Table("task", "metric", "precision", "mean", "from", "to", "")
     found: dict[tuple[str, str], list[float]] = {}

@@ -21,7 +21,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from demo import WARM_UP_STEPS, WIDTH, Contestant, DigitNet, load
+from demo import WARM_UP_STEPS, WIDTH, Contestant
+from demo_digits import DigitNet, load
 from rich.console import Console
 from rich.progress import track
 

@@ -1,0 +1,78 @@
+"""What amp_graph says in processes that a script starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from running import Run, python, run
+
+
+def trained(folder: Path, script: str, *arguments: str) -> Run:
+    file = folder / "train.py"
+    file.write_text(script)
+    return run(python(file, *arguments), AMP_GRAPH_ENABLE="1")
+
+
+CHILDREN = """
+import multiprocessing, os, sys, torch
+from torch import nn
+
+def child():
+    model = nn.Linear(4, 2).double()
+    model(torch.ones(3, 4).double())  # is left alone, which the main process says
+
+if __name__ == "__main__":
+    for method in ("fork", "spawn"):
+        process = multiprocessing.get_context(method).Process(target=child)
+        process.start()
+        process.join()
+        print(method, process.exitcode)
+    if os.fork() == 0:
+        child()
+        sys.exit(0)
+    os.wait()
+    child()
+"""
+
+
+def test_child_processes_are_silent(tmp_path):
+    done = trained(tmp_path, CHILDREN)
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == ["fork 0", "spawn 0"]
+    why = "its parameters are float64"
+    assert done.said == [
+        f"amp_graph: Linear is left as it is: {why}",
+        f"amp_graph: NOTHING WAS CONVERTED, because Linear: {why}",
+    ]
+
+
+FORKED = """
+import multiprocessing, os, sys
+if sys.argv[1:] == ["before"]:
+    import torch
+
+def child(name):
+    import torch
+    model = torch.nn.Linear(4, 2)
+    model(torch.ones(3, 4))
+    if name == "helper":
+        os._exit(0)
+
+if __name__ == "__main__":
+    for name, daemon in (("actor", False), ("loader", True), ("helper", False)):
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=child, args=(name,), name=name, daemon=daemon)
+        process.start()
+        process.join()
+    import torch
+"""
+
+
+@pytest.mark.parametrize("imported", ["before", "after"])
+def test_a_forked_process_that_trains_reports_under_its_name(tmp_path, imported):
+    done = trained(tmp_path, FORKED, imported)
+    assert done.code == 0, done.err
+    of_child, of_main = done.said
+    assert of_child.startswith("amp_graph: actor: Linear: 1 of 1 operators in bfloat16")
+    assert of_main.startswith("amp_graph: NOTHING WAS CONVERTED")
