@@ -99,12 +99,15 @@ class Kept:
     steps, and random state. Not what is in a list or object that is an attribute."""
 
     def __init__(self, model: nn.Module):
-        holders = [m._buffers for m in model.modules()]
-        holders += [vars(m) for m in model.modules() if not _is_lazy(m)]  # its first call completes
-        self._held = [(held, dict(held)) for held in holders]
+        of_modules: list[Any] = [m._buffers for m in model.modules()]
+        of_modules += [
+            vars(m) for m in model.modules() if not _is_lazy(m)
+        ]  # its first call completes
+        # Those of a TorchScript module are held by what only looks like one.
+        self._held = [(held, dict(held)) for held in of_modules if isinstance(held, dict)]
         self._values = [
             (tensor, tensor.detach().clone())
-            for tensor in (tensor for held in holders for tensor in held.values())
+            for tensor in (tensor for held in of_modules for tensor in held.values())
             if isinstance(tensor, torch.Tensor) and not (is_lazy(tensor) or _is_expanded(tensor))
         ]
         self._random = KeptRandomState()

@@ -13,6 +13,7 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import re
 from collections.abc import Iterator
@@ -68,7 +69,8 @@ class Frames:
 def skipped_before(model: nn.Module) -> list[str]:
     """Why Dynamo lets the `forward` of some of a model's modules be: where it met their class in
     another model, it does not say so again."""
-    codes = {getattr(type(m).forward, "__code__", None) for m in model.modules()}
+    forwards = (inspect.getattr_static(type(m), "forward", None) for m in model.modules())
+    codes = {getattr(forward, "__code__", None) for forward in forwards}
     frames = [f"{c.co_name} ({c.co_filename} line {c.co_firstlineno})" for c in codes if c]
     known = (r for r in counters["unimplemented"] if any(f"skipped: {f}" in r for f in frames))
     return [*filter(None, map(_skipped, known))]
