@@ -24,11 +24,12 @@ from torch.utils._pytree import tree_leaves
 LOW = (torch.bfloat16, torch.float16)
 CONVERTIBLE = (*LOW, torch.float32)
 
-# Kernels whose arithmetic is a matrix product. Composite operators (linear, conv2d, lstm) reach
-# a dispatch mode only under inference_mode, and then their parts do not: nothing counts twice.
+# Kernels whose arithmetic is a product of matrices; one with a vector is not. Composite operators
+# (linear, conv2d, lstm) reach a dispatch mode only under inference_mode, and then their parts do
+# not: nothing counts twice.
 PRODUCTS = frozenset(
     """
-    mm addmm bmm baddbmm addbmm mv addmv matmul linear bilinear einsum _addmm_activation
+    mm addmm bmm baddbmm addbmm matmul linear bilinear einsum _addmm_activation
     _grouped_mm grouped_mm _trilinear
     convolution _convolution convolution_overrideable mkldnn_convolution slow_conv_transpose2d
     _slow_conv2d_forward slow_conv3d_forward _conv_depthwise2d

@@ -86,6 +86,8 @@ DIFFERENCES = {  # operator and table: (what we decide, the reason)
     "stack torch_need_autocast_promote": ("low", JOINED),
     "bilinear torch_need_autocast_promote": ("low", "the products inside it are cast by autocast"),
     "tensordot torch_need_autocast_promote": ("low", "the product inside it is cast by autocast"),
+    "mv torch_fp16": ("float32", "a matrix is read once, so to cast it costs more than it saves"),
+    "addmv torch_fp16": ("float32", "as mv, and as on CPU"),
     "binary_cross_entropy banned": ("float32", "float32 is safe, so there is nothing to refuse"),
     "avg_pool3d nn_fp32": (
         "low",

@@ -54,6 +54,8 @@ DIFFERS_FROM_AUTOCAST = {
     "bilinear": "a contraction done by batched products",
     "grid_sampler": "its grid holds coordinates; autocast on CPU runs it in float32",
     "scatter_add": "repeated rounding while summing",
+    "mv": "one multiplication for each number read; autocast on CPU leaves it in float32",
+    "addmv": "as mv",
     **{f"upsample_nearest{d}d": "copies values" for d in (1, 2, 3)},
     **{f"_upsample_nearest_exact{d}d": "copies values" for d in (1, 2, 3)},
 }
