@@ -234,14 +234,15 @@ def test_bfloat16_has_no_scale_and_no_guard() -> None:
     assert not all(p.isfinite().all() for p in model.parameters())
 
 
-def test_momentum_of_a_parameter_whose_first_step_is_skipped() -> None:
+@pytest.mark.parametrize("how", [{}, {"nesterov": True, "weight_decay": 0.1}, {"dampening": 0.2}])
+def test_momentum_of_a_parameter_whose_first_step_is_skipped(how: Any) -> None:
     """A fused SGD leaves it as its memory was, and goes on from it."""
     model = Mlp(width=1024)
     first, second = model.first.weight, model.second.weight
-    optimizer = SGD([second], lr=0.1, momentum=0.9, fused=True)
+    optimizer = SGD([second], lr=0.1, momentum=0.9, fused=True, **how)
     amp_graph.convert(model, optimizer, policy=SCALED)
     reference = copy.deepcopy(amp_graph.restore(copy.deepcopy(model)))
-    plain = SGD([reference.second.weight], lr=0.1, momentum=0.9, fused=True)
+    plain = SGD([reference.second.weight], lr=0.1, momentum=0.9, fused=True, **how)
     for step, overflows in enumerate([False, True, False, False]):
         if step == 1:
             optimizer.add_param_group({"params": [first]})

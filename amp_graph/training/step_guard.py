@@ -18,8 +18,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks  # 2.11 - 2.15
 
 from amp_graph.modules import weak_method
@@ -95,7 +96,8 @@ class StepGuard:
         found = self._overflows(optimizer)
         if found is None:
             return original(*args, **kwargs)
-        if _can_skip_by_itself(optimizer):
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if is_fused and _begin_momentum(optimizer):
             self.record.add(found)
             optimizer.found_inf = found  # type: ignore[attr-defined]
             try:
@@ -194,16 +196,22 @@ class StepGuard:
             undo.put_back(optimizer)
 
 
-def _can_skip_by_itself(optimizer: Optimizer) -> bool:
-    """Whether it is fused, and has begun with all parameters: what a fused SGD skips in a
-    parameter's first step is to initialise the momentum (torch 2.13)."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
-        parameter in optimizer.state
+def _begin_momentum(optimizer: Optimizer) -> bool:
+    """Give zeros to each parameter that is to have momentum and has none: what a fused SGD skips in
+    a parameter's first step is to initialise it (torch 2.13), and from zeros that step is the same.
+    False if it would not be: the first step of one that is dampened is not."""
+    missing = [
+        (group, parameter)
         for group in optimizer.param_groups
         if group.get("momentum")
         for parameter in group["params"]
-        if parameter.grad is not None
-    )
+        if parameter.grad is not None and parameter not in optimizer.state
+    ]
+    if any(type(optimizer).step is not SGD.step or group["dampening"] for group, _ in missing):
+        return False
+    for _, parameter in missing:
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
+    return True
 
 
 def _begins_with_closure(optimizer: Optimizer) -> bool:
