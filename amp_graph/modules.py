@@ -96,9 +96,10 @@ class KeptRandomState:
 
 class Kept:
     """What calls of a model change by the way, as it is now: buffers, attributes such as a count of
-    steps, and random state. Not what is in a list or object that is an attribute."""
+    steps, random state and, if asked for, parameters (averages of others, say). Not what is in a
+    list or object that is an attribute."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, parameters: bool = False):
         of_modules: list[Any] = [m._buffers for m in model.modules()]
         of_modules += [
             vars(m) for m in model.modules() if not _is_lazy(m)
@@ -107,7 +108,10 @@ class Kept:
         self._held = [(held, dict(held)) for held in of_modules if isinstance(held, dict)]
         self._values = [
             (tensor, tensor.detach().clone())
-            for tensor in (tensor for held in of_modules for tensor in held.values())
+            for tensor in (
+                *(tensor for held in of_modules for tensor in held.values()),
+                *(model.parameters() if parameters else ()),
+            )
             if isinstance(tensor, torch.Tensor) and not (is_lazy(tensor) or _is_expanded(tensor))
         ]
         self._random = KeptRandomState()
@@ -116,7 +120,8 @@ class Kept:
         for tensor, value in self._values:
             # To leave inference mode turns recording on.
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                tensor.copy_(value)
+                if tensor.layout is not torch.strided or not torch.equal(tensor, value):
+                    tensor.copy_(value)
         for held, kept in self._held:
             for name in held.keys() - kept.keys():
                 del held[name]
@@ -136,9 +141,9 @@ def _is_lazy(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Buffers, attributes and random state are put back, as `Kept` explains."""
-    kept = Kept(model)
+def unchanged(model: nn.Module, parameters: bool = True) -> Iterator[None]:
+    """Parameters, buffers, attributes and random state are put back, as `Kept` explains."""
+    kept = Kept(model, parameters)
     try:
         yield
     finally:

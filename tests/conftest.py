@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,9 @@ import torch
 
 from amp_graph.autopatch import Installation, Settings, install
 from amp_graph.training import optimizers
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so in the background of a shell script
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # else scripts would inherit it
 
 
 @pytest.fixture(autouse=True)

@@ -43,7 +43,7 @@ def pair() -> tuple[nn.Module, nn.Module]:
 
 
 def assert_same_run(plain: nn.Module, converted: nn.Module, calls: int = 2) -> None:
-    """Results, gradients and buffers are those of the plain model, call after call."""
+    """Results, parameters, gradients and buffers are those of the plain model, call after call."""
     for call in range(calls):
         torch.manual_seed(call)
         expected, drawn = plain(X), torch.rand(1)
@@ -56,7 +56,7 @@ def assert_same_run(plain: nn.Module, converted: nn.Module, calls: int = 2) -> N
         expected.square().sum().backward()
         result.square().sum().backward()
     for (name, p), q in zip(plain.named_parameters(), converted.parameters(), strict=True):
-        torch.testing.assert_close(q.grad, p.grad, msg=name)
+        torch.testing.assert_close((q, q.grad), (p, p.grad), msg=name)
     for (name, a), b in zip(plain.named_buffers(), converted.buffers(), strict=True):
         torch.testing.assert_close(b, a, msg=name)
 
@@ -135,7 +135,20 @@ class Dropping(Net):
 
 
 @pytest.mark.filterwarnings("ignore:nothing of")
-@pytest.mark.parametrize("make", [Net, Dropping])
+class Averaging(Net):
+    """Its first layer follows another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+        self.leader = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.first.weight.data = self.first.weight.data * 0.5 + self.leader.weight.data * 0.5
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("make", [Net, Dropping, Averaging])
 def test_an_emitted_graph_that_does_not_run(
     make: type[Net], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,7 +79,9 @@ def decide(
     for this graph, PolicyError if an override cannot be asked.
     """
     try:
-        captured = split_where_wide(retrace(traced.graph, module_names), policy, lists)
+        captured = split_where_wide(
+            retrace(traced.graph, module_names, traced.inputs), policy, lists
+        )
     except MISTAKES:
         raise
     except Exception as error:

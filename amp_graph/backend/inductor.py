@@ -27,7 +27,9 @@ from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 
 from amp_graph.backend.decide import Lifted, Traced
+from amp_graph.capture.aten import set_data
 from amp_graph.capture.recurrent import recurrent_layers_in_steps
+from amp_graph.errors import CaptureError
 from amp_graph.modes import without_autocast
 from amp_graph.modules import Run
 
@@ -50,6 +52,8 @@ def compile_graph(
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
+    if lifted.graph.graph.find_nodes(op="call_function", target=set_data):
+        raise CaptureError("tensors are put into other memory (`x.data = y`)")
     module = _described(copy.deepcopy(lifted.graph), traced.graph)
     inputs = [*traced.inputs]
     placeholders = module.graph.find_nodes(op="placeholder")

@@ -150,7 +150,7 @@ class Conversion(StandIn):
 
     def capture_now(self, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
         """Run the model once for its graphs; buffers and random state are put back."""
-        with unchanged(self.module):
+        with unchanged(self.module, parameters=False):  # which may not fit twice
             call_with(self.module, example_inputs)
 
     def _as_output(self, value: torch.Tensor) -> torch.Tensor:

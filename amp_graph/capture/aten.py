@@ -16,6 +16,14 @@ CLAMP = torch.ops.aten.clamp.default
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 # `x.data`, as Dynamo 2.11 - 2.15 spells it.
 DATA: Callable[..., Any] = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+
+
+@fx.has_side_effect
+def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """`tensor.data = value`, as a retraced graph spells it."""
+    tensor.data = value
+
+
 SELECTIVE = "_checkpoint_context_fn"  # in the meta of a body: what selective checkpointing saves
 ASKS_FOR_LOW = "amp_graph_asks_for_low"  # in the meta of a graph captured under autocast: a node
 
@@ -83,6 +91,8 @@ def written_operands(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]
         leaves = tree_leaves((node.args, node.kwargs))
         operands = [v for v in leaves if isinstance(v, fx.Node) and v.op != "get_attr"]
         yield from dict.fromkeys(o for body in bodies for o in _written_by_body(body, operands))
+    elif node.target is set_data:
+        yield node.all_input_nodes[0]
     elif isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
         values = arguments(node)
         for argument in node.target._schema.arguments:

@@ -9,7 +9,6 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.aten import (
-    DATA,
     bodies_of,
     is_retraced,
     storages,
@@ -18,27 +17,6 @@ from amp_graph.capture.aten import (
 )
 
 SET = torch.ops.aten.set_.source_Tensor
-UNCOUNT = "_lower_version_count_by_1"  # a function of Dynamo's that comes after it; 2.11, 2.13
-
-
-def idle_assignments(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes by which Dynamo spells a `x.data = y` whose `y` is `x.data` as it was, like that of
-    `w.data = w.data.to(device)` where it is there already. On 2.15 it is spelled as a copy, which
-    can be retraced."""
-    idle: set[fx.Node] = set()
-    own = {}  # by the id of a value that is `x.data`, x; gone with the next assignment to it
-    for node in graph.nodes:
-        if node.target is DATA and "example_value" in node.meta:
-            own[id(node.meta["example_value"])] = node.args[0]
-        elif node.target is torch.Tensor.set_:
-            x, y = node.all_input_nodes[0], node.all_input_nodes[-1]
-            if own.get(id(y.meta.get("example_value"))) is x:
-                idle.add(node)
-            else:
-                own = {value: other for value, other in own.items() if other is not x}
-        elif getattr(node.target, "__name__", "") == UNCOUNT and node.args[0] in idle:
-            idle.add(node)
-    return idle
 
 
 def hidden_memory(traced: fx.GraphModule) -> Iterator[str]:

@@ -34,6 +34,7 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
+from amp_graph.capture.assignments import assignments
 from amp_graph.capture.aten import (
     ASKS_FOR_LOW,
     DATA,
@@ -41,12 +42,13 @@ from amp_graph.capture.aten import (
     SET_GRAD_ENABLED,
     get_attribute,
     set_attribute,
+    set_data,
     tensors_of,
 )
 from amp_graph.capture.decompositions import DECOMPOSITIONS, moved
 from amp_graph.capture.fake import fake_mode_of
 from amp_graph.capture.grad_modes import INFERENCE_MODE, grad_modes
-from amp_graph.capture.hidden_memory import hidden_memory, idle_assignments
+from amp_graph.capture.hidden_memory import hidden_memory
 from amp_graph.capture.vmap import all_left, drop_unused_detaches, inside_vmap
 from amp_graph.errors import CaptureError
 
@@ -61,18 +63,23 @@ def changes_modes(module: fx.GraphModule) -> bool:
     return any(node.target in MODE_SETTERS for graph in graphs for node in graph.nodes)
 
 
-def retrace(module: fx.GraphModule, names: Mapping[str, str] | None = None) -> fx.GraphModule:
+def retrace(
+    module: fx.GraphModule,
+    names: Mapping[str, str] | None = None,
+    inputs: Sequence[Any] = (),
+) -> fx.GraphModule:
     """Return the ATen form of a Dynamo graph; `module` is left as it was.
 
     Every node of the result has `meta["val"]` (fake tensors), `meta["module_path"]` and
     `stack_trace`. `names` gives the path of a module by its id as a string, which is how Dynamo
-    refers to it; a graph of a part of the model spells paths from there on, or not at all.
+    refers to it; a graph of a part of the model spells paths from there on, or not at all. `inputs`
+    are what it is called with, if that is known.
     Raises CaptureError where the graph cannot be traced on fake tensors.
     """
     if ASKS_FOR_LOW in module.meta:
         asking = module.meta[ASKS_FOR_LOW]
         raise CaptureError(f"'{asking}', captured under autocast, asks for a low precision")
-    retracer = _Retracer(module, names or {})
+    retracer = _Retracer(module, names or {}, inputs)
     try:
         traced = retracer.run()
     finally:
@@ -121,9 +128,10 @@ class _Retracer:
     """One retrace. `new` maps a node of the old graph to its node (or constant) in the new one,
     `fake` to its value on fake tensors; both are complete for all nodes already visited."""
 
-    def __init__(self, module: fx.GraphModule, names: Mapping[str, str]):
+    def __init__(self, module: fx.GraphModule, names: Mapping[str, str], inputs: Sequence[Any]):
         self.module = module
         self.names = names
+        self.assignments = assignments(module.graph, inputs)
         self.autocasts: list[Any] = []  # the autocast regions that the trace is inside of
         self.grad_modes = grad_modes(module.graph)
         self.root = torch.nn.Module()
@@ -136,14 +144,13 @@ class _Retracer:
     def run(self) -> fx.GraphModule:
         stretch: list[fx.Node] = []
         mapped, is_mapped = inside_vmap(self.module.graph), False
-        idle = idle_assignments(self.module.graph)
         grad_as_called = torch.set_grad_enabled(torch.is_grad_enabled())
         kernels_as_called = sdpa_kernel(_cur_sdpa_kernel_backends())
         with grad_as_called, kernels_as_called, self.fake_mode or contextlib.nullcontext():
             for node in self.module.graph.nodes:
-                if node in idle:
+                if node in self.assignments.dropped:
                     continue
-                stays = passes_through(node)
+                stays = passes_through(node) or node in self.assignments.moved
                 if stays or (node in mapped) != is_mapped:
                     self.trace_stretch(stretch, is_mapped)
                     stretch, is_mapped = [], node in mapped
@@ -151,6 +158,8 @@ class _Retracer:
                     stretch.append(node)
                 elif is_mapped:
                     raise CaptureError(f"'{node.name}' is inside of a vmap")
+                elif node in self.assignments.moved:
+                    self.assign(node, *self.assignments.moved[node])
                 else:
                     self.copy(node)
         traced = fx.GraphModule(self.root, self.graph, class_name="AtenGraph")
@@ -172,6 +181,15 @@ class _Retracer:
         self.fake[node] = value = self.value_of(node)
         new.meta["val"] = value
         new.meta["is_parameter"] = isinstance(value, torch.nn.Parameter)
+
+    def assign(self, node: fx.Node, x: fx.Node, y: fx.Node) -> None:
+        """Put an input into the memory of a value, which is read in its place from here on."""
+        given = next(n for n in self.graph.find_nodes(op="placeholder") if n.name == x.name)
+        new = self.graph.call_function(set_data, (given, self.new[y]))
+        new.meta = {"stack_trace": node.stack_trace, "val": None}
+        self.fake[x] = DATA(self.fake[y])
+        self.new[x] = self.graph.call_function(DATA, (self.new[y],))
+        self.new[x].meta = {"stack_trace": node.stack_trace, "val": self.fake[x]}
 
     def value_of(self, node: fx.Node) -> Any:
         if node.op == "get_attr":

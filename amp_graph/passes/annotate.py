@@ -29,6 +29,7 @@ from amp_graph.capture.aten import (
     get_attribute,
     op_name,
     operands_named,
+    set_data,
     storages,
     tensors_of,
     written_operands,
@@ -141,6 +142,8 @@ def _fixed(node: fx.Node) -> str:
         return node.op
     if isinstance(node.target, HigherOrderOperator):
         return "higher-order operator: its body is converted by itself"
+    if node.target is set_data:
+        return "puts a tensor into other memory"
     produced = [t.dtype for t in tensors_of(node)]
     consumed = [t.dtype for n in node.all_input_nodes for t in tensors_of(n)]
     if torch.float32 not in produced + consumed:
