@@ -52,7 +52,7 @@ def compile_graph(
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
-    if lifted.graph.graph.find_nodes(op="call_function", target=set_data):
+    if lifted.graph.graph.find_nodes(op="call_function", target=set_data):  # at once, as it traces
         raise CaptureError("tensors are put into other memory (`x.data = y`)")
     module = _described(copy.deepcopy(lifted.graph), traced.graph)
     inputs = [*traced.inputs]

@@ -2,8 +2,8 @@
 
     set_(x, y); lower_version(x); mm(z, x)    ->    set_data(x, y); w = y.data; mm(z, w)
 
-As Dynamo up to 2.14 spells one it cannot be traced: a fake `x` has the memory, and the shape, that
-it was given last, all along. From 2.15 on it is a copy, which can.
+Traced, a fake `x` would have the memory of `y` before the assignment as well; as Dynamo up to 2.13
+spells it, its shape, too. Since 2.14 there is an operator for it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from amp_graph.capture.aten import DATA
+from amp_graph.capture.aten import DATA, SET_DATA
 
+# How Dynamo spells one: 2.11 and 2.13, 2.14.
+SPELLED: Any = getattr(SET_DATA, "overloadpacket", torch.Tensor.set_)
 UNCOUNT = "_lower_version_count_by_1"  # a function of Dynamo's that comes after it; 2.11, 2.13
 
 
@@ -37,8 +39,8 @@ def assignments(graph: fx.Graph, inputs: Sequence[Any]) -> Assignments:
     idle = _idle(graph)
     places = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     dropped, moved = set(idle), {}
-    for node in graph.find_nodes(op="call_function", target=torch.Tensor.set_):
-        if node in idle or len(node.args) != 2 or not _is_spelled_out(node):
+    for node in graph.find_nodes(op="call_function", target=SPELLED):
+        if node in idle or not _is_assignment(node):
             continue
         x, y = node.all_input_nodes
         place = places.get(x, len(inputs))
@@ -55,7 +57,7 @@ def _idle(graph: fx.Graph) -> set[fx.Node]:
     for node in graph.nodes:
         if node.target is DATA and "example_value" in node.meta:
             own[id(node.meta["example_value"])] = node.args[0]
-        elif node.target is torch.Tensor.set_:
+        elif node.target is SPELLED:
             x, y = node.all_input_nodes[0], node.all_input_nodes[-1]
             if own.get(id(y.meta.get("example_value"))) is x:
                 idle.add(node)
@@ -70,9 +72,12 @@ def _is_uncount(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == UNCOUNT
 
 
-def _is_spelled_out(node: fx.Node) -> bool:
-    """Whether it is an assignment, not a call of `set_`."""
-    return len(node.users) == 1 and all(_is_uncount(n) and not n.users for n in node.users)
+def _is_assignment(node: fx.Node) -> bool:
+    """Whether it is one, and not a call of `set_`."""
+    if node.target is not SPELLED or len(node.args) != 2:
+        return False
+    uncounts = [n for n in node.users if _is_uncount(n) and not n.users]
+    return len(uncounts) == len(node.users) == (SPELLED is torch.Tensor.set_)
 
 
 def _stays_alike(x: Any, y: fx.Node) -> bool:

@@ -20,10 +20,15 @@ DATA: Callable[..., Any] = torch._C._autograd._get_data_attr  # type: ignore[att
 
 @fx.has_side_effect
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """`tensor.data = value`, as a retraced graph spells it."""
     tensor.data = value
 
 
+# `x.data = y`: an operator since 2.14.
+SET_DATA: Callable[..., Any] = (
+    torch.ops.aten.shallow_copy_data_.default
+    if hasattr(torch.ops.aten, "shallow_copy_data_")
+    else set_data
+)
 SELECTIVE = "_checkpoint_context_fn"  # in the meta of a body: what selective checkpointing saves
 ASKS_FOR_LOW = "amp_graph_asks_for_low"  # in the meta of a graph captured under autocast: a node
 
@@ -91,7 +96,7 @@ def written_operands(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]
         leaves = tree_leaves((node.args, node.kwargs))
         operands = [v for v in leaves if isinstance(v, fx.Node) and v.op != "get_attr"]
         yield from dict.fromkeys(o for body in bodies for o in _written_by_body(body, operands))
-    elif node.target is set_data:
+    elif node.target is SET_DATA:
         yield node.all_input_nodes[0]
     elif isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
         values = arguments(node)

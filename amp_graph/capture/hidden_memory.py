@@ -9,6 +9,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.aten import (
+    SET_DATA,
     bodies_of,
     is_retraced,
     storages,
@@ -25,6 +26,10 @@ def hidden_memory(traced: fx.GraphModule) -> Iterator[str]:
     for node in traced.graph.find_nodes(op="call_function", target=SET):
         if node.args[0].op in ("placeholder", "get_attr"):
             yield f"'{node.name}' puts a tensor into other memory (`x.data = y`)"
+    for node in traced.graph.find_nodes(op="call_function", target=SET_DATA):
+        assigned, inputs = storages(node.args[1]), traced.graph.find_nodes(op="placeholder")
+        if any(key in assigned for x in inputs if x is not node.args[0] for key in storages(x)):
+            yield f"'{node.name}' puts a tensor into that of another (`x.data = y`)"
     place = {node: i for i, node in enumerate(traced.graph.nodes)}
     written_last = {
         key: place[node]

@@ -39,10 +39,10 @@ from amp_graph.capture.aten import (
     ASKS_FOR_LOW,
     DATA,
     SELECTIVE,
+    SET_DATA,
     SET_GRAD_ENABLED,
     get_attribute,
     set_attribute,
-    set_data,
     tensors_of,
 )
 from amp_graph.capture.decompositions import DECOMPOSITIONS, moved
@@ -185,7 +185,7 @@ class _Retracer:
     def assign(self, node: fx.Node, x: fx.Node, y: fx.Node) -> None:
         """Put an input into the memory of a value, which is read in its place from here on."""
         given = next(n for n in self.graph.find_nodes(op="placeholder") if n.name == x.name)
-        new = self.graph.call_function(set_data, (given, self.new[y]))
+        new = self.graph.call_function(SET_DATA, (given, self.new[y]))
         new.meta = {"stack_trace": node.stack_trace, "val": None}
         self.fake[x] = DATA(self.fake[y])
         self.new[x] = self.graph.call_function(DATA, (self.new[y],))

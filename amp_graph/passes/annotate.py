@@ -23,13 +23,13 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from amp_graph.capture.aten import (
     DATA,
+    SET_DATA,
     arguments,
     device_of,
     dtype_position,
     get_attribute,
     op_name,
     operands_named,
-    set_data,
     storages,
     tensors_of,
     written_operands,
@@ -142,7 +142,7 @@ def _fixed(node: fx.Node) -> str:
         return node.op
     if isinstance(node.target, HigherOrderOperator):
         return "higher-order operator: its body is converted by itself"
-    if node.target is set_data:
+    if node.target is SET_DATA:
         return "puts a tensor into other memory"
     produced = [t.dtype for t in tensors_of(node)]
     consumed = [t.dtype for n in node.all_input_nodes for t in tensors_of(n)]
