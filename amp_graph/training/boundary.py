@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import compress, groupby
 from operator import attrgetter, itemgetter
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +27,6 @@ from amp_graph.training.aliases import enter_inputs, leave_results, record_write
 from amp_graph.training.crossing import (
     ModelScale,
     Scale,
-    carries_gradient,
     carries_none,
     enter,
     follow,
@@ -78,7 +77,8 @@ class Boundary:
         self._written = written
         self._positions = [position for position, _ in weights]
         self._parameters = frozenset([*self._positions, *parameters])
-        self._others: list[int] = []  # the other positions, once it is known how many there are
+        self._others: list[int] | None = None  # the other tensors, once it is known which are
+        self._pick_others = _picker([])
         self._weights = GraphWeights(store, [dtype for _, dtype in weights])
         self._read_wide = parameters
         self._low_parameters = _picker(self._positions)
@@ -114,9 +114,11 @@ class Boundary:
         scale: Scale | None = None
         inputs: list[int] = []
         if self._scale is not None and self._scale.is_on():
-            if not self._others:
-                self._others = [i for i in range(len(args)) if i not in self._parameters]
-            inputs = [i for i in self._others if carries_gradient(args[i])]
+            if self._others is None:
+                others = (i for i in range(len(args)) if i not in self._parameters)
+                self._others = [i for i in others if isinstance(args[i], Tensor)]
+                self._pick_others = _picker(self._others)
+            inputs = [*compress(self._others, map(_requires_grad, self._pick_others(args)))]
             scale = self._scale.for_call([args[i] for i in inputs])
         for group in self._groups_of(args, parameters, scale):
             lows, tensors = group.pick_values(values), group.pick_tensors(args)
@@ -144,7 +146,7 @@ class Boundary:
         entered = enter_inputs(scale, given, are_written)
         for i, value in zip(inputs, entered, strict=True):
             values[i] = value
-        constants = [*filter(carries_none, args)] if self._written else []
+        constants = [*filter(carries_none, map(args.__getitem__, self._written))]
         versions = [value._version for value in entered]
         with begin:
             if scale.watch is not None and self._watched is not None:
