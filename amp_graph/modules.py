@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -106,27 +106,29 @@ class Kept:
         ]  # its first call completes
         # Those of a TorchScript module are held by what only looks like one.
         self._held = [(held, dict(held)) for held in of_modules if isinstance(held, dict)]
-        self._values = [
-            (tensor, tensor.detach().clone())
-            for tensor in (
-                *(tensor for held in of_modules for tensor in held.values()),
-                *(model.parameters() if parameters else ()),
-            )
-            if isinstance(tensor, torch.Tensor) and not (is_lazy(tensor) or _is_expanded(tensor))
-        ]
+        self._values = _copies(tensor for held in of_modules for tensor in held.values())
+        dense = (p for p in model.parameters() if p.layout is torch.strided and not p.is_meta)
+        self._parameters = _copies(dense if parameters else ())
         self._random = KeptRandomState()
 
     def put_back(self) -> None:
-        for tensor, value in self._values:
+        # A graph of the caller's may still need the others as they are.
+        written = ((p, value) for p, value in self._parameters if not torch.equal(p, value))
+        for tensor, value in (*self._values, *written):
             # To leave inference mode turns recording on.
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                if tensor.layout is not torch.strided or not torch.equal(tensor, value):
-                    tensor.copy_(value)
+                tensor.copy_(value)
         for held, kept in self._held:
             for name in held.keys() - kept.keys():
                 del held[name]
             held.update(kept)
         self._random.put_back()
+
+
+def _copies(values: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tensors that can be written to, and what is in them now."""
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    return [(t, t.detach().clone()) for t in tensors if not (is_lazy(t) or _is_expanded(t))]
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

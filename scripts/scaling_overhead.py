@@ -7,8 +7,10 @@
 A step is forward, backward, the optimizer's step and zero_grad; with `--clip`, also clipping. The
 cost is a step with scaling less the same step without: a converted model with and without its
 loss scale, and torch.autocast with and without a GradScaler. Nothing overflows. Counted per step:
-operators dispatched, bytes that they read and write, reads by the host. Clocked: processor time of
-the process, in turns of random order, the median of the differences within a turn.
+operators dispatched, bytes that they read and write, reads by the host, calls that Python makes of
+functions of its own and of C (in this thread, which on a GPU is not that of the backward pass).
+Clocked: processor time of the process, in turns of random order, the median of the differences
+within a turn.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,13 +107,23 @@ def _step(
     return step
 
 
-def counted(step: Step) -> tuple[int, int, int]:
+def counted(step: Step) -> tuple[int, int, int, int]:
     launches, reads = Launches(), HostReads()
     with launches:
         step()
     with reads:
         step()
-    return launches.operators, launches.bytes, reads.count
+    return launches.operators, launches.bytes, reads.count, calls(step)
+
+
+def calls(step: Step) -> int:
+    found: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, argument: found.update([event]))
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return found["call"] + found["c_call"]
 
 
 def clocked(steps: dict[str, Step], device: str, turns: int) -> dict[str, float]:
@@ -140,21 +153,23 @@ def main() -> None:
     parser.add_argument("--clip", action="store_true")
     parser.add_argument("--turns", type=int, default=40)
     args = parser.parse_args()
-    shown = Table("model", "scaling by", "operators", "MiB", "host reads", "ms", "/ GradScaler")
+    columns = ("operators", "MiB", "host reads", "calls", "ms", "/ GradScaler")
+    shown = Table("model", "scaling by", *columns)
     for name in args.models:
         torch.manual_seed(0)
         steps = variants(WORKLOADS[name](args.device, args.device == "cuda"), args)
-        for step in steps.values():
-            for _ in range(5):
+        for _ in range(5):
+            for step in steps.values():
                 step()
         counts = {variant: counted(step) for variant, step in steps.items()}
         cost = clocked(steps, args.device, args.turns)
         for base, label in (("ours", "amp_graph"), ("autocast", "GradScaler")):
             pairs = zip(counts[f"{base} scaled"], counts[base], strict=True)
-            operators, moved, reads = (a - b for a, b in pairs)
+            operators, moved, reads, called = (a - b for a, b in pairs)
             ratio = f"{cost['ours'] / cost['autocast']:.2f}" if base == "ours" else ""
-            row = (f"{operators}", f"{moved / 2**20:.2f}", f"{reads}", f"{cost[base] * 1e3:.3f}")
-            shown.add_row(name if base == "ours" else "", label, *row, ratio)
+            counted_of = (f"{operators}", f"{moved / 2**20:.2f}", f"{reads}", f"{called}")
+            clocked_of = (f"{cost[base] * 1e3:.3f}", ratio)
+            shown.add_row(name if base == "ours" else "", label, *counted_of, *clocked_of)
     title = [f"torch {torch.__version__}", args.device, args.dtype, f"{args.optimizer} optimizer"]
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(", ".join([*title, "clipping" if args.clip else "no clipping"]), shown)
