@@ -128,7 +128,16 @@ class Kept:
 def _copies(values: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Tensors that can be written to, and what is in them now."""
     tensors = (value for value in values if isinstance(value, torch.Tensor))
-    return [(t, t.detach().clone()) for t in tensors if not (is_lazy(t) or _is_expanded(t))]
+    held = (t for t in tensors if not is_lazy(t) and not _is_freed(t) and not _is_expanded(t))
+    return [(t, t.detach().clone()) for t in held]
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Whether its memory was given back, as that of a gathered parameter between two uses (FSDP).
+    To read it would end the process (torch 2.13)."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

@@ -220,3 +220,23 @@ def test_a_call_that_passes_a_conversion_by_is_noticed(recwarn: pytest.WarningsR
     assert amp_graph.plans(model) and not recwarn
     with pytest.warns(ConversionWarning, match="CallsForward has a __call__ of its own"):
         amp_graph.convert(CallsForward(4, 4))
+
+
+class Gathered(nn.Module):
+    """As FSDP leaves a module between two uses (`use_orig_params=False`): an attribute is a view of
+    gathered parameters, whose memory was given back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Net()
+        self.gathered = torch.ones(1024)
+        self.gathered.untyped_storage().resize_(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_memory_that_was_given_back_is_not_read() -> None:
+    model = amp_graph.convert(Gathered(), policy="bfloat16")
+    model(torch.randn(4, 8)).sum().backward()  # ended the process
+    assert low_share(model, torch.randn(4, 8)) > 0
