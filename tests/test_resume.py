@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from resumable import MAKE, OVERFLOWS, POLICY, Net, one_step
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import SGD, AdamW
 from training import FLOAT16, Mlp, X, distance, overflow, same, scaled, snapshot
 
@@ -256,3 +258,27 @@ def test_an_optimizer_s_state_without_a_scale_leaves_it() -> None:
     plain.train(1)
     trainer.optimizer.load_state_dict(plain.optimizer.state_dict())
     assert amp_graph.scale_of(trainer.model).get_scale() == 2.0**11
+
+
+def test_distributed_checkpoint(tmp_path: Path) -> None:
+    """Which takes of an optimizer's state what all optimizers have; the scale is saved beside it."""
+    trainer, resumed = Trainer("converted"), Trainer("converted")
+    trainer.train(5)
+
+    def parts(of: Trainer) -> dict[str, Any]:
+        model, optimizer = get_state_dict(of.model, of.optimizer)
+        return {"model": model, "optimizer": optimizer, "scale": amp_graph.scale_of(of.model)}
+
+    dcp.save(parts(trainer), checkpoint_id=tmp_path, no_dist=True)
+    loaded = parts(resumed)
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(
+        resumed.model,
+        resumed.optimizer,
+        model_state_dict=loaded["model"],
+        optim_state_dict=loaded["optimizer"],
+    )
+    trainer.train(2)
+    resumed.train(2)
+    ours, theirs = resumed.save(), trainer.save()
+    assert same([ours["model"], ours["scaler"]], [theirs["model"], theirs["scaler"]])
