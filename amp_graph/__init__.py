@@ -19,6 +19,7 @@ from amp_graph.errors import (
     PolicyError,
     VerifyError,
 )
+from amp_graph.export import export
 from amp_graph.inspection.difference import diff
 from amp_graph.inspection.dump import dump
 from amp_graph.inspection.explain import explain
@@ -67,6 +68,7 @@ __all__ = [
     "diff",
     "dump",
     "explain",
+    "export",
     "find_nonfinite",
     "has_finite_gradients",
     "is_converted",

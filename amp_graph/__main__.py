@@ -29,6 +29,7 @@ A model is named by a function without arguments that returns it with a batch to
     amp_graph calibrate models:small --dtype float16 --bound 0.01 --output plan.json
     amp_graph explain models:small --plan plan.json
     amp_graph diff plan.json other_plan.json
+    amp_graph export models:small small.pt2 --dtype bfloat16
     amp_graph lists aten.gelu
     amp_graph run train.py --epochs 3
 

@@ -111,7 +111,7 @@ def convert_at_first_call(model: nn.Module, policy: Policy) -> None:
 
 def _convert(model: nn.Module, policy: Policy, saved: Saved | None, example_inputs: Any) -> None:
     if saved is not None:
-        policy = _in_dtype_of(saved, policy)
+        policy = in_dtype_of(saved, policy)
     conversion = Conversion(model, policy, saved)
     conversion.open()
     try:
@@ -124,7 +124,7 @@ def _convert(model: nn.Module, policy: Policy, saved: Saved | None, example_inpu
         raise
 
 
-def _in_dtype_of(saved: Saved, policy: Policy) -> Policy:
+def in_dtype_of(saved: Saved, policy: Policy) -> Policy:
     """The policy with the low precision of the saved plans, which it may not contradict."""
     dtypes = {plan.dtype for plan in saved.plans}
     if policy.dtype is None:

@@ -85,6 +85,16 @@ def test_dump_and_a_plan_from_it(folder: Path, capsys: pytest.CaptureFixture[str
     assert main(["diff", "out/plan.json", "out/plan.json"]) == 0
 
 
+def test_export(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "models_here:small", "small.pt2", "--dtype", "bfloat16"]) == 0
+    assert capsys.readouterr().out.startswith("small.pt2: weights of")
+    program = torch.export.load(folder / "small.pt2")
+    assert {p.dtype for p in program.state_dict.values()} == {torch.bfloat16}
+    assert program.module()(torch.randn(4, 8)).dtype is torch.float32
+    assert main(["export", "models_here:small", "no_folder/small.pt2"]) == 2
+    assert "no_folder" in capsys.readouterr().err
+
+
 def test_compare(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["compare", "models_here:full", "--dtype", "float16", "--bound", "0.1"]
     assert main([*command, "--json", "c.json", "--plot", "c.svg"]) == 1

@@ -18,7 +18,7 @@ LAYERS = [
     "passes",
     "backend",
     "calls",
-    "convert", "inspection",
+    "convert", "export", "inspection",
     "autopatch", "numerics",
     "__init__", "commands",
     "__main__",

@@ -261,7 +261,7 @@ def test_an_optimizer_s_state_without_a_scale_leaves_it() -> None:
 
 
 def test_distributed_checkpoint(tmp_path: Path) -> None:
-    """Which takes of an optimizer's state what all optimizers have; the scale is saved beside it."""
+    """It takes what all optimizers have of a state; the scale is saved beside it."""
     trainer, resumed = Trainer("converted"), Trainer("converted")
     trainer.train(5)
 

@@ -1,0 +1,65 @@
+"""`export`: a model as a program in mixed precision, in a file."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from rich.text import Text
+
+from amp_graph.commands.command import (
+    Command,
+    check_files,
+    factory_argument,
+    out,
+    plan_argument,
+    policy_arguments,
+    policy_of,
+    working,
+)
+from amp_graph.commands.factory import subject
+from amp_graph.export import export
+
+
+def _export_arguments(parser: ArgumentParser) -> None:
+    factory_argument(parser)
+    parser.add_argument("output", metavar="FILE", help="where to write the program (.pt2)")
+    plan_argument(parser)
+    policy_arguments(parser)
+
+
+def _export(args: Namespace) -> int:
+    check_files(args.output)
+    with working(f"exporting {args.factory}"):
+        made = subject(args.factory)
+        positional, named = _arguments(made.batches[0])
+        with torch.no_grad():
+            program = export(
+                made.model.eval(), positional, named, policy=policy_of(args), plan=args.plan
+            )
+        torch.export.save(program, args.output)
+    before, after = map(_mebibytes, (made.model.state_dict(), program.state_dict))
+    told = f"{args.output}: weights of {after:.1f} MiB, {before:.1f} MiB in the model"
+    out.print(Text(told), soft_wrap=True)
+    return 0
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return ((batch,) if isinstance(batch, torch.Tensor) else batch), {}
+
+
+def _mebibytes(tensors: Mapping[str, torch.Tensor]) -> float:
+    return sum(tensor.nbytes for tensor in tensors.values()) / 2**20
+
+
+EXPORT = Command(
+    "export",
+    "write the model as a program in mixed precision, which torch.export.load reads",
+    "The model is exported in evaluation mode, for batches of the size of its first one.",
+    _export_arguments,
+    _export,
+)

@@ -1,0 +1,183 @@
+"""Export: a model as a program in mixed precision, for deployment.
+
+    what torch.export makes             what becomes of it
+    p_weight: float32, x: float32       p_weight: bfloat16, x: float32
+                                        x_low  = _to_copy(x, dtype=bfloat16)
+    linear = linear(x, p_weight)        linear = linear(x_low, p_weight)
+    return linear                       return _to_copy(linear, dtype=float32)
+
+The program needs nothing of this package: it can be saved, compiled ahead of time and handed on.
+Weights that it reads in low precision alone are stored in that: nobody trains them any more.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+
+    ExportedProgram._update                         the same program with another graph
+    free_unbacked_symbols, ShapeEnv.var_to_range    sizes that depend on data, and their bounds
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature, InputKind
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.backend.decide import Lifted, Traced, decide
+from amp_graph.calls.conversion import found_conversion
+from amp_graph.capture.aten import CAST
+from amp_graph.capture.fake import fake_mode_of
+from amp_graph.convert import in_dtype_of
+from amp_graph.errors import AmpGraphError, PolicyError
+from amp_graph.modules import unwrapped
+from amp_graph.plans.plan_file import PlanSource, as_plans
+from amp_graph.policy import Policy, as_policy
+
+# What torch.export asserts of the operand of a conversion: its dtype in float32, for one.
+ASSERTS_METADATA = torch.ops.aten._assert_tensor_metadata.default
+
+
+def export(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    policy: Policy | str | torch.dtype | None = None,
+    plan: PlanSource | None = None,
+    dynamic_shapes: Any = None,
+) -> ExportedProgram:
+    """Return what `torch.export.export(model, args, kwargs)` does, in mixed precision. The model,
+    which may be converted, is left as it is.
+
+    Inputs, outputs and buffers have the dtypes that they have in the model; a parameter has low
+    precision if nothing reads it in another. `policy` and `plan` are those of `convert`, or those
+    that the model was converted with. `dynamic_shapes` is torch.export's.
+
+    Raises what `torch.export` raises for a model that it cannot export, PolicyError, ListError
+    and PlanError as `convert` does, and AmpGraphError if the program cannot be rewritten.
+    """
+    conversion = found_conversion(model)
+    saved = None if plan is None else as_plans(plan)
+    if conversion is not None and policy is None:
+        policy, saved = conversion.policy, saved or conversion.compiler.saved
+    chosen = as_policy(policy)
+    if saved is not None:
+        chosen = in_dtype_of(saved, chosen)
+    if chosen.output_dtype is not None:
+        raise PolicyError("output_dtype: a program returns the dtypes of the model; leave it out")
+    given: Any = tuple(args) if isinstance(args, list) else args
+    exported = torch.export.export(
+        unwrapped(model), given, dict(kwargs or {}), dynamic_shapes=dynamic_shapes
+    )
+    with torch.no_grad():
+        decision = decide(_traced(exported), chosen, chosen.load_lists(), saved, _paths(exported))
+    if decision.lifted is None:
+        reason = decision.failure or decision.plan.fallback
+        raise AmpGraphError(
+            f"cannot export {type(model).__name__} in mixed precision: {reason}. "
+            f"torch.export.export has it in float32"
+        )
+    return _rewritten(exported, decision.lifted)
+
+
+def _traced(exported: ExportedProgram) -> Traced:
+    """A program's graph as Dynamo would hand it over."""
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    kinds = {spec.arg.name: spec.kind for spec in exported.graph_signature.input_specs}
+    for node in exported.graph.nodes:
+        if node.target is ASSERTS_METADATA:
+            continue
+        new[node] = graph.node_copy(node, new.__getitem__)
+        value = node.meta.get("val")
+        if kinds.get(node.name) is InputKind.PARAMETER:
+            value = nn.Parameter(value, requires_grad=False)
+        new[node].meta = {**node.meta, "example_value": value}
+    inputs = [new[n].meta["example_value"] for n in exported.graph.find_nodes(op="placeholder")]
+    return Traced(fx.GraphModule(exported.graph_module, graph), inputs)
+
+
+def _paths(exported: ExportedProgram) -> dict[str, str]:
+    """The path of each module by the key that nodes have it by."""
+    stacks = [node.meta.get("nn_module_stack") or {} for node in exported.graph.nodes]
+    return {key.partition("@")[0]: path for stack in stacks for key, (path, *_) in stack.items()}
+
+
+def _rewritten(exported: ExportedProgram, lifted: Lifted) -> ExportedProgram:
+    """The program with the graph that was emitted for it, and the weights that this reads."""
+    graph, narrowed = _with_weights(lifted)
+    inputs: list[Any] = graph.find_nodes(op="placeholder")
+    results: Any = graph.output_node().args[0]
+    before, state = exported.graph_signature, exported.state_dict
+    signature = ExportGraphSignature(
+        [*map(_of_node, before.input_specs, inputs)],
+        [*map(_of_node, before.output_specs, results)],
+    )
+    # By the ids of the parameters: of tied ones the graph reads one.
+    weights = {
+        id(state[target]): _low(state[target], narrowed[name])
+        for name, target in signature.inputs_to_parameters.items()
+        if name in narrowed
+    }
+    for node in inputs:
+        target = signature.inputs_to_parameters.get(node.name)
+        if target is not None and id(state[target]) in weights:
+            node.meta["val"] = node.meta["val"].to(weights[id(state[target])].dtype)
+    program = exported._update(
+        fx.GraphModule(lifted.graph, graph),
+        signature,
+        state_dict={name: weights.get(id(value), value) for name, value in state.items()},
+    )
+    program.range_constraints.update(_ranges(program))
+    return program
+
+
+def _with_weights(lifted: Lifted) -> tuple[fx.Graph, dict[str, torch.dtype]]:
+    """The graph with the inputs that were captured alone: a parameter is its low-precision weight
+    if nothing else reads it, and is cast else. With the names of the first kind, and their dtypes.
+    """
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    inputs = lifted.graph.graph.find_nodes(op="placeholder")
+    captured = inputs[: len(inputs) - len(lifted.weights)]
+    for node in captured:
+        new[node] = graph.node_copy(node)
+    narrowed: dict[str, torch.dtype] = {}
+    for low, (position, dtype) in zip(inputs[len(captured) :], lifted.weights, strict=True):
+        parameter = captured[position]
+        if parameter.users:
+            new[low] = graph.call_function(CAST, (new[parameter],), {"dtype": dtype})
+            new[low].meta = dict(low.meta)
+        else:
+            new[low] = new[parameter]
+            narrowed[parameter.name] = dtype
+    for node in lifted.graph.graph.nodes:
+        if node not in new:
+            new[node] = graph.node_copy(node, new.__getitem__)
+    return graph, narrowed
+
+
+def _ranges(program: ExportedProgram) -> Iterator[tuple[Any, Any]]:
+    """What is known of the sizes that depend on data. Each trace has symbols of its own for them,
+    without whose ranges a program that was saved cannot be loaded."""
+    fake_mode = fake_mode_of(program.graph_module)
+    known: Any = fake_mode.shape_env if fake_mode is not None else None
+    values = tree_leaves([node.meta.get("val") for node in program.graph.nodes])
+    for value in values if known is not None else ():
+        if isinstance(value, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            for symbol in free_unbacked_symbols(value):
+                yield symbol, known.var_to_range[symbol]
+
+
+def _of_node(spec: Any, node: Any) -> Any:
+    """What is said of an input or a result, by the name of its node; a constant has none."""
+    if not isinstance(node, fx.Node):
+        return spec
+    return replace(spec, arg=replace(spec.arg, name=node.name))
+
+
+def _low(weight: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(weight.detach().to(dtype), requires_grad=weight.requires_grad)
