@@ -79,7 +79,8 @@ def infinite(gradient: Tensor) -> None:
 def test_steps_are_plain_ones_and_skips_leave_no_trace(form: str, info: Any, given: bool) -> None:
     """All options in turn on one model."""
     sparse = form == "sparse"
-    model, twin = Bag(sparse), Bag(sparse)
+    model: Any = Bag(sparse)
+    twin = Bag(sparse)
     options = [*options_of(info, sparse)]
     optimizers = [made(info, model, each) for each in options]
     amp_graph.convert(model, optimizers if given else [], policy=STEADY)
@@ -104,7 +105,8 @@ def test_steps_are_plain_ones_and_skips_leave_no_trace(form: str, info: Any, giv
                 optimizer.state.clear()
             assert same(snapshot(model, optimizer), before), each
         assert amp_graph.step_counts(optimizer) == StepCounts(stepped=2, skipped=2)
-        assert amp_graph.scale_of(model).get_scale() == 2.0**8
+        scale = amp_graph.scale_of(model)
+        assert scale is not None and scale.get_scale() == 2.0**8
         loaded = made(info, twin, each)
         loaded.load_state_dict(optimizer.state_dict())  # by one that is not ours
         assert same(snapshot(loaded), snapshot(optimizer)), each
@@ -145,9 +147,10 @@ def test_every_scheduler_is_here() -> None:
 @pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
 def test_schedulers_set_the_rates_that_they_set_a_plain_optimizer(given: bool) -> None:
     """Those made before the conversion and after it; the first step is skipped, as others are."""
-    model, twin = Mlp(), Mlp()
+    model: Any = Mlp()
+    twin = Mlp()
     half, makers = len(SCHEDULERS), [*SCHEDULERS.values()] * 2
-    optimizers = [SGD(model.parameters(), lr=0.1, momentum=0.9) for _ in makers]
+    optimizers: list[Any] = [SGD(model.parameters(), lr=0.1, momentum=0.9) for _ in makers]
     pairs = [*zip(makers, optimizers, strict=True)]
     early = [make(optimizer) for make, optimizer in pairs[:half]]
     amp_graph.convert(model, optimizers if given else [], policy=STEADY)
