@@ -195,8 +195,10 @@ class _EnterInput(Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
         if gradient is None:
             return None, None, None
-        go_out = _go_out if ctx.is_own else _go_out_to_others
-        return None, None, go_out(ctx.scale, gradient, ctx.dtype)
+        if ctx.is_own:
+            return None, None, _go_out(ctx.scale, gradient, ctx.dtype)
+        factor = ctx.scale.inverse(gradient.device)
+        return None, None, _go_out_to_others(ctx.scale, gradient, factor, ctx.dtype)
 
 
 class _Leave(Function):
@@ -247,14 +249,13 @@ class _Cross(Function):
     @staticmethod
     @not_captured
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        if ctx.is_coming_in:
+        if ctx.is_coming_in:  # what had come in may be made of what others train (GradNorm)
             factor = ctx.factor * ctx.scale.inverse(gradient.device)
-        else:
-            again = torch.is_grad_enabled()
-            incoming = gradient * ctx.factor if again else gradient
-            factor = ctx.factor * ctx.scale.factor(incoming, again, of_gradient=True)
-        back = _cross(gradient, factor, ctx.dtype, ctx.scale, not ctx.is_coming_in)
-        return back, None, None, None, None
+            return _go_out_to_others(ctx.scale, gradient, factor, ctx.dtype), None, None, None, None
+        again = torch.is_grad_enabled()
+        incoming = gradient * ctx.factor if again else gradient
+        factor = ctx.factor * ctx.scale.factor(incoming, again, of_gradient=True)
+        return _cross(gradient, factor, ctx.dtype, ctx.scale, True), None, None, None, None
 
 
 def _come_in(scale: Scale, gradient: Tensor, dtype: torch.dtype) -> Tensor:
@@ -269,13 +270,12 @@ def _go_out(scale: Scale | None, gradient: Tensor, dtype: torch.dtype) -> Tensor
     return _cross(gradient, scale.inverse(gradient.device), dtype, scale, False)
 
 
-def _go_out_to_others(scale: Scale, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `_go_out`, and the scale is told of an overflow."""
+def _go_out_to_others(scale: Scale, gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale is told of an overflow."""
     spill = None if torch.is_grad_enabled() else scale.spill_on(gradient.device)
     if spill is None or gradient.is_complex() or not are_plain([gradient]):
-        return _go_out(scale, gradient, dtype)
+        return _cross(gradient, factor, dtype, scale, False)
     wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
-    factor = scale.inverse(gradient.device)
     torch._amp_foreach_non_finite_check_and_unscale_([wide], spill, factor)
     return wide.to(dtype)
 
