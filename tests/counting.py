@@ -30,7 +30,7 @@ CONVERTIBLE = (*LOW, torch.float32)
 PRODUCTS = frozenset(
     """
     mm addmm bmm baddbmm addbmm matmul linear bilinear einsum _addmm_activation
-    _grouped_mm grouped_mm _trilinear
+    _grouped_mm grouped_mm grouped_mm_fallback grouped_mm_fallback_backward _trilinear
     convolution _convolution convolution_overrideable mkldnn_convolution slow_conv_transpose2d
     _slow_conv2d_forward slow_conv3d_forward _conv_depthwise2d
     conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
