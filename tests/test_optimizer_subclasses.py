@@ -262,3 +262,26 @@ def test_an_optimizer_that_calls_no_init_leaves_its_class_alone() -> None:
     for each, optimizer in ((model, given), (plain, other)):
         each(torch.ones(2, 4)).sum().backward()
         optimizer.step()
+
+
+class Counted(SGD):
+    """Counts its steps in its groups: as a number, as timm's LAMB and Adan do, and in a tensor."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["seen"] += 1
+        return super().step(closure)
+
+
+def test_what_is_kept_in_groups_is_put_back() -> None:
+    """After an overflow in the very step in which the optimizer is found."""
+    model, seen = Mlp(), torch.zeros(())
+    optimizer = Counted([{"params": [*model.parameters()], "seen": seen}], lr=0.1)
+    amp_graph.convert(model, policy=SCALED)
+    (group,) = optimizer.param_groups
+    before = {**group, "seen": seen.clone()}
+    assert_skips(model, optimizer, [True])
+    assert same(group, before) and group["seen"] is seen
+    assert_skips(model, optimizer, [False, True])
+    assert group["step"] == seen == 1

@@ -5,17 +5,22 @@ from __future__ import annotations
 import copy
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.training.found_inf import parameters_of
 
 
 class Copies:
-    """An optimizer's parameters, gradients and state as they are now."""
+    """An optimizer's parameters, gradients, state and options as they are now."""
 
     def __init__(self, optimizer: Optimizer):
         self._values = [(p, p.detach().clone(), p.grad) for p in parameters_of(optimizer)]
         self._state = {p: copy.deepcopy(state) for p, state in optimizer.state.items()}
+        # Some count their steps in the groups; what else these hold, a module, say, is not copied.
+        self._groups = [{**group} for group in optimizer.param_groups]
+        held = [v for group in self._groups for v in group.values() if isinstance(v, Tensor)]
+        self._options = [(option, option.detach().clone()) for option in held]
 
     def give_zeros(self) -> None:
         """Replace the gradients, until they are put back."""
@@ -29,3 +34,8 @@ class Copies:
             parameter.grad = gradient
         optimizer.state.clear()
         optimizer.state.update(self._state)
+        for option, value in self._options:
+            option.copy_(value)
+        for group, before in zip(optimizer.param_groups, self._groups, strict=True):
+            group.clear()
+            group.update(before)
