@@ -13,7 +13,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training import FLOAT16, Mlp, X, assert_same_gradients, distance, gradients, scaled, twins
+from torch.optim import SGD
+from training import (
+    FLOAT16,
+    Mlp,
+    X,
+    assert_same_gradients,
+    distance,
+    gradients,
+    same,
+    scaled,
+    snapshot,
+    twins,
+)
 
 import amp_graph
 
@@ -260,3 +272,24 @@ def test_a_second_derivative_inside_of_a_step(is_attached: bool) -> None:
                 o.state[w]["hessian"] for o, w in zip(optimizers, (p, q), strict=True)
             )
             assert distance(found, expected) <= 4 * FLOAT16
+
+
+class Curved(SGD):
+    """Takes second derivatives inside of its step, as AdaHessian does."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = self.param_groups[0]["params"]
+        gradients = [p.grad for p in parameters]
+        self.curvature = torch.autograd.grad(gradients, parameters, gradients)
+        return super().step(closure)
+
+
+def test_second_derivatives_of_gradients_that_overflowed() -> None:
+    """In the very step in which the optimizer is found."""
+    model = Mlp()
+    optimizer = Curved(model.parameters(), lr=0.1)
+    amp_graph.convert(model, policy=SCALED)
+    before = snapshot(model, optimizer)
+    (model(X) * math.inf).square().mean().backward(create_graph=True)
+    optimizer.step()
+    assert same(snapshot(model, optimizer), before)

@@ -25,7 +25,7 @@ class Copies:
     def give_zeros(self) -> None:
         """Replace the gradients, until they are put back."""
         for parameter, _, gradient in self._values:
-            parameter.grad = None if gradient is None else torch.zeros_like(gradient)
+            parameter.grad = None if gradient is None else _zeros_of(gradient)
 
     @torch.no_grad()
     def put_back(self, optimizer: Optimizer) -> None:
@@ -39,3 +39,12 @@ class Copies:
         for group, before in zip(optimizer.param_groups, self._groups, strict=True):
             group.clear()
             group.update(before)
+
+
+def _zeros_of(gradient: Tensor) -> Tensor:
+    """Zeros that can be differentiated if the gradient can, as AdaHessian does inside of a step."""
+    zeros = torch.zeros_like(gradient)
+    if not gradient.requires_grad:
+        return zeros
+    with torch.enable_grad():
+        return torch.where(torch.zeros_like(gradient, dtype=torch.bool), gradient, zeros)
