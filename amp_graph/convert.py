@@ -217,11 +217,12 @@ def backend(
 
 def _calls_modules_way(kind: type[nn.Module]) -> bool:
     """Whether a call comes to `nn.Module.__call__`, where a conversion stands: no class on the way
-    has a `__call__` that names no other."""
+    has a `__call__` that names no other, or fx's `_wrapped_call`, which goes on."""
     before_module = takewhile(lambda c: c is not nn.Module, kind.__mro__)
     own = [c.__dict__["__call__"] for c in before_module if "__call__" in c.__dict__]
     codes = [c.__code__ for c in map(inspect.unwrap, own) if isinstance(c, FunctionType)]
-    return all({"__call__", "_call_impl"}.intersection(code.co_names) for code in codes)
+    others = {"__call__", "_call_impl", "_wrapped_call"}
+    return all(others.intersection(code.co_names) for code in codes)
 
 
 def _check_model(model: Any) -> None:

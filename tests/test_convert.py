@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from nets import Net, low_share
-from torch import nn
+from torch import fx, nn
 
 import amp_graph
 from amp_graph import ConversionWarning, Policy
@@ -215,9 +215,10 @@ class CallsOn(nn.Linear):
 
 
 def test_a_call_that_passes_a_conversion_by_is_noticed(recwarn: pytest.WarningsRecorder) -> None:
-    model = amp_graph.convert(CallsOn(4, 4))
-    model(torch.randn(2, 4))
-    assert amp_graph.plans(model) and not recwarn
+    for plain in (CallsOn(8, 4), fx.symbolic_trace(Net())):
+        model = amp_graph.convert(plain)
+        model(torch.randn(2, 8))
+        assert amp_graph.plans(model) and not recwarn
     with pytest.warns(ConversionWarning, match="CallsForward has a __call__ of its own"):
         amp_graph.convert(CallsForward(4, 4))
 

@@ -88,7 +88,6 @@ KINDS = [Net, InItsState, ByArguments, WithoutCache, as_graph_module]
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 @pytest.mark.parametrize("make", KINDS)
-@pytest.mark.filterwarnings("ignore:GraphModule has a __call__ of its own")
 def test_what_is_pickled_or_copied_is_the_plain_model(make: Any, way: Any) -> None:
     plain = make().eval()
     model, x = amp_graph.convert(copy.deepcopy(plain)), torch.randn(4, 8)
