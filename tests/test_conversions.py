@@ -29,6 +29,7 @@ MOVES: dict[str, Convert] = {
     "a memory format": lambda h, x: h.to(memory_format=CL),
     "a memory format that it has": lambda h, x: h.contiguous(memory_format=CL).to(memory_format=CL),
     "a device and a memory format": lambda h, x: h.to(x.device, memory_format=CL),
+    "transposed, as it is": lambda h, x: h.mT.to(memory_format=torch.contiguous_format),
 }
 CASTS: dict[str, Convert] = {
     "float": lambda h, x: h.float(),
@@ -83,6 +84,19 @@ def test_what_names_no_type_asks_for_none(how: str) -> None:
 def test_what_names_float32_gets_it(how: str) -> None:
     plan = compared(CASTS[how])
     assert [n for n, p in plan.paints.items() if p.rule == "user cast"]
+
+
+class Gray(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x * 2).to(memory_format=CL))
+
+
+def test_one_channel_in_channels_last() -> None:
+    """PyTorch calls it contiguous in either format, and yet lays it out by the strides of channels,
+    by which a convolution lays out its result, and dropout goes through that."""
+    model, x = Gray(1, 4, 3), torch.randn(2, 1, 5, 5)
+    strides = model(x).stride()
+    assert amp_graph.convert(model, policy="bfloat16")(x).stride() == strides
 
 
 def test_another_device() -> None:

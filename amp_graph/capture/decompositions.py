@@ -34,7 +34,8 @@ def moved(node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor | None:
     wanted: Any = node.kwargs.get("memory_format") or torch.preserve_format
     place = 2 if options and isinstance(options[0], fx.Node) else 3  # (other, non_blocking, copy)
     is_copied = node.kwargs.get("copy") or options[place : place + 1] == [True]
-    is_laid_out = wanted is torch.preserve_format or tensor.is_contiguous(memory_format=wanted)
+    # By strides: one channel is contiguous in either format, and still laid out anew (torch 2.13).
+    is_laid_out = wanted is torch.preserve_format or tensor.stride() == result.stride()
     if tensor.device == result.device and is_laid_out and not is_copied:
         return tensor
     elsewhere: Tensor = CAST(tensor, device=result.device, memory_format=wanted)
