@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from typing import Any
 
@@ -152,3 +153,29 @@ def test_copies_for_safety_are_not_what_a_checkpoint_keeps() -> None:
     for _ in range(2):
         x = torch.randn(4, 16, requires_grad=True)
         checkpoint(model, x, use_reentrant=False, context_fn=contexts).sum().backward()
+
+
+class Normed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.use_reentrant = nn.Conv2d(2, 4, 3), use_reentrant
+        self.block = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, self.first(x), use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_buffers_that_are_written_inside_of_a_checkpoint(use_reentrant: bool) -> None:
+    """`torch.compile(backend="eager")` saves them, and raises in the backward pass (torch 2.13)."""
+    plain = Normed(use_reentrant)
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    x = torch.randn(4, 2, 8, 8)
+    for each in (plain, model):
+        for _ in range(2):
+            each(x).square().mean().backward()
+    assert not [p.fallback for p in amp_graph.plans(model) if p.fallback]
+    for own, other in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(own, other, atol=0.01, rtol=0.01)
+    gradient, expected = model.first.weight.grad, plain.first.weight.grad
+    assert (gradient - expected).norm() <= 0.05 * expected.norm()

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_graph.backend.custom_function import applied, can_apply, differentiable, second_halves
 from amp_graph.backend.emulation import in_float32, nothing_emulated
-from amp_graph.capture.aten import CAST, SELECTIVE
+from amp_graph.capture.aten import CAST, SELECTIVE, written_operands
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 BINDINGS = (torch, torch._C._nn, torch.Tensor)  # where they are looked for; 2.11 - 2.15
@@ -46,7 +46,7 @@ def eager(
     replaced = {name: eager(body, emulated) for name, body in bodies.items()}
     for half in second_halves(module.graph):
         replaced[half] = differentiable(replaced[half])
-    called = {n.name: call for n in module.graph.nodes if (call := _called_for(n)) is not None}
+    called = {n.name: c for n in module.graph.nodes if (c := _called_for(module, n)) is not None}
     for node in filter(emulated, module.graph.nodes):
         called[node.name] = in_float32(called.get(node.name, node.target))
     if not called and all(replaced[name] is body for name, body in bodies.items()):
@@ -73,9 +73,9 @@ def code_of(module: fx.GraphModule) -> Callable[..., Any]:
     return run
 
 
-def _called_for(node: fx.Node) -> Callable[..., Any] | None:
+def _called_for(module: fx.GraphModule, node: fx.Node) -> Callable[..., Any] | None:
     if node.target is CHECKPOINT:
-        return _checkpointed
+        return _checkpointed(_written(module, node))
     if can_apply(node):
         return applied
     if node.target is operator.pow and repr(node.args[0]).startswith("-"):
@@ -111,9 +111,27 @@ def _is_cast(node: fx.Node) -> bool:
     return [*node.kwargs] == ["dtype"] and value is not None and value.dtype != node.kwargs["dtype"]
 
 
-def _checkpointed(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-    """Reentrant or not in the model's code, what a graph recomputes is the same."""
-    kwargs["use_reentrant"] = False
-    if SELECTIVE in body.meta:
-        kwargs["context_fn"] = body.meta[SELECTIVE]
-    return checkpoint(body.forward, *args, **kwargs)
+def _written(module: fx.GraphModule, node: fx.Node) -> frozenset[int]:
+    """Which inputs of the graph the body of a checkpoint writes to, by position among its own."""
+    written = {n for n in written_operands(module, node) if n.op == "placeholder"}
+    return frozenset(i for i, given in enumerate(node.args[1:]) if given in written)
+
+
+def _checkpointed(written: frozenset[int]) -> Callable[..., Any]:
+    """Reentrant or not in the model's code, what a graph recomputes is the same. What is `written`
+    are buffers, such as a count of batches. That code does not hand them to `checkpoint`, which
+    saves what it is given, and raises in the backward pass if that was written to."""
+
+    def checkpointed(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        kwargs["use_reentrant"] = False
+        if SELECTIVE in body.meta:
+            kwargs["context_fn"] = body.meta[SELECTIVE]
+        if not written:
+            return checkpoint(body.forward, *args, **kwargs)
+
+        def run(*saved: Any) -> Any:
+            return body.forward(*(args[i] if i in written else s for i, s in enumerate(saved)))
+
+        return checkpoint(run, *(None if i in written else a for i, a in enumerate(args)), **kwargs)
+
+    return checkpointed
