@@ -86,6 +86,14 @@ class StateMadeUnrecorded(Two):
         return self.b(state).exp() / size + state.exp()
 
 
+class AsksForGradient(Two):
+    """A value that is made differentiable, of which nothing differentiable leaves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = torch.zeros_like(x).requires_grad_()
+        return self.b(self.a(x) + start.exp().detach())
+
+
 MODELS = [
     StateMadeUnrecorded,
     Statistics,
@@ -112,6 +120,14 @@ def test_gradients_are_those_of_the_plain_model(kind: type[nn.Module], policy: P
     if inputs[0] is not None:
         assert distance(inputs[1], inputs[0]) <= BFLOAT16
     assert all(plan.low for plan in amp_graph.plans(model))
+
+
+def test_a_value_that_asks_for_a_gradient_in_evaluation() -> None:
+    """As MRA's attention does, of which no gradient is taken."""
+    plain, model = twins(AsksForGradient(), Policy("bfloat16"))
+    with torch.no_grad():
+        assert distance(model(X), plain(X)) <= BFLOAT16
+    assert not any(plan.fallback for plan in amp_graph.plans(model))
 
 
 class CheckpointThatRecords(Two):
@@ -234,6 +250,20 @@ class FailsUnrecorded(Two):
         with torch.no_grad():
             h = h.index_select(0, other)
         return self.b(h)
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_a_request_for_gradients_where_nothing_is_recorded(around: Any) -> None:
+    """What transformers' `enable_input_require_grads` does to embeddings, in an evaluation."""
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    plain[0].requires_grad_(False).register_forward_hook(lambda m, i, o: o.requires_grad_(True))
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    with around():
+        expected, result = plain(X), model(X)
+    assert distance(result, expected) <= BFLOAT16
+    assert not result.requires_grad
+    plans = amp_graph.plans(model)
+    assert not any(plan.fallback for plan in plans) and any(plan.low for plan in plans)
 
 
 def test_an_error_leaves_the_mode_as_it_was() -> None:

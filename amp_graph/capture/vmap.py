@@ -33,6 +33,9 @@ STEPS = {
     "_add_batch_dim": 0,
     "_remove_batch_dim": 0,
     "_vmap_decrement_nesting": -1,
+    # Around a `requires_grad_()` of a value in the graph. Nothing that it makes differentiable
+    # leaves the graph (seen on 2.13), or Dynamo would have ended it before.
+    "set_inplace_requires_grad_allowed": 0,
 }
 
 
@@ -43,6 +46,8 @@ def inside_vmap(graph: fx.Graph) -> set[fx.Node]:
     depth = 0
     for node in graph.nodes:
         step = 0
+        if node.target is torch.autograd.grad:
+            raise CaptureError(f"'{node.name}' takes a gradient inside of the graph")
         if getattr(node.target, "__module__", "").startswith(TRANSFORMS):
             name = getattr(node.target, "__name__", "")
             if name not in STEPS:
