@@ -8,11 +8,12 @@ from itertools import groupby
 import pytest
 import torch
 from torch import Tensor, nn
-from training import FLOAT16, Mlp, X, assert_same_gradients, distance, twins
+from torch.optim import SGD
+from training import FLOAT16, Mlp, X, assert_same_gradients, distance, scaled, twins
 
 import amp_graph
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_other_scales")
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
@@ -97,3 +98,28 @@ def test_backward_passes_inside_of_one_another_and_beside_have_scales_of_their_o
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_no_overflow_reaches_weights_of_losses_that_are_trained_on_gradients() -> None:
+    """As GradNorm does: the last pass goes out to them by way of what came in first."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    weights = nn.Parameter(torch.ones(2))
+    of_model, of_weights = SGD(model.parameters(), lr=1e-3), SGD([weights], lr=1e-3)
+    amp_graph.convert(model, of_model, policy=scaled(2.0**20))
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(2))
+    for _ in range(12):
+        of_model.zero_grad()
+        y = model(x)
+        weighted = weights * torch.stack([y.square().mean(), (y - 3).square().mean()])
+        weighted.sum().backward(retain_graph=True)
+        norms = [
+            torch.autograd.grad(one, model[0].weight, create_graph=True)[0].norm()
+            for one in weighted
+        ]
+        weights.grad = torch.autograd.grad(100 * sum(norms), weights)[0]
+        of_model.step()
+        of_weights.step()
+    assert all(p.isfinite().all() for p in (weights, *model.parameters()))
+    assert amp_graph.step_counts(of_weights).stepped > 0
+    assert amp_graph.step_counts(of_weights).skipped > 0

@@ -91,29 +91,6 @@ def test_no_overflow_reaches_a_parameter_that_is_given() -> None:
     assert amp_graph.step_counts(of_prompt).stepped > 0
 
 
-def test_no_overflow_reaches_weights_of_losses_that_are_trained_on_gradients() -> None:
-    """As GradNorm does: the last pass goes out to them by way of what came in first."""
-    model, weights = discriminator(), nn.Parameter(torch.ones(2))
-    of_model, of_weights = SGD(model.parameters(), lr=1e-3), SGD([weights], lr=1e-3)
-    amp_graph.convert(model, of_model, policy=scaled(2.0**20))
-    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(2))
-    for _ in range(12):
-        of_model.zero_grad()
-        y = model(x)
-        weighted = weights * torch.stack([y.square().mean(), (y - 3).square().mean()])
-        weighted.sum().backward(retain_graph=True)
-        norms = [
-            torch.autograd.grad(one, model[0].weight, create_graph=True)[0].norm()
-            for one in weighted
-        ]
-        weights.grad = torch.autograd.grad(100 * sum(norms), weights)[0]
-        of_model.step()
-        of_weights.step()
-    assert weights.isfinite().all() and are_finite(model)
-    assert amp_graph.step_counts(of_weights).stepped > 0
-    assert amp_graph.step_counts(of_weights).skipped > 0
-
-
 def test_what_nobody_steps_is_watched_by_those_it_spills_into() -> None:
     G, D = generator(), discriminator().requires_grad_(False)
     of_g = SGD(G.parameters(), lr=1e-3)
