@@ -100,6 +100,23 @@ def test_backward_passes_inside_of_one_another_and_beside_have_scales_of_their_o
     assert not wrong
 
 
+def test_a_pass_outlives_many_that_begin_after_it() -> None:
+    """As one of a thread that waits for its turn does."""
+    plain, model = twins(Mlp())
+    model = amp_graph.convert(amp_graph.restore(model), policy="float16")
+
+    def inside(_: Tensor) -> None:
+        for _ in range(100):
+            with torch.enable_grad():
+                other = (model(X) * 1e4).sum()
+            torch.autograd.grad(other, [model.first.bias])
+
+    model.second.weight.register_hook(inside)  # so that it leaves before the others
+    for each in (plain, model):
+        each(X).sum().mul(1e-3).backward()
+    assert_same_gradients(model, plain)
+
+
 def test_no_overflow_reaches_weights_of_losses_that_are_trained_on_gradients() -> None:
     """As GradNorm does: the last pass goes out to them by way of what came in first."""
     torch.manual_seed(1)

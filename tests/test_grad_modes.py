@@ -252,6 +252,7 @@ class FailsUnrecorded(Two):
         return self.b(h)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo 2.11 ends graphs at such a request")
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
 def test_a_request_for_gradients_where_nothing_is_recorded(around: Any) -> None:
     """What transformers' `enable_input_require_grads` does to embeddings, in an evaluation."""

@@ -25,7 +25,9 @@ from amp_graph.watched import FirstNonfinite
 
 PEAK = 1.0  # what the largest incoming gradient is brought to
 PEAK_AGAIN = 2.0**8  # if it is differentiated again, and trained on: half-way up in float16
-PASSES = 32  # backward passes that may run inside of, or beside, one another
+# Backward passes that may begin before the first of them ends, inside of it or in other threads: on
+# a busy machine one that waits for its turn is overtaken by dozens.
+PASSES = 1024
 LOOKED_AT = 64  # autograd nodes behind the inputs of a call
 
 Factors = tuple[Tensor, Tensor]
