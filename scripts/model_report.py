@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import zoo
 from counting import CastCounter, MatmulCounter
-from zoo.measure import autocast, errors, ratio, step, steps
+from zoo.measure import autocast, errors, for_autocast, ratio, step, steps
 
 import amp_graph
 
@@ -99,12 +99,12 @@ def measure(case: zoo.Case, batches: int) -> Result:
     with MatmulCounter() as products, CastCounter() as casts:
         step(case, model, seed=0)
     with CastCounter() as autocasts:
-        step(case, case.make(), seed=0, around=autocast)
+        step(case, for_autocast(case), seed=0, around=autocast)
 
     model.load_state_dict(case.make().state_dict())
     reference = steps(case, case.make(), batches)
     ours = errors(reference, steps(case, model, batches))
-    theirs = errors(reference, steps(case, case.make(), batches, around=autocast))
+    theirs = errors(reference, steps(case, for_autocast(case), batches, around=autocast))
     plans = amp_graph.plans(model)
     return Result(
         name=case.name,

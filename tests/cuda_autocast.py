@@ -27,6 +27,8 @@ from amp_graph.capture.fake import size_hint
 LOW = (torch.bfloat16, torch.float16)
 Kept = set[tuple[int, torch.dtype]]
 RECURRENT = frozenset(["aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"])
+# What transformers spells, in a model that is not captured, as a linear layer for each expert.
+EXPERTS = frozenset(["transformers::grouped_mm_fallback"])
 
 
 @dataclass
@@ -132,8 +134,9 @@ class _Replay(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         args, kwargs = tree_map(cuda_device, (args, kwargs))
         name = str(node.target)
-        if getattr(node.target, "_schema", None) and node.target._schema.name in RECURRENT:
-            return self.recurrent(node, args)
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.name in RECURRENT | EXPERTS:
+            return self.cast_whole(node, args)
         with _Counting(self, name, _converts(node)) as counting:
             try:
                 return node.target(*args, **kwargs)
@@ -146,8 +149,8 @@ class _Replay(fx.Interpreter):
         dtype = counting.cast_to or asked
         return tree_map(lambda v: _in_dtype(v, dtype), as_cuda(node.meta.get("val")))
 
-    def recurrent(self, node: fx.Node, args: Any) -> Any:
-        """With cuDNN, autocast casts input, state and all weights, and the results stay low."""
+    def cast_whole(self, node: fx.Node, args: Any) -> Any:
+        """Autocast casts input, state and all weights, with cuDNN, and the results stay low."""
         for value in tree_leaves(args):
             if isinstance(value, torch.Tensor) and value.dtype is torch.float32:
                 is_weight = id(value) in self.weights

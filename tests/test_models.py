@@ -17,7 +17,7 @@ import zoo
 from counting import CastCounter, MatmulCounter
 from torch import nn
 from zoo import Case
-from zoo.measure import autocast, errors, excess, ratio, step, steps
+from zoo.measure import autocast, errors, excess, for_autocast, ratio, step, steps
 
 import amp_graph
 from amp_graph.ir import Plan
@@ -128,7 +128,7 @@ def assert_low(seen: MatmulCounter) -> None:
 def check_errors(case: Case, model: nn.Module, folder: Path) -> None:
     reference = steps(case, case.make(), BATCHES)
     ours = errors(reference, steps(case, rewound(case, model), BATCHES))
-    theirs = errors(reference, steps(case, case.make(), BATCHES, around=autocast))
+    theirs = errors(reference, steps(case, for_autocast(case), BATCHES, around=autocast))
     gradient = ratio(ours.typical("gradient"), theirs.typical("gradient"))
     found = {
         "loss": ratio(ours.mean("loss"), theirs.mean("loss")),

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,6 +59,16 @@ def autocast() -> Iterator[None]:
     without = torch.backends.mkldnn.flags(enabled=False) if lacks_kernels else nullcontext()
     with without, torch.autocast("cpu", torch.bfloat16):
         yield
+
+
+def for_autocast(case: Case) -> nn.Module:
+    """The model with products that autocast has a rule for: it has none for the operator by which
+    transformers multiplies by all experts at once, and would leave them in float32."""
+    model = case.make()
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "eager"
+    return model
 
 
 def vector(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
