@@ -153,7 +153,8 @@ class _Replay(fx.Interpreter):
         """Autocast casts input, state and all weights, with cuDNN, and the results stay low."""
         for value in tree_leaves(args):
             if isinstance(value, torch.Tensor) and value.dtype is torch.float32:
-                is_weight = id(value) in self.weights
+                whole = value if value._base is None else value._base
+                is_weight = id(whole) in self.weights
                 self.found.add(str(node.target), value, CAST(value, dtype=self.dtype), is_weight)
         return tree_map(lambda v: _in_dtype(v, self.dtype), as_cuda(node.meta["val"]))
 
