@@ -71,10 +71,16 @@ def weak_method(method: Run) -> Run:
 
 
 def call_with(call: Run, batch: Any) -> Any:
-    """Call on a tensor, on a sequence of positional or a mapping of keyword arguments."""
-    if isinstance(batch, torch.Tensor):
-        return call(batch)
-    return call(**batch) if isinstance(batch, Mapping) else call(*batch)
+    """Call on a batch."""
+    args, kwargs = arguments_of(batch)
+    return call(*args, **kwargs)
+
+
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch is a tensor, a sequence of positional or a mapping of keyword arguments."""
+    if isinstance(batch, Mapping):
+        return (), {**batch}
+    return ((batch,) if isinstance(batch, torch.Tensor) else (*batch,)), {}
 
 
 class KeptRandomState:

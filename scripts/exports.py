@@ -17,29 +17,20 @@ import traceback
 import warnings
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import zoo
-from zoo.case import floating_outputs
+from zoo.case import exportable, floating_outputs
 
 import amp_graph
 
 
-def without_caches(model: torch.nn.Module) -> torch.nn.Module:
-    """torch.export does not know the classes of transformers' caches."""
-    config: Any = getattr(model, "config", None)
-    for each in (config, config.get_text_config()) if config is not None else ():
-        each.use_cache = False
-    return model.eval()
-
-
 def exported(case: zoo.Case) -> tuple[str, str]:
     """A word for the outcome, and what is to be told of it."""
-    model, (args, kwargs) = without_caches(case.make()), case.batch(0, 0)
+    model, (args, kwargs) = exportable(case.make()), case.batch(0, 0)
     try:
         torch.export.export(copy.deepcopy(model), args, kwargs)
     except Exception as error:

@@ -16,7 +16,7 @@ from nets import Net
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from zoo import cases
-from zoo.case import floating_outputs
+from zoo.case import exportable, floating_outputs
 
 import amp_graph
 import amp_graph.backend.decide as decide
@@ -44,10 +44,7 @@ def reloaded(program: ExportedProgram) -> ExportedProgram:
 def test_computes_what_the_converted_model_does(case: Any) -> None:
     if case.name == "llava" and torch.__version__ < "2.13":
         pytest.skip("torch 2.11 cannot retrace the sizes in it; export says so")
-    model = case.make().eval()
-    if hasattr(model, "config"):
-        for config in (model.config, model.config.get_text_config()):
-            config.use_cache = False  # of a class that torch.export does not know
+    model = exportable(case.make())
     args, kwargs = case.batch(0, 0)
     program = amp_graph.export(copy.deepcopy(model), args, kwargs, policy="bfloat16")
     loaded = reloaded(program)

@@ -41,7 +41,7 @@ STEPS = {
 
 def inside_vmap(graph: fx.Graph) -> set[fx.Node]:
     """The nodes from the begin of each vmap to its end. Raises CaptureError if there is another
-    transform."""
+    transform, or a gradient is taken."""
     inside: set[fx.Node] = set()
     depth = 0
     for node in graph.nodes:

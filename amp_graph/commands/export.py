@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from rich.text import Text
@@ -21,6 +20,7 @@ from amp_graph.commands.command import (
 )
 from amp_graph.commands.factory import subject
 from amp_graph.export import export
+from amp_graph.modules import arguments_of
 
 
 def _export_arguments(parser: ArgumentParser) -> None:
@@ -34,22 +34,14 @@ def _export(args: Namespace) -> int:
     check_files(args.output)
     with working(f"exporting {args.factory}"):
         made = subject(args.factory)
-        positional, named = _arguments(made.batches[0])
+        batch = arguments_of(made.batches[0])
         with torch.no_grad():
-            program = export(
-                made.model.eval(), positional, named, policy=policy_of(args), plan=args.plan
-            )
+            program = export(made.model.eval(), *batch, policy=policy_of(args), plan=args.plan)
         torch.export.save(program, args.output)
     before, after = map(_mebibytes, (made.model.state_dict(), program.state_dict))
     told = f"{args.output}: weights of {after:.1f} MiB, {before:.1f} MiB in the model"
     out.print(Text(told), soft_wrap=True)
     return 0
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return ((batch,) if isinstance(batch, torch.Tensor) else batch), {}
 
 
 def _mebibytes(tensors: Mapping[str, torch.Tensor]) -> float:

@@ -271,7 +271,7 @@ def _go_out(scale: Scale | None, gradient: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def _go_out_to_others(scale: Scale, gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale is told of an overflow."""
+    """Out to what the model does not own, times a factor; the scale is told of an overflow."""
     spill = None if torch.is_grad_enabled() else scale.spill_on(gradient.device)
     if spill is None or gradient.is_complex() or not are_plain([gradient]):
         return _cross(gradient, factor, dtype, scale, False)

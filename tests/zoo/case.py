@@ -58,6 +58,14 @@ def seeded(name: str, build: Callable[[], nn.Module]) -> nn.Module:
     return model.train()
 
 
+def exportable(model: nn.Module) -> nn.Module:
+    """In evaluation, without transformers' caches, whose classes torch.export does not know."""
+    config: Any = getattr(model, "config", None)
+    for each in (config, config.get_text_config()) if config is not None else ():
+        each.use_cache = False
+    return model.eval()
+
+
 def floating_outputs(output: Any) -> list[torch.Tensor]:
     """The differentiable tensors of an output, whatever holds them."""
     if not isinstance(output, (torch.Tensor, dict, list, tuple)):
