@@ -118,7 +118,7 @@ def main(dtype: str, backend: str) -> None:
     store.set(f"done {rank}", "")
     store.wait([f"done {r}" for r in range(ranks)])
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit (seen in torch 2.13)
+    os._exit(0)  # gloo's threads sometimes abort the interpreter's own exit (pytorch issue 190489)
 
 
 def train(way: str, dtype: str, backend: str) -> None:

@@ -1,5 +1,6 @@
 """DistributedDataParallel under torchrun, with a sampler and with no_sync for accumulation."""
 
+import atexit
 import os
 
 import torch
@@ -34,13 +35,19 @@ def main():
     totals = [torch.zeros((), dtype=torch.float64) for _ in range(ranks)]
     dist.all_gather(totals, total)
     if rank == 0:
-        print("ranks agree", all(torch.equal(t, total) for t in totals))
+        print("ranks agree", all(torch.equal(t, total) for t in totals), flush=True)
         with torch.no_grad():
-            print(f"final loss {nn.functional.mse_loss(model.module(x), data[:][1]).item():.6f}")
+            print(
+                f"final loss {nn.functional.mse_loss(model.module(x), data[:][1]).item():.6f}",
+                flush=True,
+            )
     # gloo may hang in a last collective if its peer is gone right after (torch 2.11, 2.13).
     store.set(f"done {rank}", "")
     store.wait([f"done {r}" for r in range(ranks)])
     dist.destroy_process_group()
+    # gloo's threads sometimes abort the interpreter's own exit (torch 2.13, pytorch issue 190489).
+    atexit._run_exitfuncs()
+    os._exit(0)
 
 
 if __name__ == "__main__":

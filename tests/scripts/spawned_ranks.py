@@ -1,5 +1,7 @@
 """DistributedDataParallel in two processes that torch.multiprocessing.spawn starts."""
 
+import atexit
+import os
 import sys
 
 import torch
@@ -28,6 +30,9 @@ def train(rank, ranks, file):
     store.set(f"done {rank}", "")
     store.wait([f"done {r}" for r in range(ranks)])
     dist.destroy_process_group()
+    # gloo's threads sometimes abort the interpreter's own exit (torch 2.13, pytorch issue 190489).
+    atexit._run_exitfuncs()
+    os._exit(0)
 
 
 if __name__ == "__main__":
