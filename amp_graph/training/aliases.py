@@ -74,15 +74,18 @@ def leave_results(
     of_filled = {id(_base(t)) for t in filled}
     of_inputs = {*memories(values)}
     left: dict[int, Tensor] = {}
-    carrying = filter(carries_gradient, results)
-    for sharing in _by_memory(t for t in carrying if id(_base(t)) not in of_filled):
+    carrying = [t for t in filter(carries_gradient, results) if id(_base(t)) not in of_filled]
+    for sharing in _by_memory(carrying):
         if memory(sharing[0]) in of_inputs:
             left |= _leave_inputs(scale, sharing, inputs, values)
+            continue
+        if len(sharing) == 1:
+            left[id(sharing[0])] = leave(scale, sharing[0])
             continue
         is_heard = any(x._backward_hooks or x.retains_grad for x in sharing)
         base = None if is_heard else _common_base(sharing)
         if base is None:
-            left |= {id(x): leave(scale, x, shares=len(sharing) > 1) for x in sharing}
+            left |= {id(x): leave(scale, x, shares=True) for x in sharing}
         else:
             left |= _views(sharing, base, leave(scale, base))
     return [left.get(id(value), value) for value in results]
@@ -107,7 +110,9 @@ def _leave_inputs(
     return left
 
 
-def _by_memory(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+def _by_memory(tensors: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+    if len(tensors) == 1:
+        return [tensors]
     found: dict[int, dict[int, Tensor]] = {}
     for tensor in tensors:
         found.setdefault(memory(tensor), {})[id(tensor)] = tensor
@@ -121,9 +126,11 @@ def _base(tensor: Tensor) -> Tensor:
 def _common_base(sharing: Sequence[Tensor]) -> Tensor | None:
     """What several tensors are views of, or one of them is and the others are views of; None if
     there is no such tensor, or none that carries a gradient."""
+    if len(sharing) == 1:
+        return None
     bases = {id(b): b for b in map(_base, sharing)}
     base, *others = bases.values()
-    if len(sharing) == 1 or others or not base.requires_grad:
+    if others or not base.requires_grad:
         return None
     return base if all(_is_but_a_view(x, base) for x in sharing) else None
 

@@ -9,7 +9,7 @@ lowered is that of the model which spilled, not of the one it was spilled into.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,21 +21,22 @@ from amp_graph.training.graph_scale import GraphScale
 
 def overflowed(
     parameters: Sequence[Tensor],
-    scales: Sequence[GraphScale],
+    owners: Mapping[GraphScale, Sequence[Tensor]],
     by: object,
     only_spilled: bool = False,
 ) -> Tensor:
     """Whether any gradient of these parameters overflowed, as `found_inf` tells. Each scale is told
-    of what it is to blame for, of the step that `by` is about to take. `only_spilled`: none of them
-    is to be looked after but for what may have spilled into it."""
+    of what it is to blame for, of the step that `by` is about to take. `owners`: those of the
+    parameters that are of its model. `only_spilled`: none of them is to be looked after but for
+    what may have spilled into it."""
+    scales, owned = [*owners], [*owners.values()]
     for scale in scales:
         scale.begin_step(by)
     spills = [scale.spills.show(by) for scale in scales]
     if len(scales) == 1 and spills[0] is None:
         found = found_inf(parameters, checked=scales[0].checked)
-        scales[0].stepped(found, by, is_own=bool(scales[0].own(parameters)))
+        scales[0].stepped(found, by, is_own=bool(owned[0]))
         return found
-    owned = [scale.own(parameters) for scale in scales]
     ids = {id(p) for own in owned for p in own}
     of_all = found_inf(p for p in parameters if id(p) not in ids)
     began = [s.first_pass for s, own in zip(scales, owned, strict=True) if own]

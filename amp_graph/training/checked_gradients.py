@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, itemgetter, not_
 
 import torch
 from torch import Tensor
@@ -57,18 +58,19 @@ class CheckedGradients:
         of a check of which some are elsewhere, or yet to be made, might tell of those."""
         if any(map(Tensor.is_inference, gradients)):
             return [], [*gradients]
-        given = list(_identities(gradients))
-        here = frozenset(address for address, _ in given)
+        given = [*_identities(gradients)]
+        here = frozenset(map(_address, given))
         running = backward_pass()
         known: set[tuple[int, int]] = set()
         flags = []
         for check in self._checks:
             is_done = running is None or check.made_in[0] != running
-            if is_done and check.addresses() <= here and check.memories.are_alive():
-                known |= check.gradients
-                flags.append(check.found_inf)
-        pairs = zip(gradients, given, strict=True)
-        return flags, [gradient for gradient, identity in pairs if identity not in known]
+            if is_done and here.issuperset(map(_address, check.gradients)):
+                if check.memories.are_alive():
+                    known |= check.gradients
+                    flags.append(check.found_inf)
+        are_unknown = map(not_, map(known.__contains__, given))
+        return flags, [*compress(gradients, are_unknown)]
 
 
 class _Check:
@@ -80,13 +82,10 @@ class _Check:
         self.gradients: set[tuple[int, int]] = set()
         self.memories = Memories()
 
-    def addresses(self) -> set[int]:
-        return {address for address, _ in self.gradients}
-
 
 def _identities(gradients: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """Address and version, without a Python call for each gradient."""
     return zip(map(Tensor.data_ptr, gradients), map(_version, gradients), strict=True)
 
 
-_version = attrgetter("_version")
+_address, _version = itemgetter(0), attrgetter("_version")

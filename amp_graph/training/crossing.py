@@ -22,7 +22,13 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from amp_graph.training.checked_gradients import CheckedGradients
-from amp_graph.training.engine import are_plain, backward_pass, for_all, never_captured
+from amp_graph.training.engine import (
+    applied,
+    are_plain,
+    backward_pass,
+    for_all,
+    never_captured,
+)
 from amp_graph.watched import FirstNonfinite
 
 # Of a model that takes gradients inside, Dynamo would capture what runs in them.
@@ -77,7 +83,7 @@ def enter(
     each value stands for, as it is or in low precision. Gradients of the values go out to them, in
     their dtype, divided by S. Those of `fresh` owners are nobody else's and may be written to.
     """
-    entered: tuple[Tensor, ...] = _apply(_Enter, scale, values, owners, fresh, *tensors)
+    entered: tuple[Tensor, ...] = applied(_Enter, scale, values, owners, fresh, *tensors)
     return entered
 
 
@@ -90,7 +96,7 @@ def enter_input(scale: Scale, tensor: Tensor, value: Tensor) -> Tensor:
 def leave(scale: Scale, result: Tensor, shares: bool = False) -> Tensor:
     """Hand a result out; its gradient comes in times S. If it shares memory with another it cannot
     be written to, since a write would reach the other unseen."""
-    left: Tensor = _apply(_Leave, scale, result, shares)
+    left: Tensor = applied(_Leave, scale, result, shares)
     return left
 
 
@@ -147,24 +153,19 @@ class _Enter(Function):
         return (None, None, None, None, *map(found.get, range(len(ctx.tensors))))
 
 
-def _go_out_together(ctx: Any, given: Iterable[tuple[int, Tensor]]) -> dict[int, Tensor]:
+def _go_out_together(ctx: Any, given: Sequence[tuple[int, Tensor]]) -> dict[int, Tensor]:
     """Float32 gradients, each the sum of its parts, in a few fused calls. They are laid out as
     their tensors are, or AccumulateGrad would copy them again."""
-    found: dict[int, Tensor] = {}
-    others, wide, narrow = [], [], []
-    for i, gradient in given:
-        if i in found:
-            others.append((i, gradient))
-        elif i in ctx.fresh and gradient.dtype is torch.float32:
-            found[i] = gradient
-        else:
-            found[i] = torch.empty_like(ctx.tensors[i])
-            wide.append(found[i])
-            narrow.append(gradient)
-    if wide:
-        torch._foreach_copy_(wide, narrow)
-    for i, gradient in others:
-        found[i].add_(gradient)
+    first = dict(reversed(given))  # float32 ones before others
+    found = {i: first[i] for i in ctx.fresh if i in first and first[i].dtype is torch.float32}
+    narrow = {i: g for i, g in first.items() if i not in found} if found else first
+    if narrow:
+        wide = [*map(torch.empty_like, map(ctx.tensors.__getitem__, narrow))]
+        torch._foreach_copy_(wide, [*narrow.values()])
+        found.update(zip(narrow, wide, strict=True))
+    for i, gradient in given if len(first) < len(given) else ():
+        if gradient is not first[i]:
+            found[i].add_(gradient)
     if ctx.scale is not None and found:
         gradients = [*found.values()]
         ctx.scale.checked.unscale_(gradients, ctx.scale.inverse(gradients[0].device))

@@ -6,6 +6,8 @@ torch._C._functorch.get_unwrapped                                   2.11, 2.13, 
 torch._remove_batch_dim, _add_batch_dim                             2.11, 2.13, 2.15
 torch.UntypedStorage._weak_ref, _expired, _free_weak_ref            2.11, 2.13, 2.15
 torch.Tensor._view_func                                             2.11, 2.13, 2.15
+torch._C._are_functorch_transforms_active                           2.11, 2.13, 2.15
+torch.autograd.Function, that its base class has `apply` too        2.11, 2.13, 2.15
 torch.autograd.graph.Node._set_sequence_nr, of a Function's         2.13, 2.15
 torch.autograd.grad_mode._unsafe_preserve_version_counter           2.11, 2.13, 2.15
 torch._C._dynamo.eval_frame.get_eval_frame_callback                 2.11, 2.13, 2.15
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
+from torch.autograd import Function
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -57,6 +60,7 @@ around_compiled = torch.compiler.disable(  # what they call may be compiled
 )
 
 _layout, _cdata = attrgetter("layout"), attrgetter("_cdata")
+_are_transforms_active: Any = torch._C._are_functorch_transforms_active
 _is_batched = torch._C._functorch.is_batchedtensor
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 _expired: Any = torch.UntypedStorage._expired
@@ -116,6 +120,14 @@ def runs_when_ready(node: Any) -> None:
         node._set_sequence_nr(2**64 - 1)
 
 
+def applied(function: type[Function], *args: Any) -> Any:
+    """What `function.apply` returns. It looks at each argument for what a transform of torch.func
+    left behind, which takes a third of a call that has many parameters, none of which is such."""
+    if _are_transforms_active():
+        return function.apply(*args)
+    return super(Function, function).apply(*args)  # type: ignore[misc]
+
+
 def unbatched(tensor: Tensor) -> Tensor:
     """All of the batch that a tensor inside of torch.vmap, or of the older vmap, stands for."""
     while _is_batched(tensor):
@@ -150,7 +162,7 @@ def are_plain(gradients: Sequence[Tensor]) -> bool:
     return (
         {*map(type, gradients)} <= {Tensor}
         and {*map(_layout, gradients)} <= {torch.strided}
-        and not any(map(_is_batched, gradients))
+        and not (_are_transforms_active() and any(map(_is_batched, gradients)))
         and not any(map(_is_legacy_batched, gradients))
     )
 

@@ -97,7 +97,8 @@ def overflowed_by_hand(parameters: Sequence[Tensor], scale: GraphScale | None, b
     for each in own:
         each.driven_by_grad_scaler = False  # that of another model
     spilling = [s for s in _in_use() if s is not scale and s.may_have_spilled(by)]
-    return bool(overflowed(parameters, [*own, *spilling], by))
+    asked = {each: each.own(parameters) for each in (*own, *spilling)}
+    return bool(overflowed(parameters, asked, by))
 
 
 @not_compiled

@@ -13,8 +13,8 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -34,6 +34,7 @@ from amp_graph.training.step_record import StepRecord
 from amp_graph.training.undo import Copies
 
 InUse = Callable[[], Iterable[GraphScale]]
+_serial = attrgetter("serial")
 # What PyTorch calls steps and their hooks by.
 HOOKED_STEP = Optimizer.profile_hook_step(Optimizer.step).__code__
 
@@ -57,13 +58,13 @@ class StepGuard:
         self._stand_before(optimizer)
 
     def _stand_before(self, optimizer: Optimizer) -> None:
-        before, alive = optimizer.step, weakref.ref(optimizer)
-        original = weak_method(before) if getattr(before, "__self__", 0) is optimizer else before
+        own, alive = optimizer.step, weakref.ref(optimizer)
+        original = weak_method(own) if getattr(own, "__self__", 0) is optimizer else own
         # By which schedulers tell, and warn, that no step came before theirs; 2.11 - 2.15.
-        knows_schedulers = hasattr(before, "_wrapped_by_lr_sched")
+        knows_schedulers = hasattr(own, "_wrapped_by_lr_sched")
 
         @around_compiled
-        @functools.wraps(getattr(before, "__func__", before))
+        @functools.wraps(getattr(own, "__func__", own))
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             optimizer = alive()
             assert optimizer is not None, "a step of an optimizer that is gone"
@@ -71,21 +72,16 @@ class StepGuard:
             self.record.overflowed, self._unguarded, self._undo = False, 0, None
             if knows_schedulers:
                 optimizer._opt_called = True  # type: ignore[attr-defined]
-            with self._stepping():
+            before, self.is_stepping = self.is_stepping, True
+            try:
                 result = self._step(optimizer, original, args, kwargs)
+            finally:
+                self.is_stepping = before
             return self.record.overflowed == 0 if result is None and self.conversions else result
 
         # What its own `__dict__` holds must not keep it alive.
         bound = types.MethodType(step, weakref.proxy(optimizer))
         optimizer.step = bound  # type: ignore[method-assign]
-
-    @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        before, self.is_stepping = self.is_stepping, True
-        try:
-            yield
-        finally:
-            self.is_stepping = before
 
     @around_compiled
     def _step(
@@ -140,24 +136,31 @@ class StepGuard:
     def _overflows(self, optimizer: Optimizer) -> Tensor | None:
         """Whether gradients overflowed that are made under a scale, or that one may have spilled
         into; None if there are none, or a GradScaler looks after them."""
-        scales = self.scales(optimizer)
-        explicit = bool(scales) and is_grad_scaler_stepping(sys._getframe())
-        for scale in scales:
-            scale.driven_by_grad_scaler = explicit
-        spilling = [s for s in self._in_use() if s not in scales and s.may_have_spilled(optimizer)]
-        if explicit or not (scales or spilling):
+        in_use = [*self._in_use()]
+        if not in_use:  # all is in bfloat16
             return None
-        given, asked = parameters_of(optimizer), [*scales, *spilling]
-        found: Tensor = overflowed(given, asked, optimizer, only_spilled=not scales)
+        parameters = parameters_of(optimizer)
+        owned = self._owned(parameters)
+        explicit = bool(owned) and is_grad_scaler_stepping(sys._getframe())
+        for scale in owned:
+            scale.driven_by_grad_scaler = explicit
+        others = [s for s in in_use if s not in owned and s.may_have_spilled(optimizer)]
+        if explicit or not (owned or others):
+            return None
+        asked = owned | dict.fromkeys(others, ()) if others else owned
+        found: Tensor = overflowed(parameters, asked, optimizer, only_spilled=not owned)
         return found
 
     def scales(self, optimizer: Optimizer) -> list[GraphScale]:
         """The scales that this optimizer's gradients are made under, the oldest first."""
+        return [*self._owned(parameters_of(optimizer))]
+
+    def _owned(self, parameters: Sequence[Tensor]) -> dict[GraphScale, Sequence[Tensor]]:
+        """By scale, those of the optimizer's parameters that are its model's own."""
+        owned = {scale: scale.own(parameters) for scale in self._in_use()}
         attached = [scale for ref in self.attached if (scale := ref()) is not None]
-        parameters = parameters_of(optimizer)
-        own = [scale for scale in self._in_use() if scale.own(parameters)]
-        found = {s.serial: s for s in (*attached, *own) if s.is_in_use}
-        return [found[serial] for serial in sorted(found)]
+        found = {s for s, own in owned.items() if own}.union(s for s in attached if s.is_in_use)
+        return {s: owned.get(s, ()) for s in sorted(found, key=_serial)}
 
     def before_unguarded_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """The net under a step that did not come through this guard: the step in which the
