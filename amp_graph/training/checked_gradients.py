@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import compress
-from operator import attrgetter, itemgetter, not_
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -33,9 +32,12 @@ class CheckedGradients:
         """Multiply fresh gradients, all on one device, by 1/S, and check them, in one pass."""
         check = self._check_on(inverse)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, check.found_inf, inverse)
-        if not any(map(Tensor.is_inference, gradients)):  # these have no versions
-            check.memories.add(gradients)
-            check.gradients.update(_identities(gradients))
+        try:
+            made = [*_identities(gradients)]
+        except RuntimeError:  # inference tensors have no versions
+            return
+        check.gradients.update(made)
+        check.memories.add(gradients)
 
     def _check_on(self, inverse: Tensor) -> _Check:
         """That of the backward pass which is running, or a new one."""
@@ -56,21 +58,21 @@ class CheckedGradients:
     def known(self, gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The flags of the checks whose gradients are all here, and the other gradients. The flag
         of a check of which some are elsewhere, or yet to be made, might tell of those."""
-        if any(map(Tensor.is_inference, gradients)):
+        try:
+            given = [*_identities(gradients)]
+        except RuntimeError:
             return [], [*gradients]
-        given = [*_identities(gradients)]
-        here = frozenset(map(_address, given))
+        here = dict(given)
         running = backward_pass()
-        known: set[tuple[int, int]] = set()
+        known: dict[int, int] = {}
         flags = []
         for check in self._checks:
             is_done = running is None or check.made_in[0] != running
-            if is_done and here.issuperset(map(_address, check.gradients)):
-                if check.memories.are_alive():
-                    known |= check.gradients
-                    flags.append(check.found_inf)
-        are_unknown = map(not_, map(known.__contains__, given))
-        return flags, [*compress(gradients, are_unknown)]
+            if is_done and check.gradients.keys() <= here.keys() and check.memories.are_alive():
+                known |= check.gradients
+                flags.append(check.found_inf)
+        pairs = zip(gradients, given, strict=True)
+        return flags, [g for g, (address, version) in pairs if known.get(address) != version]
 
 
 class _Check:
@@ -79,7 +81,7 @@ class _Check:
     def __init__(self, made_in: tuple[int | None, torch.device], found_inf: Tensor):
         self.made_in = made_in
         self.found_inf = found_inf
-        self.gradients: set[tuple[int, int]] = set()
+        self.gradients: dict[int, int] = {}  # versions by address
         self.memories = Memories()
 
 
@@ -88,4 +90,4 @@ def _identities(gradients: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     return zip(map(Tensor.data_ptr, gradients), map(_version, gradients), strict=True)
 
 
-_address, _version = itemgetter(0), attrgetter("_version")
+_version = attrgetter("_version")

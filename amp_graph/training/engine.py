@@ -63,6 +63,7 @@ _layout, _cdata = attrgetter("layout"), attrgetter("_cdata")
 _are_transforms_active: Any = torch._C._are_functorch_transforms_active
 _is_batched = torch._C._functorch.is_batchedtensor
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
+_weak_ref: Any = torch.UntypedStorage._weak_ref
 _expired: Any = torch.UntypedStorage._expired
 _free_weak_ref: Any = torch.UntypedStorage._free_weak_ref
 
@@ -198,7 +199,7 @@ class Memories:
         self._references: list[Any] = []
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        self._references += [tensor.untyped_storage()._weak_ref() for tensor in tensors]
+        self._references += map(_weak_ref, map(Tensor.untyped_storage, tensors))
 
     def are_alive(self) -> bool:
         return not any(map(_expired, self._references))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.engine import any_of, has_process_group, sent, writes_unseen
 
-_grad, _layout, _is_complex = attrgetter("grad"), attrgetter("layout"), methodcaller("is_complex")
+_grad, _layout, _dtype = attrgetter("grad"), attrgetter("layout"), attrgetter("dtype")
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -40,7 +40,8 @@ def found_inf(
         device = parameters[0].device if parameters else None
         return torch.zeros((), dtype=torch.float32, device=device)
     meshes = {} if {*map(type, gradients)} == {Tensor} else _meshes(gradients)
-    if meshes or {*map(_layout, gradients)} != {torch.strided} or any(map(_is_complex, gradients)):
+    dtypes, layouts = {*map(_dtype, gradients)}, {*map(_layout, gradients)}
+    if meshes or layouts != {torch.strided} or any(dtype.is_complex for dtype in dtypes):
         gradients = [*map(_numbers, gradients)]
     flags: list[Tensor] = []
     unknown = gradients
