@@ -158,3 +158,23 @@ def test_the_shapes_of_another_model_make_none_dynamic() -> None:
         (plan,) = amp_graph.plans(model)
         sizes = [s for f in plan.facts.values() for t in f.tensors for s in t.shape]
         assert sizes and all(isinstance(size, int) for size in sizes)
+
+
+class Noisy(nn.Module):
+    """The operator that `generator=None` chooses takes no symbolic sizes (torch 2.13)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + torch.randn(x.shape, generator=None))
+
+
+def test_a_model_that_takes_no_symbolic_sizes_is_captured_at_each() -> None:
+    model, sizes = amp_graph.convert(Noisy()), (2, 3, 4, 3)
+    for size in sizes:
+        model(torch.randn(size, 4))
+    plans = amp_graph.plans(model)
+    assert len(plans) == len(set(sizes))
+    assert all(plan.low and not plan.fallback for plan in plans)

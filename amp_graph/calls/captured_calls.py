@@ -44,8 +44,10 @@ from amp_graph.reasons import why_nothing_is_low
 from amp_graph.training.engine import backward_pass
 
 # Of Dynamo, for what it cannot capture: that is often where a number or a size that depends on data
-# is asked for its value, of which it tells in many ways.
+# is asked for its value, of which it tells in many ways. Or, in a later call, at an operator that
+# takes no symbolic sizes, such as `torch.randn(x.shape, generator=None)` (torch 2.13).
 BREAK_AT_DATA = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
+EACH_SIZE_APART = {**BREAK_AT_DATA, "automatic_dynamic_shapes": False}
 
 _UNWATCHED = contextlib.nullcontext()
 
@@ -210,18 +212,19 @@ class CapturedCalls:
         warn(f"{self.own_code.name} is no longer captured and {plan.otherwise}. {advice}")
 
     def _run_uncaptured(self, error: Exception, has_begun: bool, args: Any, kwargs: Any) -> Any:
-        """Capture with more breaks. If that was tried, or is not likely to help a model that would
-        begin for the third time, run its own code under autocast, and go on so: it may raise no
-        such error, or catch it. If it raises, nothing could have been captured, and the next call
-        is."""
+        """Capture with more breaks, then each size apart. If that was tried, or is not likely to
+        help a model that would begin for the third time, run its own code under autocast, and go
+        on so: it may raise no such error, or catch it. If it raises, nothing could have been
+        captured, and the next call is."""
         cause = getattr(error, "inner_exception", None)
         if isinstance(cause, MISTAKES):
             self._begin_again()
             raise cause from None
         is_other = is_of_capture(error) and not isinstance(error, CAPTURED_TOO_OFTEN)
         may_help = depends_on_data(error) or (is_other and not has_begun)
-        if may_help and not self._settings:
-            self._settings = BREAK_AT_DATA
+        untried = self._untried_settings() if may_help else None
+        if untried is not None:
+            self._settings = untried
             self._capture()
             return self(*args, **kwargs)
         index = self.own_code.stand_in(f"not captured ({why_not_captured(error)})")
@@ -236,6 +239,13 @@ class CapturedCalls:
             warn(f"{self.own_code.name} {planned.otherwise}")
         self._runs_own, self._is_stale, self._watch = own_code, False, None
         return result
+
+    def _untried_settings(self) -> Mapping[str, Any] | None:
+        """With which capture may fail no more. In a first call all sizes are known."""
+        if not self._settings:
+            return BREAK_AT_DATA
+        is_tried = self._is_new or self._settings is EACH_SIZE_APART
+        return None if is_tried else EACH_SIZE_APART
 
     def _autocast_around(self, run: Run, index: int) -> Run:
         """A captured call, with the code between its graphs, for which plan `index` stands, under
