@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -90,7 +91,8 @@ class Models:
             inner = unwrapped(module)
             if not any(p.is_floating_point() for p in inner.parameters()):
                 return False
-            if can_capture() and not any(map(is_lazy, inner.parameters())):
+            is_ready = can_capture() and not any(map(is_lazy, inner.parameters()))
+            if is_ready and not _is_being_built():
                 with self._deciding:
                     if self._is_open(module):
                         self._first_call(module, inner)
@@ -181,6 +183,18 @@ def _why_not(module: nn.Module, inner: nn.Module) -> str:
     if is_grad_scaler_around():
         return "the script uses a GradScaler"
     return ""
+
+
+def _is_being_built() -> bool:
+    """Whether the constructor of a module is at work, which calls its parts to see what sizes come
+    of them."""
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame, code = caller, caller.f_code
+        if code.co_name == "__init__" and code.co_argcount:
+            if isinstance(frame.f_locals.get(code.co_varnames[0]), nn.Module):
+                return True
+    return False
 
 
 def _is_on_meta(module: nn.Module) -> bool:
