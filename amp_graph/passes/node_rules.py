@@ -10,6 +10,8 @@ import torch
 from amp_graph.ir import Color, NodeFacts, Paint
 from amp_graph.passes.scene import FREE, NodeRule, Scene
 
+CONV3D = ("aten.conv3d.default", "aten.conv3d.padding")
+
 
 def fixed_as_captured(scene: Scene, n: int) -> Paint | None:
     """Nothing to convert, or precision that the model's own code chose."""
@@ -48,10 +50,25 @@ def missing_kernels(scene: Scene, n: int) -> Paint | None:
         return None
     f = scene.facts[n]
     device = f.tensors[0].device if f.tensors else "cpu"
-    has_kernel = scene.lists.has_kernel(f.op, device, scene.dtype)
-    if has_kernel and n not in scene.refused:
-        return None
-    return Paint(Color.DENY, "no kernel", f"{f.op} on {device}")
+    if not scene.lists.has_kernel(f.op, device, scene.dtype) or n in scene.refused:
+        return Paint(Color.DENY, "no kernel", f"{f.op} on {device}")
+    if device == "cpu" and scene.dtype is torch.bfloat16 and _is_too_deep(scene, f):
+        return Paint(Color.DENY, "no kernel", f"{f.op} deeper than its input")
+    return None
+
+
+def _is_too_deep(scene: Scene, f: NodeFacts) -> bool:
+    """Whether it is a conv3d with a kernel deeper than its input, at more than one depth. On CPUs
+    with AVX512-BF16 the gradient of its weight in bfloat16 reads and writes other memory: it is
+    NaN, or the process dies (torch 2.13)."""
+    if f.op not in CONV3D:
+        return False
+    shapes = [scene.by_name[operand].tensors[0].shape for operand in f.operands[:2]]
+    of_input, of_kernel = (shape[-3] for shape in shapes)
+    depth = f.tensors[0].shape[-3]
+    if isinstance(depth, str) or isinstance(of_input, str) or isinstance(of_kernel, str):
+        return False  # symbolic
+    return depth > 1 and of_input < of_kernel
 
 
 def saved_decisions(scene: Scene, n: int) -> Paint | None:

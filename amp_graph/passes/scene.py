@@ -34,6 +34,10 @@ class Scene:
     refused: Collection[int]
 
     @cached_property
+    def by_name(self) -> Mapping[str, NodeFacts]:
+        return {f.name: f for f in self.facts}
+
+    @cached_property
     def colors(self) -> Sequence[Color | None]:
         """List colours with the user's overrides. An operator that computes in float32 on
         low-precision tensors is as free as an infer one, unless its result, say of a last softmax,
