@@ -2,6 +2,8 @@
 AMP_GRAPH_ENABLE is set; imports nothing of the package before that.
 """
 
+import atexit
+import contextlib
 import importlib.util
 import sys
 
@@ -35,7 +37,18 @@ class _AfterTorch:
         return spec
 
 
+def _end_as_interrupted():
+    """Have Python end by SIGINT a script that KeyboardInterrupt ended, which a shell's loop over
+    scripts goes by. Python (3.11) forgets that it is to once a handler at its exit evaluates text,
+    as our dump does, and Dynamo's where tabulate is installed; and is reminded in the same way."""
+    is_interactive = hasattr(sys, "ps1")  # there, the error of a line that is long over
+    if getattr(sys, "last_type", None) is KeyboardInterrupt and not is_interactive:
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")
+
+
 def _start():
+    atexit.register(_end_as_interrupted)  # before all others, so that it runs after them
     try:
         from amp_graph.autopatch import start
 

@@ -240,3 +240,10 @@ def test_a_script_ends_in_its_own_way(script, end):
     assert bool(own_traceback(before)) == ("exit code" not in end and end not in NO_REPORT)
     assert after.err.count("Traceback") == before.err.count("Traceback")
     assert [line.startswith(REPORT) for line in after.said] == [True] * (end not in NO_REPORT)
+
+
+def test_a_script_that_is_interrupted_ends_so_after_a_dump_as_well(script, tmp_path):
+    ending, code = ENDS["KeyboardInterrupt"]
+    dump = tmp_path / "dump"
+    done = run(python(script(ending)), AMP_GRAPH_ENABLE="1", AMP_GRAPH_DUMP=str(dump))
+    assert done.code == code and (dump / "report.json").exists()
