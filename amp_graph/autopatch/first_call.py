@@ -74,11 +74,16 @@ class Models:
             self._local.inside = False
 
     def _is_open(self, module: nn.Module) -> bool:
-        """Whether it is yet to be decided about: it is new, or no longer on the meta device."""
+        """Whether it is yet to be decided about: it is new, no longer on the meta device, or a part
+        of a converted model that goes on without it."""
         if module not in self._parts:
             return True
         model = self._parts[module]
-        return model is not None and model.left_alone == ON_META and not _is_on_meta(module)
+        if model is None or (model.left_alone and model.left_alone != ON_META):
+            return False
+        if model.left_alone:
+            return not _is_on_meta(module)
+        return model.module() is not unwrapped(module) and _goes_on_alone(module, model)
 
     def _is_decided(self, module: nn.Module) -> bool:
         """Decide about a module. False: it has no parameters, now at least, so that what it calls
@@ -195,6 +200,18 @@ def _is_being_built() -> bool:
             if isinstance(frame.f_locals.get(code.co_varnames[0]), nn.Module):
                 return True
     return False
+
+
+def _goes_on_alone(part: nn.Module, model: Model) -> bool:
+    """Whether a part that is called by itself is more than looked at: it is trained so, by a step
+    that calls the parts where validation calls the whole, or the whole is gone. A backward pass
+    that calls it (`checkpoint`) repeats what the whole did."""
+    if backward_pass() is not None:
+        return False
+    if model.module() is None:
+        return True
+    is_trained = part.training and torch.is_grad_enabled()
+    return is_trained and any(p.requires_grad for p in part.parameters())
 
 
 def _is_on_meta(module: nn.Module) -> bool:
