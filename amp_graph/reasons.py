@@ -18,6 +18,7 @@ NAME_A_NODE = frozenset(
     {
         "downstream of",
         "promoted by",
+        "number not known",
         "saturates",
         "result of",
         "shares memory with",
@@ -39,6 +40,7 @@ WORDS = {
     "no kernel": "there is no kernel for {because} in {dtype}",
     "user cast": "the model's own code converts to float32 here",
     "constant out of range": "its constant {because} would become infinite or zero in {dtype}",
+    "number not known": "puts {node} among its numbers, which may be beyond the range of {dtype}",
     "override": "overridden by the user: {because}",
     "as captured": "runs as captured: {because}",
 }

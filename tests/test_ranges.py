@@ -69,6 +69,31 @@ def test_a_mask_value_in_a_tensor_saturates(mask):
     torch.testing.assert_close(result, function(X, W, seen), rtol=0.01, atol=0.01)
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda s, seen, own, far, near: torch.where(own, near, torch.where(seen, s, far)),
+        lambda s, seen, own, far, near: s.masked_fill(~seen, far).masked_fill(own, near),
+        lambda s, seen, own, far, near: s.clone().masked_fill_(~seen, far).masked_fill_(own, near),
+    ],
+    ids=["where", "masked_fill", "in place"],
+)
+def test_mask_values_in_buffers_keep_their_distance_in_float16(mask):
+    """A row of nothing but the two looks at what is less far (Reformer's first token at itself)."""
+    seen = torch.ones(SIZE, SIZE, dtype=torch.bool).tril()
+    own = torch.eye(SIZE, dtype=torch.bool)
+
+    def function(x, w, *masks):
+        return mask(x @ w, *masks).softmax(-1) @ w
+
+    args = (X, W, seen, own, torch.tensor(-1e9), torch.tensor(-1e5))
+    result = run(function, *args, policy=FLOAT16)
+    torch.testing.assert_close(result(*args), function(*args), rtol=0.01, atol=0.01)
+    assert "number not known" in {paint.rule for paint in result.plan.paints.values()}
+    low = run(function, *args)  # bfloat16 has the range
+    assert "number not known" not in {paint.rule for paint in low.plan.paints.values()}
+
+
 def test_an_epsilon_that_vanishes_keeps_its_operator_in_float32():
     def function(x, w):
         h = x @ w

@@ -101,6 +101,17 @@ def unrepresentable_numbers(scene: Scene, n: int) -> Paint | None:
     return None
 
 
+def numbers_not_known(scene: Scene, n: int) -> Paint | None:
+    """A 0-dimensional input put among other numbers, such as a mask value in a buffer: it may be
+    beyond float16's range, or be told from another that is."""
+    if scene.dtype is not torch.float16 or scene.colors[n] is not Color.CLEAR:
+        return None
+    operands = [scene.facts[p] for p in scene.flow.predecessors(n)]
+    puts = (f.name for f in operands if f.op == "placeholder" and f.is_scalar)
+    name = next(puts, None) if len(operands) > 1 else None
+    return Paint(Color.DENY, "number not known", name) if name is not None else None
+
+
 def saturating(scene: Scene, n: int) -> Paint | None:
     """A result near a bound, of which somebody reads how near."""
     was_free = scene.facts[n].color is Color.INFER and scene.colors[n] is Color.DENY
@@ -125,6 +136,7 @@ NODE_RULES: tuple[NodeRule, ...] = (
     user_overrides,
     user_casts,
     unrepresentable_numbers,
+    numbers_not_known,
     saturating,
     listed,
 )

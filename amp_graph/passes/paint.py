@@ -25,6 +25,9 @@ from amp_graph.passes.node_rules import NODE_RULES
 from amp_graph.passes.scene import FREE, Paints, Rule, Scene
 from amp_graph.policy import Policy
 
+# The rules whose denied operators deny, at levels below "max", what is computed on their results.
+SPREAD = ("listed", "override", "user cast", "constant out of range", "number not known")
+
 
 def paint(
     facts: Mapping[str, NodeFacts],
@@ -110,8 +113,7 @@ def deny_spreads(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
 
 
 def _spreads(f: NodeFacts, painted: Paint) -> bool:
-    chosen = painted.rule in ("listed", "override", "user cast", "constant out of range")
-    return painted.color is Color.DENY and chosen and not f.bounded
+    return painted.color is Color.DENY and painted.rule in SPREAD and not f.bounded
 
 
 def wide_operands(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
