@@ -122,6 +122,23 @@ def test_an_assertion_inside_of_dynamo_costs_no_more_than_capture() -> None:
         assert amp_graph.convert(Gathering())(torch.ones(2, 8)).shape == (2, 4)
 
 
+class Padded(Gathering):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        torch._dynamo.graph_break()
+        longest = (x > 0).sum(1).max()
+        padded = torch.zeros(len(x), longest)  # type: ignore[arg-type]
+        assert list(padded.size()) == [len(x), longest]
+        return h + padded.sum()
+
+
+def test_a_size_compared_with_a_tensor_costs_no_more_than_capture() -> None:
+    """As Longformer's, which depends on data."""
+    model = amp_graph.convert(Padded(), policy="bfloat16")
+    model(torch.randn(3, 8))
+    assert not any(plan.otherwise for plan in amp_graph.plans(model))
+
+
 class Skipped(nn.Module):
     """Between two graphs a layer that is never captured; from the second call on its results are
     in low precision."""

@@ -27,6 +27,11 @@ IN_WORDS = {  # what Dynamo has but a name for
     "step_unsupported": "something in it cannot be captured, TORCH_LOGS=graph_breaks tells what"
 }
 
+SAID_OF_DATA = (
+    "PendingUnbackedSymbolNotFound",  # raised as an internal error
+    "Expected bool, got FakeTensor",  # asserted where sizes are compared with a tensor
+)
+
 
 def break_in(graph: fx.GraphModule) -> list[str]:
     """Where and why Dynamo ended this graph early, if it did: "net.py:12, print(x): why"."""
@@ -56,7 +61,7 @@ def depends_on_data(error: Exception) -> bool:
     is. It gives up there in other words, too."""
     if isinstance(error, GuardOnDataDependentSymNode):
         return True
-    return str(error).startswith("PendingUnbackedSymbolNotFound")  # raised as an internal error
+    return str(error).startswith(SAID_OF_DATA)
 
 
 def _raised_in(error: Exception) -> str:
