@@ -26,6 +26,28 @@ def test_each_value_is_cast_once_per_direction():
     assert result.casts().count("allow1 -> float32") == 1
 
 
+@pytest.mark.parametrize("records", [True, False])
+def test_gradients_of_many_readers_of_a_cast_are_added_up_in_float32(records):
+    """What each step of a decoder reads of its encoder. Added up in bfloat16, gradients stop
+    growing at 256 times one of them."""
+    steps = 300
+
+    def function(x, w):
+        memory = x.exp()
+        return sum((memory @ w).sum() for _ in range(steps)) / steps
+
+    with torch.set_grad_enabled(records):
+        result = run(function, X, W)
+    casts = [c for c in result.plan.casts if c.value == "deny1"]
+    assert len(casts) == (19 if records else 1)
+    assert sum(len(c.readers) for c in casts) == steps
+    if records:
+        with_casts, exact = X.clone().requires_grad_(), X.clone().requires_grad_()
+        result(with_casts, W).backward()
+        function(exact, W).backward()
+        assert (with_casts.grad - exact.grad).norm() < 0.01 * exact.grad.norm()
+
+
 def test_a_cast_serves_those_who_would_take_either():
     """The tanh form of GELU: autograd casts the gradient of each operand that it widened."""
 

@@ -12,6 +12,7 @@ the emitted graph is there exactly once.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -142,7 +143,9 @@ class _Writer:
             found = lists.lookup(node.target) if isinstance(node.target, OpOverload) else None
             if found is not None:
                 self.listings[node.name] = found
-        self.casts = {(c.value, c.dtype): c for c in plan.casts}
+        self.casts: dict[tuple[str, torch.dtype], list[Cast]] = defaultdict(list)
+        for cast in plan.casts:
+            self.casts[cast.value, cast.dtype].append(cast)
 
     def node(self, node: fx.Node) -> Node:
         if is_switch(node, self.plan.facts):
@@ -206,7 +209,7 @@ class _Writer:
             value = value.all_input_nodes[0]
         facts, source = self.plan.facts[value.name], node.all_input_nodes[0]
         to, came = _dtype(node), _dtype(source)
-        cast = self.casts.get((value.name, _final(node)))
+        cast = self._planned(value.name, node)
         size = sum(t.numel for t in map(tensor_facts, tensors_of(node)))
         is_cast = node.target is CAST
         return Node(
@@ -226,6 +229,13 @@ class _Writer:
             value=value.name,
             bytes=size * (came.itemsize + to.itemsize) if is_cast else 0,
         )
+
+    def _planned(self, value: str, node: fx.Node) -> Cast | None:
+        """What the plan says of a cast of the value, or of the cast that follows a clamp."""
+        made = node if node.target is CAST else next(iter(node.users))
+        casts, readers = self.casts[value, _dtype(made)], set(_names(made.users))
+        for_readers = (c for c in casts if readers.intersection(c.readers))
+        return next(for_readers, next(iter(casts), None))
 
     def _why_cast(self, value: str, cast: Cast | None, is_cast: bool) -> str:
         if not is_cast:
@@ -269,8 +279,3 @@ def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
 
 def _dtype(node: fx.Node) -> torch.dtype:
     return tensors_of(node)[0].dtype
-
-
-def _final(node: fx.Node) -> torch.dtype:
-    """The dtype that a cast leads to; a clamp stands before the cast."""
-    return _dtype(node) if node.target is CAST else _dtype(next(iter(node.users)))

@@ -26,7 +26,8 @@ from amp_graph.capture.aten import (
 from amp_graph.capture.grad_modes import recorded_nodes
 from amp_graph.errors import VerifyError
 from amp_graph.flow import takes_either
-from amp_graph.ir import Color, NodeFacts, Plan
+from amp_graph.ir import Cast, Color, NodeFacts, Plan
+from amp_graph.passes.written_casts import is_full
 
 ADDED = (CAST, CLAMP, SET_GRAD_ENABLED)  # what emit writes besides the captured nodes
 
@@ -218,13 +219,13 @@ def _float_dtypes(node: fx.Node) -> list[torch.dtype]:
 
 
 def one_cast_per_value(of: Emission) -> Iterator[str]:
-    """Unless the value was written in between."""
-    seen: set[tuple[str, torch.dtype]] = set()
+    """Unless the value was written in between, or the cast before has all the readers it may."""
+    last: dict[tuple[str, torch.dtype], Cast] = {}
     for cast in of.plan.casts:
         key = (cast.value, cast.dtype)
-        if key in seen and not of.plan.facts[cast.value].written:
+        if key in last and not (of.plan.facts[cast.value].written or is_full(last[key])):
             yield f"'{cast.value}' is cast to {cast.dtype} twice"
-        seen.add(key)
+        last[key] = cast
 
 
 def no_cast_of_a_cast(of: Emission) -> Iterator[str]:

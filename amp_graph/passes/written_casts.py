@@ -11,6 +11,10 @@ records it, wherever it is first needed, so that it requires a gradient exactly 
                                        s          = sum(h_float32)
                                        set_grad_enabled(True)
                                        y          = exp(h_float32) / s
+
+Autograd adds up the gradients of all readers of a low cast in low precision, where autocast, which
+casts for each reader, adds them in float32. So if it records at all, a low cast is made anew after
+16 readers.
 """
 
 from __future__ import annotations
@@ -27,6 +31,13 @@ from torch import fx
 from amp_graph.capture.aten import CAST, CLAMP, SET_GRAD_ENABLED
 from amp_graph.capture.grad_modes import recorded_nodes
 from amp_graph.ir import Cast, NodeFacts, Paint, dtype_name
+
+READERS = 16  # the sum of as many gradients is off by no more than about one rounding of each
+
+
+def is_full(cast: Cast) -> bool:
+    """Whether a gradient more would be lost among those of the readers that a cast has."""
+    return len(cast.readers) >= READERS and cast.dtype is not torch.float32 and not cast.is_weight
 
 
 def is_switch(node: fx.Node, facts: Mapping[str, NodeFacts]) -> bool:
@@ -75,7 +86,7 @@ class WrittenCasts:
         if self._new[value].meta["val"].dtype is dtype:
             return self._new[value]
         found = self._found[self._facts[value.name].memory].get((value, dtype))
-        if found is None:
+        if found is None or self._loses_gradients(found):
             with self._recorded():
                 found = self._write(value, dtype)
             self.remember(value, dtype, found)
@@ -83,6 +94,10 @@ class WrittenCasts:
         if cast is not None and reader not in cast.readers:
             self._casts[found] = replace(cast, readers=(*cast.readers, reader))
         return found
+
+    def _loses_gradients(self, found: fx.Node) -> bool:
+        cast = self._casts.get(found)
+        return self._records_some and cast is not None and is_full(cast)
 
     @contextlib.contextmanager
     def _recorded(self) -> Iterator[None]:
