@@ -18,7 +18,10 @@ from amp_graph.ir import LEVELS, Color, Level
 T = TypeVar("T")
 
 OTHER_DEVICES = "other"
-FLAGS = ("bounded", "widens", "promotes", "orders", "saturates", "own_gradients", "optional")
+FLAGS = (
+    *("bounded", "widens", "promotes", "orders", "saturates", "reads_phase"),
+    *("own_gradients", "optional"),
+)
 LISTS = ("ops", "metadata_args")
 KEYS: dict[str, tuple[type, ...]] = {
     "why": (str,),
@@ -43,6 +46,8 @@ class Listing:
     orders: which elements come out depends on the last digits, so that what it reads is not rounded
         for storage.
     saturates: the result comes so close to a bound that low precision has no number in between.
+    reads_phase: of a large operand the last digits alone matter, so that few coordinates are not
+        multiplied in low precision for it.
     own_gradients: backward makes the gradient of a parameter in memory of its own, so that it may
         be unscaled there.
     low_args: only these arguments may be low, the others stay float32; by kind of device.
@@ -59,6 +64,7 @@ class Listing:
     promotes: bool = False
     orders: bool = False
     saturates: bool = False
+    reads_phase: bool = False
     own_gradients: bool = False
     low_args: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     metadata_args: tuple[str, ...] = ()

@@ -242,6 +242,7 @@ def _with_argument_facts(
             promotes=listing.promotes or old.promotes,
             orders=listing.orders or old.orders,
             saturates=listing.saturates or old.saturates,
+            reads_phase=listing.reads_phase or old.reads_phase,
             own_gradients=listing.own_gradients or old.own_gradients,
         )
     return merged

@@ -204,3 +204,27 @@ def test_a_classifier_that_is_sure_and_wrong_still_learns(dtype):
     expected = learned()
     amp_graph.convert(model, policy=dtype)
     torch.testing.assert_close(learned(), expected, rtol=0.05, atol=0.01)
+
+
+TIMES = 1e4 + 1000 * torch.rand(256, 1, generator=torch.Generator().manual_seed(0))
+FREQUENCIES = 10 ** -torch.linspace(0, 4, SIZE)[None]
+ANGLES = {
+    "linear": lambda t, f: F.linear(t, f.T).cos(),  # as temporal graph networks encode times
+    "matmul": lambda t, f: (2 * torch.pi * (t @ f))[None].sin(),
+    "bmm": lambda t, f: torch.bmm(f.T[None], t.T[None]).transpose(1, 2).cos(),
+    "polar": lambda t, f: torch.view_as_real(torch.polar(torch.ones(256, SIZE), t @ f)),
+}
+
+
+@pytest.mark.parametrize("level", ["safe", "balanced", "max"])
+@pytest.mark.parametrize("name", ANGLES)
+def test_times_and_places_are_not_rounded_for_their_phase(name, level):
+    angle = ANGLES[name]
+    result = run(angle, TIMES, FREQUENCIES, policy=Policy("bfloat16", level=level))
+    exact = angle(TIMES, FREQUENCIES)
+    torch.testing.assert_close(result(TIMES, FREQUENCIES), exact, rtol=0, atol=0.02)
+    assert result.rule("allow1") == "angle of"
+
+
+def test_a_product_of_many_terms_is_low_whoever_reads_it():
+    assert run(lambda x, w: (x @ w).sin(), X, W).is_low("allow1")

@@ -11,6 +11,8 @@ from amp_graph.ir import Color, NodeFacts, Paint
 from amp_graph.passes.scene import FREE, NodeRule, Scene
 
 CONV3D = ("aten.conv3d.default", "aten.conv3d.padding")
+PRODUCTS = frozenset(f"aten.{name}.default" for name in ("linear", "matmul", "mm", "bmm"))
+COORDINATES = 4  # of a place and a time
 
 
 def fixed_as_captured(scene: Scene, n: int) -> Paint | None:
@@ -119,6 +121,23 @@ def saturating(scene: Scene, n: int) -> Paint | None:
     return Paint(Color.DENY, "saturates", scene.facts[reader].name) if reader is not None else None
 
 
+def angles(scene: Scene, n: int) -> Paint | None:
+    """Positions or times by frequencies, whose phase somebody reads. Rounded, 10001 is 9984."""
+    reader = scene.phases.get(n)
+    if reader is None or scene.colors[n] is not Color.ALLOW or not _reads_coordinates(scene, n):
+        return None
+    return Paint(Color.DENY, "angle of", scene.facts[reader].name)
+
+
+def _reads_coordinates(scene: Scene, n: int) -> bool:
+    """Whether it is a product that adds up few terms, by the rows of its first operand."""
+    if scene.facts[n].op not in PRODUCTS:
+        return False
+    shape = scene.facts[next(iter(scene.flow.predecessors(n)))].tensors[0].shape
+    terms = shape[-1] if shape else None
+    return isinstance(terms, int) and terms <= COORDINATES
+
+
 def listed(scene: Scene, n: int) -> Paint | None:
     """Allow, deny, and operators on no list."""
     color, f = scene.colors[n], scene.facts[n]
@@ -138,5 +157,6 @@ NODE_RULES: tuple[NodeRule, ...] = (
     unrepresentable_numbers,
     numbers_not_known,
     saturating,
+    angles,
     listed,
 )

@@ -81,6 +81,12 @@ class Scene:
         read = self._read_by(readers, made_of.difference(saturates).__contains__)
         return {n: reader for n, reader in read.items() if n in saturates}
 
+    @cached_property
+    def phases(self) -> Mapping[int, int]:
+        """What is read for its phase, with the operator that does, seen through free operators."""
+        readers = (n for n, f in enumerate(self.facts) if f.reads_phase)
+        return self._read_by(readers, lambda n: self.colors[n] in FREE)
+
     def _reads_bounds(self, f: NodeFacts, color: Color | None) -> bool:
         if f.orders or f.op == "output":
             return self.level is not Level.MAX
