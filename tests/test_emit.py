@@ -48,6 +48,31 @@ def test_gradients_of_many_readers_of_a_cast_are_added_up_in_float32(records):
         assert (with_casts.grad - exact.grad).norm() < 0.01 * exact.grad.norm()
 
 
+LOOKUPS = {
+    "index": lambda table, i: table[i],
+    "embedding": lambda table, i: F.embedding(i, table),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+@pytest.mark.parametrize(("times", "is_low"), [(2000, False), (100, True)])
+def test_gradients_of_what_is_looked_up_often_are_added_up_in_float32(name, times, is_low):
+    """The few relations of a knowledge graph, or the one graph of many nodes. Readers are low."""
+    indices = torch.arange(SIZE).repeat(times)
+
+    def function(x, w, i):
+        return (LOOKUPS[name](x @ w, i).relu() @ w).mean()
+
+    result = run(function, X, W, indices)
+    assert [result.is_low(n) for n in ("infer1", "allow1", "allow2")] == [is_low, True, True]
+    if is_low:
+        return
+    x, exact = X.clone().requires_grad_(), X.clone().requires_grad_()
+    result(x, W, indices).backward()
+    function(exact, W, indices).backward()
+    assert (x.grad - exact.grad).norm() < 0.02 * exact.grad.norm()
+
+
 def test_a_cast_serves_those_who_would_take_either():
     """The tanh form of GELU: autograd casts the gradient of each operand that it widened."""
 

@@ -13,6 +13,7 @@ from amp_graph.passes.scene import FREE, NodeRule, Scene
 CONV3D = ("aten.conv3d.default", "aten.conv3d.padding")
 PRODUCTS = frozenset(f"aten.{name}.default" for name in ("linear", "matmul", "mm", "bmm"))
 COORDINATES = 4  # of a place and a time
+LOOKUPS = frozenset({"aten.index.Tensor", "aten.embedding.default"})
 
 
 def fixed_as_captured(scene: Scene, n: int) -> Paint | None:
@@ -138,6 +139,17 @@ def _reads_coordinates(scene: Scene, n: int) -> bool:
     return isinstance(terms, int) and terms <= COORDINATES
 
 
+def crowded(scene: Scene, n: int) -> Paint | None:
+    """What each entry of a table is looked up for so often that the sum of its gradients, which the
+    kernels of LOOKUPS make in the precision of the table (CPU, torch 2.13), would stop growing."""
+    f = scene.facts[n]
+    if f.op not in LOOKUPS or scene.colors[n] is not Color.INFER or not f.tensors[0].is_sized:
+        return None
+    table = scene.facts[next(iter(scene.flow.predecessors(n)))]
+    is_crowded = f.numel * torch.finfo(scene.dtype).eps >= 2 * table.numel
+    return Paint(Color.DENY, "looked up often", table.name) if is_crowded else None
+
+
 def listed(scene: Scene, n: int) -> Paint | None:
     """Allow, deny, and operators on no list."""
     color, f = scene.colors[n], scene.facts[n]
@@ -158,5 +170,6 @@ NODE_RULES: tuple[NodeRule, ...] = (
     numbers_not_known,
     saturating,
     angles,
+    crowded,
     listed,
 )
