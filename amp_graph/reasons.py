@@ -35,6 +35,7 @@ WORDS = {
     "saturates": "is near a bound, where {dtype} has few numbers, and {node} reads how near",
     "angle of": "multiplies few coordinates, and {node} reads the last digits of a large result",
     "looked up often": "looks up {node} so often that gradients would not add up in {dtype}",
+    "read by many": "has {because} readers, whose gradients would be added up in {dtype}",
     "result of": "is one result of {node}",
     "shares memory with": "shares memory with {node}, and one piece of memory has one precision",
     "writes into": "writes into {node}, memory that belongs to the caller",

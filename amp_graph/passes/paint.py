@@ -23,6 +23,7 @@ from amp_graph.ir import Color, Level, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 from amp_graph.passes.node_rules import NODE_RULES
 from amp_graph.passes.scene import FREE, Paints, Rule, Scene
+from amp_graph.passes.written_casts import READERS
 from amp_graph.policy import Policy
 
 # The rules whose denied operators deny, at levels below "max", what is computed on their results.
@@ -144,6 +145,16 @@ def _wide(scene: Scene, painted: Mapping[int, Paint]) -> tuple[set[int], dict[in
     return wide_values(scene.facts, scene.flow, colors, scene.narrowed, scene.narrows_streams)
 
 
+def read_by_many(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
+    """What moves float32 values is float32 in front of more readers than one cast has, so that the
+    casts stand behind it, where autograd adds up the gradients of the readers."""
+    moves = (n for n, c in enumerate(scene.colors) if c is Color.CLEAR and n not in painted)
+    many = [n for n in moves if len(scene.flow[n]) > READERS and scene.facts[n].op != "getitem"]
+    wide = _wide(scene, painted)[0] if many else ()
+    readers = {n: str(len(scene.flow[n])) for n in many if n in wide}
+    return {n: Paint(Color.DENY, "read by many", number) for n, number in readers.items()}
+
+
 def follow_parent(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
     """One result out of several has the colour of the operator that returned them all."""
     paints: Paints = {}
@@ -190,6 +201,7 @@ RULES: tuple[Rule, ...] = (
     one_by_one,
     deny_spreads,
     wide_operands,
+    read_by_many,
     follow_parent,
     shared_memory,
 )
