@@ -197,3 +197,25 @@ def test_weights_are_taken_for_weights(around: Any) -> None:
     with around():
         model(X), model(X)  # the second call is watched, too
         assert products(lambda: model(X)) == products(lambda: plain(X)) != []
+
+
+class Looped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, total = torch.zeros(x.shape[1], 8), torch.zeros(())
+        for step in x:
+            state = self.cell(step, state)
+            total = total + state.sum()
+        return total
+
+
+def test_gradients_of_a_weight_in_a_loop_are_added_up_in_float32() -> None:
+    plain, model = twins(Looped(), "bfloat16")
+    x = torch.randn(200, 4, 8, generator=torch.Generator().manual_seed(0))
+    for m in (plain, model):
+        m(x).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert distance(ours.grad, theirs.grad) < 0.008

@@ -14,7 +14,7 @@ records it, wherever it is first needed, so that it requires a gradient exactly 
 
 Autograd adds up the gradients of all readers of a low cast in low precision, where autocast, which
 casts for each reader, adds them in float32. So if it records at all, a low cast is made anew after
-16 readers.
+16 readers. Casts of one weight, which are lifted out of the graph, are one copy all the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ READERS = 16  # the sum of as many gradients is off by no more than about one ro
 
 def is_full(cast: Cast) -> bool:
     """Whether a gradient more would be lost among those of the readers that a cast has."""
-    return len(cast.readers) >= READERS and cast.dtype is not torch.float32 and not cast.is_weight
+    return len(cast.readers) >= READERS and cast.dtype is not torch.float32
 
 
 def is_switch(node: fx.Node, facts: Mapping[str, NodeFacts]) -> bool:
