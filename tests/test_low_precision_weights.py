@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -219,3 +220,6 @@ def test_gradients_of_a_weight_in_a_loop_are_added_up_in_float32() -> None:
         m(x).backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert distance(ours.grad, theirs.grad) < 0.008
+    with patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as copied:
+        model(x)
+    assert [len(call.args[0]) for call in copied.call_args_list] == [4]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import compress
 from operator import attrgetter, is_
 from typing import Any
 
@@ -52,6 +53,7 @@ class GraphWeights:
         self._store = store
         self._dtypes = tuple(dtypes)
         self._copies: list[_Copy] = []
+        self._are_first: list[bool] = []  # and not copies that stand further in front, too
         self._written: list[Tensor] = []
         self._lows: list[Tensor] = []
         self._unrecorded: list[Tensor] = []
@@ -84,6 +86,8 @@ class GraphWeights:
         return self._lows if recorded else self._unrecorded
 
     def _write(self, parameters: tuple[Tensor, ...]) -> None:
+        if len(self._written) < len(parameters):
+            parameters = tuple(compress(parameters, self._are_first))
         if torch.is_grad_enabled():
             with torch.no_grad():
                 torch._foreach_copy_(self._written, parameters)
@@ -110,7 +114,9 @@ class GraphWeights:
 
     def _choose(self, parameters: Sequence[Tensor]) -> None:
         self._copies = [*map(self._store.of, parameters, self._dtypes)]
-        self._written = [copy.written for copy in self._copies]
+        first = {id(copy): k for k, copy in reversed([*enumerate(self._copies)])}
+        self._are_first = [first[id(copy)] == k for k, copy in enumerate(self._copies)]
+        self._written = [copy.written for copy in compress(self._copies, self._are_first)]
         self._lows = [copy.low for copy in self._copies]
         self._unrecorded = [copy.unrecorded for copy in self._copies]
         self._parameters = [copy.parameter for copy in self._copies]
