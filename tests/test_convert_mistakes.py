@@ -142,8 +142,13 @@ def train(model: nn.Module, run: Any, steps: int) -> None:
     ],
     ids=["forward", "parts"],
 )
-def test_a_model_that_is_trained_without_a_call_is_told_of_once(way, dtype, recwarn):
+@pytest.mark.parametrize("is_validated", [False, True])
+def test_a_model_that_is_trained_without_a_call_is_told_of_once(way, dtype, is_validated, recwarn):
     model = amp_graph.convert(Coder(), policy=dtype)
+    if is_validated:
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+        recwarn.clear()  # of a CPU that emulates
     train(model, way(model), steps=1)
     assert not recwarn.list
     train(model, way(model), steps=3)

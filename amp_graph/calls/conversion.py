@@ -54,7 +54,7 @@ class Conversion(StandIn):
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._runs: list[Run] = []  # that stand in `captured_call` for graphs
         self._calls = CapturedCalls(module, self.compiler, self.compile_graph)
-        self.is_awaited = True  # its first call
+        self.is_awaited = True  # its first call in which autograd records
 
     @property
     def scale(self) -> GraphScale | None:
@@ -115,7 +115,7 @@ class Conversion(StandIn):
 
     @never_captured(reason="a model converted by amp_graph captures its own graphs")
     def _mixed_call(self, *args: Any, **kwargs: Any) -> Any:
-        self.is_awaited = False
+        self.is_awaited &= not torch.is_grad_enabled()
         if wants_plain_code() or is_estimate(self.module):
             return plain_code(self.module)(*args, **kwargs)
         if not can_capture():

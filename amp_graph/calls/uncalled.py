@@ -1,7 +1,8 @@
 """Converted models that are trained without being called.
 
 What is converted is the call `model(...)`. A script that trains one by its methods, or by calls of
-its parts, gets float32: it is told so when an optimizer has stepped the model's parameters twice.
+its parts, gets float32, though it may call the model to validate it: it is told so when an
+optimizer has stepped the model's parameters twice.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ STEPS = 2  # one may be a warm-up of a part
 class Callee(Protocol):
     """What stands in front of a converted model's call."""
 
-    is_awaited: bool  # until it is called, or not to be any more
+    is_awaited: bool  # until a call is recorded, or it is not to be called any more
 
 
 @dataclass
@@ -45,9 +46,10 @@ class _Awaited:
         self.steps += 1
         if self.steps == STEPS:
             warn(
-                f"{type(model).__name__} is trained, but has not been called, and runs in float32: "
-                f"what is converted is the call `model(...)`, not `model.forward(...)`, other "
-                f"methods, or calls of its parts. Convert the modules that are called"
+                f"{type(model).__name__} is trained, but has not been called with gradients "
+                f"enabled, and is trained in float32: what is converted is the call `model(...)`, "
+                f"not `model.forward(...)`, other methods, or calls of its parts. Convert the "
+                f"modules that are called"
             )
 
 
@@ -56,7 +58,7 @@ _hooks: list[Any] = []
 
 
 def await_call(callee: Callee, model: nn.Module) -> None:
-    """Tell of it if a model is trained, and its call does not come. Neither is kept alive."""
+    """Tell of it if a model is trained, and no call of it recorded. Neither is kept alive."""
     _forget()
     _awaited.append(_Awaited(weakref.ref(callee), weakref.ref(model)))
     if not _hooks:
