@@ -123,7 +123,7 @@ def runs_when_ready(node: Any) -> None:
 
 def applied(function: type[Function], *args: Any) -> Any:
     """What `function.apply` returns. It looks at each argument for what a transform of torch.func
-    left behind, which takes a third of a call that has many parameters, none of which is such."""
+    left behind, which takes a quarter of a call with many parameters, none of which is such."""
     if _are_transforms_active():
         return function.apply(*args)
     return super(Function, function).apply(*args)  # type: ignore[misc]
