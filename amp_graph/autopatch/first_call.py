@@ -79,10 +79,10 @@ class Models:
         if module not in self._parts:
             return True
         model = self._parts[module]
-        if model is None or (model.left_alone and model.left_alone != ON_META):
+        if model is None:
             return False
         if model.left_alone:
-            return not _is_on_meta(module)
+            return model.left_alone == ON_META and not _is_on_meta(module)
         return model.module() is not unwrapped(module) and _goes_on_alone(module, model)
 
     def _is_decided(self, module: nn.Module) -> bool:

@@ -66,8 +66,7 @@ def _is_too_deep(scene: Scene, f: NodeFacts) -> bool:
     NaN, or the process dies (torch 2.13)."""
     if f.op not in CONV3D:
         return False
-    shapes = [scene.by_name[operand].tensors[0].shape for operand in f.operands[:2]]
-    of_input, of_kernel = (shape[-3] for shape in shapes)
+    of_input, of_kernel = (of.tensors[0].shape[-3] for of in scene.operands(f)[:2])
     depth = f.tensors[0].shape[-3]
     if isinstance(depth, str) or isinstance(of_input, str) or isinstance(of_kernel, str):
         return False  # symbolic
@@ -125,16 +124,18 @@ def saturating(scene: Scene, n: int) -> Paint | None:
 def angles(scene: Scene, n: int) -> Paint | None:
     """Positions or times by frequencies, whose phase somebody reads. Rounded, 10001 is 9984."""
     reader = scene.phases.get(n)
-    if reader is None or scene.colors[n] is not Color.ALLOW or not _reads_coordinates(scene, n):
+    if reader is None or scene.colors[n] is not Color.ALLOW:
+        return None
+    if not _reads_coordinates(scene, scene.facts[n]):
         return None
     return Paint(Color.DENY, "angle of", scene.facts[reader].name)
 
 
-def _reads_coordinates(scene: Scene, n: int) -> bool:
+def _reads_coordinates(scene: Scene, f: NodeFacts) -> bool:
     """Whether it is a product that adds up few terms, by the rows of its first operand."""
-    if scene.facts[n].op not in PRODUCTS:
+    if f.op not in PRODUCTS:
         return False
-    shape = scene.facts[next(iter(scene.flow.predecessors(n)))].tensors[0].shape
+    shape = scene.operands(f)[0].tensors[0].shape
     terms = shape[-1] if shape else None
     return isinstance(terms, int) and terms <= COORDINATES
 
@@ -145,7 +146,7 @@ def crowded(scene: Scene, n: int) -> Paint | None:
     f = scene.facts[n]
     if f.op not in LOOKUPS or scene.colors[n] is not Color.INFER or not f.tensors[0].is_sized:
         return None
-    table = scene.facts[next(iter(scene.flow.predecessors(n)))]
+    table = scene.operands(f)[0]
     is_crowded = f.numel * torch.finfo(scene.dtype).eps >= 2 * table.numel
     return Paint(Color.DENY, "looked up often", table.name) if is_crowded else None
 

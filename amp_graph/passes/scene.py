@@ -33,8 +33,12 @@ class Scene:
     saved: Mapping[int, Paint]
     refused: Collection[int]
 
+    def operands(self, f: NodeFacts) -> Sequence[NodeFacts]:
+        """All nodes that one takes, in order, be they float32 or not."""
+        return [self._by_name[name] for name in f.operands]
+
     @cached_property
-    def by_name(self) -> Mapping[str, NodeFacts]:
+    def _by_name(self) -> Mapping[str, NodeFacts]:
         return {f.name: f for f in self.facts}
 
     @cached_property

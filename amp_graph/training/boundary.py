@@ -24,14 +24,9 @@ import torch
 from torch import Tensor
 
 from amp_graph.training.aliases import enter_inputs, leave_results, record_writes
-from amp_graph.training.crossing import (
-    ModelScale,
-    Scale,
-    carries_none,
-    enter,
-    follow,
-)
+from amp_graph.training.crossing import carries_none, enter, follow
 from amp_graph.training.engine import has_process_group, runs_when_ready
+from amp_graph.training.scale import ModelScale, Scale
 from amp_graph.training.weights import GraphWeights, LowPrecisionWeights
 
 # Bytes of float32 parameters per group, the last parameters first: as in DistributedDataParallel,

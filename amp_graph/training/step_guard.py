@@ -137,10 +137,10 @@ class StepGuard:
         """Whether gradients overflowed that are made under a scale, or that one may have spilled
         into; None if there are none, or a GradScaler looks after them."""
         in_use = [*self._in_use()]
-        if not in_use:  # all is in bfloat16
+        if not in_use:  # as in bfloat16
             return None
         parameters = parameters_of(optimizer)
-        owned = self._owned(parameters)
+        owned = self._owned(parameters, in_use)
         explicit = bool(owned) and is_grad_scaler_stepping(sys._getframe())
         for scale in owned:
             scale.driven_by_grad_scaler = explicit
@@ -153,11 +153,13 @@ class StepGuard:
 
     def scales(self, optimizer: Optimizer) -> list[GraphScale]:
         """The scales that this optimizer's gradients are made under, the oldest first."""
-        return [*self._owned(parameters_of(optimizer))]
+        return [*self._owned(parameters_of(optimizer), self._in_use())]
 
-    def _owned(self, parameters: Sequence[Tensor]) -> dict[GraphScale, Sequence[Tensor]]:
+    def _owned(
+        self, parameters: Sequence[Tensor], in_use: Iterable[GraphScale]
+    ) -> dict[GraphScale, Sequence[Tensor]]:
         """By scale, those of the optimizer's parameters that are its model's own."""
-        owned = {scale: scale.own(parameters) for scale in self._in_use()}
+        owned = {scale: scale.own(parameters) for scale in in_use}
         attached = [scale for ref in self.attached if (scale := ref()) is not None]
         found = {s for s, own in owned.items() if own}.union(s for s in attached if s.is_in_use)
         return {s: owned.get(s, ()) for s in sorted(found, key=_serial)}
