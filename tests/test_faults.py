@@ -252,7 +252,7 @@ def broken_capture(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         torch.mm(X, X.t())
         raise InternalTorchDynamoError("planted in Dynamo")
 
-    monkeypatch.setattr("amp_graph.calls.captured_calls.captured_call", lambda *_, **__: broken)
+    monkeypatch.setattr("amp_graph.capture.captures.Caller.__call__", broken)
     return asked
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.exc import RestartAnalysis
 
 from amp_graph.backend.assemble import Assembler, ScaleFor
+from amp_graph.backend.build import Builder, Built
 from amp_graph.backend.decide import Graphs, Traced, decide
 from amp_graph.backend.record import Record
 from amp_graph.capture.breaks import break_in
@@ -34,7 +34,8 @@ class Compiler:
         self.saved = saved
         self.record = Record()
         self.lists = policy.load_lists()
-        self._assembler = Assembler(policy, self.lists, self.record, scale_for)
+        self._builder = Builder(policy, self.lists)
+        self._assembler = Assembler(policy, self.record, scale_for)
         self._graphs: dict[int, Graphs | None] = {}
 
     @property
@@ -53,15 +54,25 @@ class Compiler:
         module_names: Mapping[str, str] | None = None,
     ) -> Run:
         """What runs instead of a Dynamo graph. `module_names`, and what raises: see `decide`."""
-        self.record.breaks += break_in(graph)
+        return self.assemble(self.build(graph, example_inputs, module_names))
+
+    def build(
+        self,
+        graph: fx.GraphModule,
+        example_inputs: list[Any],
+        module_names: Mapping[str, str] | None = None,
+    ) -> Built:
+        """What is made of a Dynamo graph, for this model or any that is called by it."""
         traced = Traced(graph, example_inputs)
         decision = decide(traced, self.policy, self.lists, self.saved, module_names)
+        return self._builder.build(traced, decision)
+
+    def assemble(self, built: Built) -> Run:
+        """What runs instead of that graph in this model."""
+        self.record.breaks += break_in(built.graph)
+        decision = built.decision
         index = self.record.add(decision.plan)
         self._graphs[index] = decision.graphs
         if decision.failure:
             self.record.fall_back(index, decision.failure)
-        try:
-            return self._assembler.assemble(index, decision, traced)
-        except RestartAnalysis:  # Dynamo captures the graph again, and calls again
-            del self.record.plans[index], self._graphs[index]
-            raise
+        return self._assembler.assemble(index, built)

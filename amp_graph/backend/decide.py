@@ -28,7 +28,7 @@ Weights: TypeAlias = tuple[tuple[int, torch.dtype], ...]
 
 
 class Traced(NamedTuple):
-    """What Dynamo hands over: a graph, and fake tensors in place of its inputs."""
+    """What Dynamo hands over: a graph, and what it was called with, which nobody may keep."""
 
     graph: fx.GraphModule
     inputs: Sequence[Any]

@@ -11,30 +11,28 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from amp_graph.backend.compiler import Compiler
+from amp_graph.calls.alike import Kind, captures_for, keep, kind_of
+from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.calls.or_else import or_else
 from amp_graph.calls.outside import Outside
 from amp_graph.calls.own_code import OwnCode
 from amp_graph.capture.breaks import depends_on_data, why_not_captured
+from amp_graph.capture.captures import Caller, Captures, GuardsFail
 from amp_graph.capture.dynamo import (
     CAPTURED_TOO_OFTEN,
     DYNAMO_ERRORS,
-    GraphCompiler,
-    captured_call,
     is_of_capture,
     is_of_graph,
 )
-from amp_graph.capture.frames import Frames, skipped_before
-from amp_graph.capture.hooks import Hooks
-from amp_graph.capture.logs import UnheardLogs
-from amp_graph.capture.said_once import SaidOnce
+from amp_graph.capture.frames import skipped_before
 from amp_graph.capture.surroundings import can_watch
 from amp_graph.cpu import emulates, why_emulated
 from amp_graph.errors import MISTAKES, warn
@@ -53,42 +51,66 @@ _UNWATCHED = contextlib.nullcontext()
 
 
 class CapturedCalls:
-    """Calls a model by what `compile_graph` makes of the graphs that are captured, and its own code
-    as `compiler` has the rest."""
+    """Calls a model by what `compiler` makes of the graphs that are captured of it, or were of a
+    model that is alike; and by its own code where there are none."""
 
-    def __init__(self, module: nn.Module, compiler: Compiler, compile_graph: GraphCompiler):
+    def __init__(self, module: nn.Module, compiler: Compiler):
+        self._compiler = compiler
         self._policy = compiler.policy
         self._lists = compiler.lists
         self._record = compiler.record
         self.own_code = OwnCode(module, self._policy, self._record)
-        self._compile_graph = weakref.WeakMethod(compile_graph)
-        self._watch = Outside(self._lists) if can_watch() else None  # in the next call
-        self._is_watched = self._watch is not None  # again, when something is captured
+        self._graphs = ModelGraphs(module, compiler)
+        self._frames, self._hooks = self._graphs.frames, self._graphs.hooks
+        self._graphs.watch = Outside(self._lists) if can_watch() else None  # in the next call
+        self._is_watched = self._graphs.watch is not None  # again, when something is captured
         self._is_new = True
-        self._frames = Frames()
-        self._graph_runs = 0
         self._settings: Mapping[str, Any] = {}  # of Dynamo, other than usual
-        self._hooks = Hooks(module)
-        self._logs, self._said_once = UnheardLogs(), SaidOnce()
         self._around: Callable[[Run], Run] = without_autocast
         self._passed_on: set[type[Exception]] = {*DYNAMO_ERRORS}  # none for autocast's sake
         self._runs_own: Run | None = None  # once it is not captured any more
+        self._kind: Kind | None = None
+        self._hosts: Iterator[Captures] = iter(())  # to be called by what was captured of them
+        self._has_begun = False
+
+    def _begin(self) -> None:
+        """Before the first call."""
+        self._has_begun = True
+        if not self._hooks.are_there():
+            self._kind = kind_of(self.own_code.module, self._compiler)
+        if self._kind is not None:
+            self._hosts = captures_for(self._kind)
+        self._be_guest()
+
+    def _be_guest(self) -> None:
+        """Be called by what was captured of the next one that is alike, if there is one."""
+        for captures in self._hosts:
+            if not captures.have_changed():
+                self._captures = captures
+                caller = Caller(captures, self._graphs, is_guest=True)
+                self._call_by(partial(weak_method(self._as_guest), caller))
+                return
         self._capture()
+
+    def _as_guest(self, caller: Caller, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return caller(*args, **kwargs)
+        except GuardsFail:
+            self._be_guest()
+        return self._run(*args, **kwargs)
 
     def _capture(self) -> None:
         """Capture anew, from the next call on."""
+        self._call_by(self._new_caller())
+
+    def _new_caller(self) -> Caller:
+        captures = Captures(self.own_code.module, self._frames.number, self._settings)
+        self._captures = captures
+        return Caller(captures, self._graphs)
+
+    def _call_by(self, caller: Run) -> None:
         self._captured_as, self._is_stale = forward_of(self.own_code.module), False
-        self._run = self._around(self._captured())
-
-    def _captured(self) -> Run:
-        compile_graph, module = self._compile_graph(), self.own_code.module
-        assert compile_graph is not None, "a call of a conversion that is gone"
-        hooks, logs, own = self._hooks, self._logs, self._settings
-
-        def settings() -> Mapping[str, Any]:
-            return {**own, **hooks.settings(), **logs.settings()}
-
-        return captured_call(module, compile_graph, self._frames, settings, self._said_once)
+        self._run = self._around(caller)
 
     def _begin_again(self, has_captured: bool = True) -> None:
         """After a call that raised: it tells nothing of the model, and what Dynamo was capturing
@@ -98,30 +120,33 @@ class CapturedCalls:
             self._stop_capturing()
         elif has_captured:
             self._capture()
-        if self._watch is not None:
-            self._watch = Outside(self._lists)
+        if self._graphs.watch is not None:
+            self._graphs.watch = Outside(self._lists)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A backward pass computes again what the forward pass did, and the same way.
         if self._runs_own is not None and not (self._is_stale and backward_pass() is not None):
             self._is_stale = False
             return self._runs_own(*args, **kwargs)
+        hooks_have_changed = self._hooks.have_changed()
+        if not self._has_begun:
+            self._begin()
         self._is_stale |= (
             forward_of(self.own_code.module) != self._captured_as
-            or self._hooks.have_changed()
-            or self._logs.have_changed()
-            or self._said_once.have_changed()
+            or hooks_have_changed
+            or self._captures.have_changed()
         )
         if self._is_stale and backward_pass() is None:
             self._capture()
-        frames, runs, uncaptured = self._frames.begun, self._graph_runs, None
+        frames, runs, uncaptured = self._frames.begun, self._graphs.runs, None
         records = torch.is_grad_enabled()
         kept = Kept(self.own_code.module) if self._is_new else None
         try:
-            with self._watch or _UNWATCHED:
+            with self._graphs.watch or _UNWATCHED:
                 result = self._run(*args, **kwargs)
         except Exception as error:
-            is_ours = is_of_capture(error) or (self._watch is not None and Outside.breaks(error))
+            is_watched = self._graphs.watch is not None
+            is_ours = is_of_capture(error) or (is_watched and Outside.breaks(error))
             if not is_ours and (kept is None or not is_of_graph(error)):
                 self._begin_again(has_captured=self._frames.begun != frames)
                 raise
@@ -130,46 +155,39 @@ class CapturedCalls:
             torch.set_grad_enabled(records)  # as it was before what had been captured already
             if kept is not None:
                 kept.put_back()
-            has_begun = self._graph_runs != runs
+            has_begun = self._graphs.runs != runs
             result = self._run_uncaptured(uncaptured, has_begun, args, kwargs)
         has_captured = self._frames.begun != frames
-        if has_captured or self._frames.unpaid or self._is_new or self._watch is not None:
+        if has_captured or self._frames.unpaid or self._is_new or self._graphs.watch is not None:
             self._look_back(has_captured)
         return result
 
-    def of_graph(
-        self, graph: fx.GraphModule, run: Run, index: int, module_names: Mapping[str, str]
-    ) -> Run:
-        """What runs a captured graph in such a call; plan `index` is its."""
-        self._hooks.follow(graph, module_names)
-
-        def counted(*args: Any) -> Any:
-            self._graph_runs += 1
-            self._record.runs[index] += 1
-            watch = self._watch  # another thread's call may end, and take it away
-            if watch is None:
-                return run(*args)
-            with watch.paused():
-                return run(*args)
-
-        return counted
-
     def _look_back(self, has_captured: bool) -> None:
         """After a call: whether all that was asked for happened, and whether to go on so."""
-        watch, self._watch = self._watch, None
+        watch, self._graphs.watch = self._graphs.watch, None
         if watch is not None:
             self._judge(watch)
+        skipped = self._frames.take_skipped()
         if self._is_new:
             self._is_new = False
             self._tell_of_first_call()
-        self._record.breaks += self._frames.take_skipped()
+            if not skipped:
+                self._share()
+        self._record.breaks += skipped
         self._frames.end_call(has_captured)
         if not has_captured:
             return
         if self._is_watched:
-            self._watch = Outside(self._lists)
+            self._graphs.watch = Outside(self._lists)
         if self._frames.are_too_many():
             self._stop_capturing()
+
+    def _share(self) -> None:
+        """Let others be called by what was captured in the first call, if nothing is to run beside
+        its graphs."""
+        is_all = self._around is without_autocast and self._runs_own is None and not self._is_stale
+        if self._kind is not None and is_all and self._captures.graphs:
+            keep(self._kind, self._captures)
 
     def _tell_of_first_call(self) -> None:
         converted, name = {p.dtype for p in self._record.plans if p.converts}, self.own_code.name
@@ -188,12 +206,12 @@ class CapturedCalls:
         self._is_watched = False
         found = ", ".join(sorted(watch.found))
         reason = f"code between graphs ({found}) is not captured"
-        if not self._graph_runs:
+        if not self._graphs.runs:
             self._frames.skipped = self._frames.skipped or skipped_before(self.own_code.module)
             where = "; ".join(self._frames.skipped) or self._frames.said
             reason = f"nothing is captured ({found}): {where or 'Dynamo does not say why'}"
         index = self.own_code.stand_in(reason, watch.met_sparse)
-        if not self._graph_runs:
+        if not self._graphs.runs:
             warn(f"{self.own_code.name} {self._record.plans[index].otherwise}")
         if self._record.plans[index].autocast:
             self._around = partial(weak_method(self._autocast_around), index=index)
@@ -237,7 +255,7 @@ class CapturedCalls:
             raise
         if self._record.plans[index] is planned:  # else it was told that autocast fails
             warn(f"{self.own_code.name} {planned.otherwise}")
-        self._runs_own, self._is_stale, self._watch = own_code, False, None
+        self._runs_own, self._is_stale, self._graphs.watch = own_code, False, None
         return result
 
     def _untried_settings(self) -> Mapping[str, Any] | None:
@@ -259,7 +277,7 @@ class CapturedCalls:
         under = self.own_code.under_autocast(run)
         return or_else(
             under,
-            lambda: without_autocast(calls._captured()),
+            lambda: without_autocast(calls._new_caller()),
             report,
             self.own_code.module,
             self._passed_on,

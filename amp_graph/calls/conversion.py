@@ -7,24 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from amp_graph.backend.assemble import written_inputs
 from amp_graph.backend.compiler import Compiler
-from amp_graph.backend.eager import code_of, eager
 from amp_graph.calls.captured_calls import CapturedCalls
 from amp_graph.calls.copies import SLOT, StandIn, put_in, take_out
 from amp_graph.calls.uncalled import await_call
 from amp_graph.capture.fake import is_estimate
-from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.capture.surroundings import can_capture, is_exporting, wants_plain_code
-from amp_graph.errors import AmpGraphError, warn
-from amp_graph.modes import autocast_devices, restoring_modes, without_autocast
+from amp_graph.errors import AmpGraphError
 from amp_graph.modules import (
     Run,
     call_with,
-    path_by_id,
     plain_code,
     unchanged,
     unwrapped,
@@ -52,8 +47,7 @@ class Conversion(StandIn):
         self.policy = policy
         self.compiler = Compiler(policy, saved, weak_method(self.scale_for))
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._runs: list[Run] = []  # that stand in `captured_call` for graphs
-        self._calls = CapturedCalls(module, self.compiler, self.compile_graph)
+        self._calls = CapturedCalls(module, self.compiler)
         self.is_awaited = True  # its first call in which autograd records
 
     @property
@@ -127,27 +121,6 @@ class Conversion(StandIn):
             return result
         return map_tensors(self._as_output, result)
 
-    def compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Run:
-        """What runs instead of a graph that Dynamo captured in a call."""
-        names, record = path_by_id(self.module), self.compiler.record
-        widened = widen_inputs(graph)
-        example_inputs = [x.float() if i in widened else x for i, x in enumerate(example_inputs)]
-        compile_graph = without_autocast(self.compiler.compile_graph)
-        # Saved-tensor hooks of the user (checkpoint's, say) are not for the tensors of a trace.
-        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
-            run = compile_graph(graph, example_inputs, names)
-        plan = record.plans[-1]
-        if plan.autocast and not any(map(torch.is_autocast_enabled, autocast_devices())):
-            # Else it was said of all the code around.
-            warn(f"graph {len(record.plans) - 1} {plan.otherwise}")
-        if widened:
-            written = written_inputs(plan) if plan.facts else frozenset(widened)
-            original = restoring_modes(code_of(eager(graph)))
-            run = taking_narrow(run, original, widened, written)
-        counted = self._calls.of_graph(graph, run, len(record.plans) - 1, names)
-        self._runs.append(counted)
-        return counted
-
     def capture_now(self, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
         """Run the model once for its graphs; buffers and random state are put back."""
         with unchanged(self.module, parameters=False):  # which may not fit twice
@@ -155,10 +128,6 @@ class Conversion(StandIn):
 
     def _as_output(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.policy.output_dtype) if value.dtype is torch.float32 else value
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def found_conversion(model: nn.Module) -> Conversion | None:

@@ -18,6 +18,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +30,11 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from amp_graph.capture.causal_masks import masks_unread
-from amp_graph.capture.frames import Frames
 from amp_graph.capture.logs import quiet_logs
 from amp_graph.capture.recurrent import recurrent_layers_whole
 from amp_graph.capture.said_once import SaidOnce
 from amp_graph.capture.surroundings import under_dispatch_modes
+from amp_graph.modules import Run
 
 if torch.__version__ < "2.13":
     # Dynamo 2.11 raises at a packed sequence, after the code before it ran. Later ones break the
@@ -47,7 +48,8 @@ if torch.distributed.is_available():
 _capturing = threading.RLock()
 _abandoned: deque[types.CodeType] = deque()  # of calls that are no more
 
-GraphCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+GraphCompiler = Callable[[fx.GraphModule, list[Any]], Run]
+Capturing = Callable[[types.CodeType], contextlib.AbstractContextManager[None]]
 
 CAPTURED_TOO_OFTEN = FailOnRecompileLimitHit
 DYNAMO_ERRORS = (TorchDynamoException, CAPTURED_TOO_OFTEN, GuardOnDataDependentSymNode)
@@ -66,68 +68,53 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def captured_call(
-    module: nn.Module,
-    compile_graph: GraphCompiler,
-    frames: Frames,
-    changed: Callable[[], Mapping[str, Any]] = dict,
-    said_once: SaidOnce | None = None,
-) -> Callable[..., Any]:
-    """Return a function that runs `module(...)` with every graph of it given to the method
-    `compile_graph`, whose object has to keep what it returns: Dynamo keeps what it gets for good,
-    so it gets nothing but weak references.
-
-    The module is handed to that function in each call, so that it is not kept alive either.
+class CapturedCode:
+    """A function of a module and its arguments that calls it, with every graph of it given to
+    `compile_graph`. Dynamo keeps that, `capturing` and what they return for good.
 
     Dynamo skips frames of torch.nn itself, so that a bare nn.Sequential or nn.LSTM would never
-    be captured; the function returned is a frame outside torch.nn that calls into it. Its code
-    object and name are its own: Dynamo counts recompilations per object, and knows by name which
-    sizes have changed, of another model's inputs too. Hooks of the module are captured with it,
-    save those of FSDP. `frames` counts its captures. `changed` is asked at each for settings other
-    than SETTINGS; it must not keep the module alive. `said_once` is told what is left out.
+    be captured; its `entry` is a frame outside torch.nn that calls into it. That code object and
+    its name are its own: Dynamo counts recompilations per object, and knows by name which sizes
+    have changed, of another model's inputs too, so `number` is the module's. Hooks of the module
+    are captured with it, save those of FSDP. Captures are made inside of `capturing`, which takes
+    the code of the frame.
     """
-    _forget_abandoned()
-    call_impl: Callable[..., Any] = type(module)._call_impl
-    inner = _forward_alone(module) if is_sharded(module) else call_impl
-    alive = weakref.ref(module)
 
-    def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return inner(module, *args, **kwargs)
+    def __init__(
+        self, module: nn.Module, number: int, compile_graph: GraphCompiler, capturing: Capturing
+    ):
+        _forget_abandoned()
+        self._call_impl: Run = type(module)._call_impl
+        self._is_sharded = is_sharded(module)
+        inner = _forward_alone(module) if self._is_sharded else self._call_impl
 
-    own = types.FunctionType(
-        forward.__code__.replace(co_name=f"forward_{frames.number}"),
-        forward.__globals__,
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
-    compile_weakly = weakref.WeakMethod(compile_graph)
+        def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            return inner(module, *args, **kwargs)
 
-    def backend(graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        compiler = compile_weakly()
-        assert compiler is not None, "a model runs while it is being collected"
-        run: Any = weakref.ref(compiler(graph, example_inputs))
-        return lambda *args: run()(*args)
+        own = types.FunctionType(
+            forward.__code__.replace(co_name=f"forward_{number}"),
+            forward.__globals__,
+            forward.__name__,
+            forward.__defaults__,
+            forward.__closure__,
+        )
+        self.entry = own.__code__
+        context: Any = torch._dynamo.optimize(backend=compile_graph)
+        context.callback = _inside_of(capturing, context.callback)
+        self._compiled = context(own)
+        weakref.finalize(self, _abandoned.append, self.entry).atexit = False
 
-    context: Any = torch._dynamo.optimize(backend=backend)
-    context.callback = _with_settings(context.callback, changed, said_once, frames)
-    compiled = context(own)
+    def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if self._is_sharded:
+            with _replaced_forward(module, partial(self._without_hooks, module)):
+                return self._call_impl(module, *args, **kwargs)
+        return self._without_hooks(module, *args, **kwargs)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def _without_hooks(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if not torch._C._len_torch_dispatch_stack():
-            return compiled(alive(), *args, **kwargs)
+            return self._compiled(module, *args, **kwargs)
         with under_dispatch_modes():
-            return compiled(alive(), *args, **kwargs)
-
-    weakref.finalize(call, _abandoned.append, own.__code__).atexit = False
-
-    def call_with_hooks(*args: Any, **kwargs: Any) -> Any:
-        called = alive()
-        assert called is not None
-        with _replaced_forward(called, call):
-            return call_impl(called, *args, **kwargs)
-
-    return call_with_hooks if is_sharded(module) else call
+            return self._compiled(module, *args, **kwargs)
 
 
 def _forward_alone(module: nn.Module) -> Callable[..., Any]:
@@ -183,21 +170,16 @@ def _files_behind(error: Exception) -> list[str]:
     return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
-def _with_settings(
-    capture: Callable[..., Any],
-    changed: Callable[[], Mapping[str, Any]],
-    said_once: SaidOnce | None,
-    frames: Frames,
-) -> Callable[..., Any]:
-    """What Dynamo calls for a frame that it has no graph for, with the settings in force. To set
-    them around each call of a model would cost more than looking up its graph."""
+def _inside_of(capturing: Capturing, capture: Callable[..., Any]) -> Callable[..., Any]:
+    """What Dynamo calls for a frame that it has no graph for. To set what is in force meanwhile
+    around each call of a model would cost more than looking up its graph."""
 
-    def capture_with_settings(*args: Any, **kwargs: Any) -> Any:
-        with settings({**SETTINGS, **changed()}, said_once), frames.counted():
-            return capture(*args, **kwargs)
+    def capture_inside(frame: Any, *args: Any, **kwargs: Any) -> Any:
+        with capturing(frame.f_code):
+            return capture(frame, *args, **kwargs)
 
-    capture_with_settings._torchdynamo_orig_backend = capture  # type: ignore[attr-defined]
-    return capture_with_settings
+    capture_inside._torchdynamo_orig_backend = capture  # type: ignore[attr-defined]
+    return capture_inside
 
 
 @contextlib.contextmanager

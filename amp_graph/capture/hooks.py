@@ -46,6 +46,9 @@ class Hooks:
         self._are_there |= self._has_any()
         return {"skip_nnmodule_hook_guards": not self._are_there}
 
+    def are_there(self) -> bool:
+        return self._are_there
+
     def have_changed(self) -> bool:
         """Whether what was captured is of no use any more. To be asked before each call."""
         for_all = _for_all_modules()
@@ -66,11 +69,16 @@ class Hooks:
             for m in (model.modules() if model is not None else ())
         )
 
-    def follow(self, graph: fx.GraphModule, own: Container[str]) -> None:
-        """Take note of the modules in a graph; `own` are the ids of the model's, as strings."""
-        stacks = (node.meta.get("nn_module_stack") or {} for node in graph.graph.nodes)
-        called = {key.partition("@")[0] for stack in stacks for key in stack}
-        self._calls_others |= not all(key in own for key in called)
+    def follow(self, calls_others: bool) -> None:
+        """Take note of whether a graph calls modules that are no part of the model."""
+        self._calls_others |= calls_others
+
+
+def calls_others(graph: fx.GraphModule, own: Container[str]) -> bool:
+    """Whether a graph calls modules other than those whose ids, as strings, these are."""
+    stacks = (node.meta.get("nn_module_stack") or {} for node in graph.graph.nodes)
+    called = {key.partition("@")[0] for stack in stacks for key in stack}
+    return not all(key in own for key in called)
 
 
 def _for_all_modules() -> tuple[int, ...]:

@@ -21,13 +21,14 @@ import torch
 from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload
 
+from amp_graph.backend.build import Built
 from amp_graph.backend.compiler import Compiler
 from amp_graph.backend.emulation import emulated_nodes, in_float32
 from amp_graph.calls.conversion import found_conversion
 from amp_graph.capture.aten import get_attribute
-from amp_graph.capture.dynamo import captured_call, is_of_capture
+from amp_graph.capture.captures import Caller, Captures
+from amp_graph.capture.dynamo import is_of_capture
 from amp_graph.capture.frames import Frames
-from amp_graph.capture.logs import UnheardLogs
 from amp_graph.errors import AmpGraphError, ConversionWarning, in_words
 from amp_graph.ir import Plan
 from amp_graph.modules import Run, call_with, path_by_id, plain_code, unchanged
@@ -87,13 +88,23 @@ class Rerun:
         self._mixed = False
         self._observer = Observer()
         self._calls = 0
-        self._call = captured_call(model, self.compile_graph, Frames(), UnheardLogs().settings)
+        self.frames = Frames()
+        self._call = Caller(Captures(model, self.frames.number), self)
         self._handles: list[Any] = []
-        self._runs: list[Run] = []  # that stand in `captured_call` for graphs
 
-    def compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Run:
-        index, names = len(self.compiler.plans), path_by_id(self.model)
-        otherwise = self.compiler.compile_graph(graph, example_inputs, names)
+    @property
+    def module(self) -> nn.Module:
+        return self.model
+
+    def settings(self) -> Mapping[str, Any]:
+        return {}
+
+    def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Built:
+        return self.compiler.build(graph, example_inputs, path_by_id(self.model))
+
+    def assemble(self, built: Built) -> Run:
+        index, graph = len(self.compiler.plans), built.graph
+        otherwise = self.compiler.assemble(built)
 
         def run(*args: Any) -> Any:
             graphs = self.compiler.graphs[index]
@@ -109,7 +120,6 @@ class Rerun:
                     self.compiler.record.fall_back(index, in_words(error))
             return _Watched(captured, self, place).run(*args)
 
-        self._runs.append(run)
         return run
 
     def run(

@@ -1,0 +1,124 @@
+"""Build: what runs a captured graph and what was emitted for it, in whichever model.
+
+    decision -- operator by operator, perhaps compiled --> built -- assemble --> in one model
+
+All that takes long happens here, once for all models that are called by the graph. What is built
+holds no tensor of the model whose call was captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._dynamo.exc import RestartAnalysis
+
+from amp_graph.backend.decide import Decision, Lifted, Traced, devices_of_inputs
+from amp_graph.backend.eager import code_of, eager
+from amp_graph.backend.emulation import emulated_nodes
+from amp_graph.backend.inductor import compile_graph as inductor
+from amp_graph.capture.grad_modes import mode_after, recorded_nodes
+from amp_graph.capture.retrace import changes_modes
+from amp_graph.errors import in_words
+from amp_graph.modes import restoring_modes
+from amp_graph.modules import Run
+from amp_graph.oplists import OpLists
+from amp_graph.policy import Policy
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """An emitted graph, ready to run.
+
+    graph: of operators, in the form that runs by itself.
+    compiled: None if it was not asked for or, as `uncompiled` says, failed.
+    parameters: positions of the inputs that are parameters and that the graph itself reads; and of
+        each, whether one operator reads it that makes a gradient for it alone.
+    records, ends_recording: see `Boundary`.
+    """
+
+    graph: fx.GraphModule
+    lifted: Lifted
+    parameters: Mapping[int, bool]
+    records: bool
+    ends_recording: bool | None
+    compiled: Run | None
+    uncompiled: str
+
+
+@dataclass(frozen=True)
+class Built:
+    """What was made of Dynamo's `graph`.
+
+    original: runs it.
+    restoring: what to put around a run, so that the modes are as they were, should it raise.
+    tensors, devices: which of its inputs are tensors, and the kinds of device that they are on.
+    emitted: None where there is none to run.
+    """
+
+    graph: fx.GraphModule
+    decision: Decision
+    original: Run
+    restoring: Callable[[Run], Run]
+    tensors: tuple[int, ...]
+    devices: frozenset[str]
+    emitted: Emitted | None
+
+
+class Builder:
+    """Builds what runs graphs under one policy."""
+
+    def __init__(self, policy: Policy, lists: OpLists):
+        self._policy = policy
+        self._lists = lists
+        self._emulated = emulated_nodes(policy, lists)
+
+    def build(self, traced: Traced, decision: Decision) -> Built:
+        """To be called under the modes in which it will run. Raises RestartAnalysis where Dynamo is
+        to capture the graph again."""
+        restoring = restoring_modes if changes_modes(traced.graph) else _as_it_is
+        return Built(
+            traced.graph,
+            decision,
+            restoring(code_of(eager(traced.graph))),
+            restoring,
+            tuple(i for i, x in enumerate(traced.inputs) if isinstance(x, torch.Tensor)),
+            devices_of_inputs(traced.inputs),
+            None if decision.lifted is None else self._emitted(traced, decision.lifted),
+        )
+
+    def _emitted(self, traced: Traced, lifted: Lifted) -> Emitted:
+        by_operator, compiled, uncompiled = eager(lifted.graph, self._emulated), None, ""
+        parameters = _parameters_read(lifted.graph, self._lists)
+        if self._policy.compiler == "inductor":
+            parameters = dict.fromkeys(parameters, False)
+            try:
+                settings = self._policy.inductor_settings()
+                compiled = inductor(lifted, by_operator.forward, traced, settings)
+            except RestartAnalysis:
+                raise
+            except Exception as error:
+                uncompiled = in_words(error)
+        records, ends_recording = _records_some(lifted.graph), mode_after(lifted.graph.graph)
+        return Emitted(
+            by_operator, lifted, parameters, records, ends_recording, compiled, uncompiled
+        )
+
+
+def _records_some(module: fx.GraphModule) -> bool:
+    """Whether autograd records anything of a graph, as it would be called now."""
+    bodies = (m for m in module.children() if isinstance(m, fx.GraphModule))
+    return bool(recorded_nodes(module.graph)) or any(map(_records_some, bodies))
+
+
+def _parameters_read(module: fx.GraphModule, lists: OpLists) -> dict[int, bool]:
+    inputs = enumerate(module.graph.find_nodes(op="placeholder"))
+    read = {i: [*n.users] for i, n in inputs if n.meta.get("is_parameter") and n.users}
+    entries = {i: lists.lookup(by[0].target) for i, by in read.items() if len(by) == 1}
+    return {i: bool((entry := entries.get(i)) and entry.own_gradients) for i in read}
+
+
+def _as_it_is(run: Run) -> Run:
+    return run

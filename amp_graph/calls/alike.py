@@ -1,0 +1,83 @@
+"""Captures of models, for others to come that are alike: a copy in each round of federated or
+meta-learning, the next one of an ensemble, of a search, of a cross-validation.
+
+They are kept when their model is gone, the latest ones: graphs, and no tensor of the model.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from amp_graph.backend.compiler import Compiler
+from amp_graph.capture.captures import Captures
+from amp_graph.capture.dynamo import is_sharded
+from amp_graph.modules import forward_of
+from amp_graph.oplists import OpLists
+from amp_graph.policy import Policy
+
+KEPT = 8
+
+_lock = threading.Lock()
+_kept: list[tuple[Kind, Captures]] = []  # the latest first
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What Dynamo does not guard of a model and how it is converted.
+
+    code: the class and its `forward`.
+    ties: of each module, parameter and buffer, in order, which one of them it is.
+    """
+
+    code: tuple[Any, Any]
+    ties: tuple[int, ...]
+    policy: Policy
+    lists: OpLists
+
+
+def kind_of(module: nn.Module, compiler: Compiler) -> Kind | None:
+    """None for a model that has its captures for itself: what Inductor compiles may go by the
+    addresses of its parameters, saved plans are for one model, FSDP calls from outside, and a
+    parametrized part has a class of its own, which holds it and which graphs hold."""
+    if compiler.policy.compiler != "eager" or compiler.saved is not None or is_sharded(module):
+        return None
+    if any(map(is_parametrized, module.modules())):
+        return None
+    return Kind(forward_of(module), _ties(module), compiler.policy, compiler.lists)
+
+
+def _ties(module: nn.Module) -> tuple[int, ...]:
+    first: dict[int, int] = {}
+    held = (
+        id(value)
+        for part in module.modules()
+        for values in (part._modules, part._parameters, part._buffers)
+        for value in values.values()
+    )
+    return tuple(first.setdefault(key, n) for n, key in enumerate(held))
+
+
+def captures_for(kind: Kind) -> Iterator[Captures]:
+    """Those of models of this kind, the latest first."""
+    with _lock:
+        found = [captures for known, captures in _kept if known == kind]
+    return iter(found)
+
+
+def keep(kind: Kind, captures: Captures) -> None:
+    """Keep captures, or note that they were of use."""
+    with _lock:
+        others = [entry for entry in _kept if entry[1] is not captures]
+        _kept[:] = [(kind, captures), *others][:KEPT]
+
+
+def forget() -> None:
+    """Keep none of those that were."""
+    with _lock:
+        _kept.clear()

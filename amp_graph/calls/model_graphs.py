@@ -1,0 +1,92 @@
+"""What becomes of the graphs by which a model is called: its own, or those of one like it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from amp_graph.backend.assemble import written_inputs
+from amp_graph.backend.build import Built
+from amp_graph.backend.compiler import Compiler
+from amp_graph.calls.outside import Outside
+from amp_graph.capture.frames import Frames
+from amp_graph.capture.hooks import Hooks, calls_others
+from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
+from amp_graph.errors import warn
+from amp_graph.modes import autocast_devices, without_autocast
+from amp_graph.modules import Run, path_by_id
+
+
+class Graph(NamedTuple):
+    """What was built of a graph; the inputs that it takes widened; and whether it calls modules
+    that are no part of the model."""
+
+    built: Built
+    widened: list[int]
+    calls_others: bool
+
+
+class ModelGraphs:
+    """Of one model, which it does not keep alive.
+
+    watch: looks at what runs outside of graphs; None if nobody does.
+    runs: how often a graph ran.
+    """
+
+    def __init__(self, module: nn.Module, compiler: Compiler):
+        self.frames, self.hooks = Frames(), Hooks(module)
+        self.watch: Outside | None = None
+        self.runs = 0
+        self._module = weakref.ref(module)
+        self._compiler = compiler
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "a call of a model that is gone"
+        return module
+
+    def settings(self) -> Mapping[str, Any]:
+        return self.hooks.settings()
+
+    def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Graph:
+        names, widened = path_by_id(self.module), widen_inputs(graph)
+        inputs = [x.float() if i in widened else x for i, x in enumerate(example_inputs)]
+        build = without_autocast(self._compiler.build)
+        # Saved-tensor hooks of the user (checkpoint's, say) are not for the tensors of a trace.
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
+            built = build(graph, inputs, names)
+        return Graph(built, widened, calls_others(graph, names))
+
+    def assemble(self, graph: Graph) -> Run:
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
+            run = without_autocast(self._compiler.assemble)(graph.built)
+        record = self._compiler.record
+        index = len(record.plans) - 1
+        plan = record.plans[index]
+        if plan.autocast and not any(map(torch.is_autocast_enabled, autocast_devices())):
+            # Else it was said of all the code around.
+            warn(f"graph {index} {plan.otherwise}")
+        if graph.widened:
+            written = written_inputs(plan) if plan.facts else frozenset(graph.widened)
+            run = taking_narrow(run, graph.built.original, graph.widened, written)
+        self.hooks.follow(graph.calls_others)
+
+        def counted(*args: Any) -> Any:
+            self.runs += 1
+            record.runs[index] += 1
+            watch = self.watch  # another thread's call may end, and take it away
+            if watch is None:
+                return run(*args)
+            with watch.paused():
+                return run(*args)
+
+        return counted
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -1,0 +1,204 @@
+"""Models that are called by what was captured of others that are alike."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn.utils.parametrizations import weight_norm
+
+import amp_graph
+from amp_graph.calls import alike
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+class Net(nn.Module):
+    def __init__(self, slope: float = 0.1, tied: bool = False) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LeakyReLU(slope))
+        self.head = nn.Linear(8, 8)
+        if tied:
+            self.head.weight = self.body[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+class Branching(Net):
+    """Several graphs, of which data decides the second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        return self.head(h) if h.sum() > 0 else self.head(-h)
+
+
+def captured(run: Callable[[], Any]) -> int:
+    """How many frames Dynamo captures in it."""
+    before = counters["frames"]["total"]
+    run()
+    return counters["frames"]["total"] - before
+
+
+def step(model: nn.Module, x: Tensor = X) -> list[Tensor]:
+    """What a training step gives: the output, gradients, buffers."""
+    model.zero_grad()
+    output = model(x)
+    output.square().mean().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [t.detach().clone() for t in (output, *gradients, *model.buffers())]
+
+
+def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    assert len(ours) == len(theirs)
+    assert all(map(torch.equal, ours, theirs))
+
+
+def alone(model: nn.Module, policy: str = "bfloat16", x: Tensor = X) -> list[Tensor]:
+    """A step of a model that has its captures for itself."""
+    converted = amp_graph.convert(copy.deepcopy(model), policy=policy)
+    kept, alike._kept[:] = alike._kept[:], []
+    result = step(converted, x)
+    alike._kept[:] = kept
+    return result
+
+
+@pytest.mark.parametrize("kind", [Net, Branching])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_one_that_is_alike_is_not_captured(kind: type[Net], dtype: str) -> None:
+    """A copy, one that is new, and one that comes when those are gone."""
+    others = [kind() for _ in range(3)]
+    expected = [alone(model, dtype) for model in others]
+    models = [amp_graph.convert(model, policy=dtype) for model in (kind(), *others[1:])]
+    assert captured(lambda: step(models[0])) > 0
+    plans = amp_graph.plans(models[0])
+    models[0] = copy.deepcopy(models[0])
+    models[0].load_state_dict(others[0].state_dict())
+    others.clear()
+    results: list[list[Tensor]] = []
+    while models:
+        gc.collect()
+        assert captured(lambda: results.append(step(models[0]))) == 0
+        assert amp_graph.plans(models.pop(0)) == plans
+    for ours, theirs in zip(results, expected, strict=True):
+        assert_same(ours, theirs)
+
+
+def own_forward(model: Net) -> None:
+    model.head.forward = types.MethodType(lambda self, x: x * 3, model.head)  # type: ignore
+
+
+def hooked(model: Net) -> None:
+    model.body[0].register_forward_hook(lambda module, args, output: output * 3)
+
+
+def frozen(model: Net) -> None:
+    model.body[0].weight.requires_grad_(False)
+
+
+OTHERS = {
+    "a number": lambda: Net(slope=0.3),
+    "ties": lambda: Net(tied=True),
+    "mode": lambda: Net().eval(),
+    "a class": lambda: Branching(),
+}
+
+
+@pytest.mark.parametrize("change", [own_forward, hooked, frozen, *OTHERS])
+def test_one_that_is_not_alike_has_its_own(change: Any) -> None:
+    step(amp_graph.convert(Net(), policy="bfloat16"))
+    other = OTHERS[change]() if change in OTHERS else Net()
+    if change not in OTHERS:
+        change(other)
+    expected = alone(other)
+    amp_graph.convert(other, policy="bfloat16")
+    results: list[Any] = []
+    assert captured(lambda: results.append(step(other))) > 0
+    assert_same(results[0], expected)
+
+
+def test_another_policy_has_its_own() -> None:
+    step(amp_graph.convert(Net(), policy="bfloat16"))
+    policy = amp_graph.Policy("bfloat16", keep_float32=["head"])
+    other = amp_graph.convert(Net(), policy=policy)
+    assert captured(lambda: step(other)) > 0
+    (plan,) = amp_graph.plans(other)
+    assert [f.module_path for name, f in plan.facts.items() if name in plan.low][-1] != "head"
+
+
+def test_the_loss_scale_of_each_is_its_own() -> None:
+    models = [amp_graph.convert(Net(), policy="float16") for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    for factor in (1.0, float("inf")):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            (model(X).mean() * (factor if model is models[1] else 1.0)).backward()
+            optimizer.step()
+    assert [amp_graph.scale_of(model).get_scale() for model in models] == [2.0**16, 2.0**15]
+
+
+def test_what_comes_later_is_captured_for_all() -> None:
+    first, other = (amp_graph.convert(Net(), policy="bfloat16") for _ in range(2))
+    step(first)
+    assert captured(lambda: step(other)) == 0
+    assert captured(lambda: step(other, X[:3])) > 0
+    assert captured(lambda: step(first, X[:3])) == 0
+    first.load_state_dict(other.state_dict())
+    for x in (X, X[:3]):
+        assert_same(step(first, x), step(other, x))
+
+
+def test_an_error_of_the_first_call_is_the_users() -> None:
+    step(amp_graph.convert(Net(), policy="bfloat16"))
+    other = amp_graph.convert(Net(), policy="bfloat16")
+    with pytest.raises(Exception, match=r"shapes|size"):
+        other(torch.ones(4, 9))
+    expected = alone(amp_graph.restore(other))
+    assert_same(step(amp_graph.convert(other, policy="bfloat16")), expected)
+
+
+logger = logging.getLogger("amp_graph_test_alike")
+
+
+class Logs(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        logger.info("called")
+        return super().forward(x)
+
+
+def test_what_is_heard_since_is_captured(caplog: pytest.LogCaptureFixture) -> None:
+    step(amp_graph.convert(Logs(), policy="bfloat16"))
+    other = amp_graph.convert(Logs(), policy="bfloat16")
+    with caplog.at_level(logging.INFO, logger.name):
+        step(other)
+    heard = [record.message for record in caplog.records if record.name == logger.name]
+    assert heard == ["called"]
+
+
+@pytest.mark.parametrize("kind", [Net, Branching, lambda: weight_norm(nn.Linear(8, 8))])
+def test_no_tensor_of_a_model_that_is_gone_is_kept(kind: Callable[[], nn.Module]) -> None:
+    model = amp_graph.convert(kind(), policy="bfloat16")
+    step(model)
+    kept = [weakref.ref(t) for t in (*model.parameters(), *model.buffers())]
+    del model
+    gc.collect()
+    assert not any(tensor() is not None for tensor in kept)
+
+
+def test_not_more_are_kept_than_so_many() -> None:
+    for slope in range(alike.KEPT + 2):
+        step(amp_graph.convert(Net(slope / 10 + 0.01), policy="bfloat16"))
+    assert len(alike._kept) == alike.KEPT
+    last = amp_graph.convert(Net(slope / 10 + 0.01), policy="bfloat16")
+    assert captured(lambda: step(last)) == 0
