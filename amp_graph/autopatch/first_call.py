@@ -23,7 +23,7 @@ from amp_graph.convert import convert_at_first_call, is_converted, record_of, re
 from amp_graph.errors import in_words
 from amp_graph.ir import dtype_name
 from amp_graph.modes import autocast_devices
-from amp_graph.modules import unwrapped
+from amp_graph.modules import is_rerouted, unwrapped
 from amp_graph.policy import Policy
 from amp_graph.training.engine import backward_pass, has_process_group
 from amp_graph.training.grad_scaler import is_grad_scaler_around
@@ -62,6 +62,8 @@ class Models:
         return partial(self._outermost_call, module)
 
     def _outermost_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if is_rerouted(module):
+            return module._call_impl(*args, **kwargs)
         if self._is_open(module) and not self._is_decided(module):
             return module._call_impl(*args, **kwargs)
         in_backward = backward_pass() is not None  # where checkpoint restores ours
