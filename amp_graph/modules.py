@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -35,6 +38,20 @@ def forward_of(module: nn.Module) -> tuple[Any, Any]:
         if "forward" in base.__dict__:
             return kind, base.__dict__["forward"]
     return kind, None
+
+
+def is_rerouted(module: nn.Module) -> bool:
+    """Whether the next call of a model, or of a wrapper of PyTorch's around it, runs something
+    else: a function that stands in the place of its `forward` for one call, and puts another there
+    as it begins. So Lightning runs `training_step`, which calls the model, inside of a wrapper."""
+    forward = unwrapped(module).__dict__.get("forward")
+    return isinstance(forward, FunctionType) and _sets_forward(forward.__code__)
+
+
+@lru_cache
+def _sets_forward(code: CodeType) -> bool:
+    instructions = dis.get_instructions(code)
+    return any(i.opname == "STORE_ATTR" and i.argval == "forward" for i in instructions)
 
 
 def devices_of(module: nn.Module) -> frozenset[str]:

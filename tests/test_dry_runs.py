@@ -25,3 +25,24 @@ def test_a_model_that_tries_its_parts_in_its_constructor_is_converted_as_a_whole
     model(torch.randn(2, 1, 8, 8))
     assert [m.name for m in installation.models.seen] == ["Sized"]
     assert amp_graph.is_converted(model) and not amp_graph.is_converted(model.body)
+
+
+class Layer(nn.Module):
+    """As of Keras: it computes with a stand-in for its weight where it is asked for sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 8))
+
+    def forward(self, x):
+        return x @ (torch.empty_like(self.weight, device="meta") if x.is_meta else self.weight).T
+
+
+def test_a_call_that_asks_what_sizes_come_of_it_decides_nothing(start):
+    installation, model = start(), Layer()
+    assert model(x=torch.ones(5, 8, device="meta")).shape == (5, 3)
+    assert not installation.models.seen
+    model(torch.randn(5, 8))
+    (seen,) = installation.models.seen
+    assert [*seen.record.runs.values()] == [1]
+    assert "matmul" in seen.record.plans[0].low

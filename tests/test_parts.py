@@ -28,7 +28,9 @@ def test_a_part_that_was_called_before_the_whole_is_taken_into_it(start):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_parts_that_are_trained_by_themselves_after_a_call_of_the_whole_are_converted(start, dtype):
+def test_parts_that_are_trained_by_themselves_after_a_call_of_the_whole_are_converted(
+    start, dtype, capsys
+):
     installation, model = start(DTYPE=dtype), net()
     plain = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
@@ -45,6 +47,7 @@ def test_parts_that_are_trained_by_themselves_after_a_call_of_the_whole_are_conv
     assert [[*record.runs.values()] for record in records] == [[3], [3], [3]]
     assert all(plan.low and not plan.fallback for r in records for plan in r.plans)
     torch.testing.assert_close(model[0].weight, plain[0].weight, rtol=0.02, atol=0.02)
+    assert "is trained in float32" not in capsys.readouterr().err
 
 
 def test_a_part_of_a_model_that_is_gone_is_a_model(start):

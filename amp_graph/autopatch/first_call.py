@@ -13,6 +13,7 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import get_worker_info
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -23,7 +24,7 @@ from amp_graph.convert import convert_at_first_call, is_converted, record_of, re
 from amp_graph.errors import in_words
 from amp_graph.ir import dtype_name
 from amp_graph.modes import autocast_devices
-from amp_graph.modules import unwrapped
+from amp_graph.modules import is_rerouted, unwrapped
 from amp_graph.policy import Policy
 from amp_graph.training.engine import backward_pass, has_process_group
 from amp_graph.training.grad_scaler import is_grad_scaler_around
@@ -62,7 +63,9 @@ class Models:
         return partial(self._outermost_call, module)
 
     def _outermost_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if self._is_open(module) and not self._is_decided(module):
+        if is_rerouted(module):
+            return module._call_impl(*args, **kwargs)
+        if self._is_open(module) and not self._is_decided(module, (args, kwargs)):
             return module._call_impl(*args, **kwargs)
         in_backward = backward_pass() is not None  # where checkpoint restores ours
         if not in_backward and any(map(torch.is_autocast_enabled, autocast_devices())):
@@ -85,7 +88,7 @@ class Models:
             return model.left_alone == ON_META and not _is_on_meta(module)
         return model.module() is not unwrapped(module) and _goes_on_alone(module, model)
 
-    def _is_decided(self, module: nn.Module) -> bool:
+    def _is_decided(self, module: nn.Module, given: Any) -> bool:
         """Decide about a module. False: it has no parameters, now at least, so that what it calls
         is decided about instead."""
         if get_worker_info() is not None:
@@ -97,7 +100,7 @@ class Models:
             if not any(p.is_floating_point() for p in inner.parameters()):
                 return False
             is_ready = can_capture() and not any(map(is_lazy, inner.parameters()))
-            if is_ready and not _is_being_built():
+            if is_ready and not _is_being_built() and not _is_dry_run(inner, given):
                 with self._deciding:
                     if self._is_open(module):
                         self._first_call(module, inner)
@@ -200,6 +203,13 @@ def _is_being_built() -> bool:
             if isinstance(frame.f_locals.get(code.co_varnames[0]), nn.Module):
                 return True
     return False
+
+
+def _is_dry_run(module: nn.Module, given: Any) -> bool:
+    """Whether a module that is not on the meta device is given tensors that are, by code that asks
+    what sizes come of them and has stand-ins for its parameters (Keras)."""
+    tensors = (x for x in tree_leaves(given) if isinstance(x, torch.Tensor))
+    return any(x.is_meta for x in tensors) and not _is_on_meta(module)
 
 
 def _goes_on_alone(part: nn.Module, model: Model) -> bool:

@@ -20,6 +20,7 @@ from amp_graph.errors import AmpGraphError
 from amp_graph.modules import (
     Run,
     call_with,
+    is_rerouted,
     plain_code,
     unchanged,
     unwrapped,
@@ -109,6 +110,8 @@ class Conversion(StandIn):
 
     @never_captured(reason="a model converted by amp_graph captures its own graphs")
     def _mixed_call(self, *args: Any, **kwargs: Any) -> Any:
+        if is_rerouted(self.module):
+            return plain_code(self.module)(*args, **kwargs)
         self.is_awaited &= not torch.is_grad_enabled()
         if wants_plain_code() or is_estimate(self.module):
             return plain_code(self.module)(*args, **kwargs)

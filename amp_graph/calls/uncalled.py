@@ -2,7 +2,8 @@
 
 What is converted is the call `model(...)`. A script that trains one by its methods, or by calls of
 its parts, gets float32, though it may call the model to validate it: it is told so when an
-optimizer has stepped the model's parameters twice.
+optimizer has stepped the model's parameters twice. Those of parts that are converted by themselves
+are these parts' matter.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from amp_graph.calls.copies import SLOT
 from amp_graph.errors import warn
 from amp_graph.training.engine import not_compiled
 from amp_graph.training.found_inf import parameters_of
@@ -41,7 +43,7 @@ class _Awaited:
     def note_step(self, parameters: set[int]) -> None:
         """`parameters`: the ids of those that were stepped."""
         model = self.model()
-        if model is None or parameters.isdisjoint(map(id, model.parameters())):
+        if model is None or parameters.isdisjoint(_of_its_own(model)):
             return
         self.steps += 1
         if self.steps == STEPS:
@@ -51,6 +53,12 @@ class _Awaited:
                 f"not `model.forward(...)`, other methods, or calls of its parts. Convert the "
                 f"modules that are called"
             )
+
+
+def _of_its_own(model: nn.Module) -> set[int]:
+    parts = [part for part in model.modules() if part is not model and SLOT in part.__dict__]
+    of_parts = {id(parameter) for part in parts for parameter in part.parameters()}
+    return {id(parameter) for parameter in model.parameters()} - of_parts
 
 
 _awaited: list[_Awaited] = []
