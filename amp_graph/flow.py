@@ -73,8 +73,9 @@ def vanishing_constants(
     return vanishing
 
 
-# What a value carries, as bits. Nothing, if it takes no part in promotion.
-WIDE, LOW, WEIGHT = 1, 2, 4
+# What a value carries, as bits. Nothing, if it takes no part in promotion. What is exact holds only
+# numbers that every precision has, such as zeros; it is wide too, as a sum that begins with it.
+WIDE, LOW, WEIGHT, EXACT = 1, 2, 4, 8
 
 
 def wide_values(
@@ -90,18 +91,21 @@ def wide_values(
     Inputs, weights, float32 results and what is computed from them are wide; beside something low
     no longer, if streams are narrowed. A 0-dimensional tensor takes no part in promotion, nor does
     one without elements, or a weight of a `narrowed` node, whose kernel computes in float32 anyway.
+    Zeros and ones that low values are joined with, as padding, add no digits to them; a sum that
+    begins with zeros is wide.
     """
     wide: set[int] = set()
     not_low: dict[int, int | None] = {}
     carried: list[int] = []
     for n, f in enumerate(facts):
         reads_weights = n not in narrowed
+        moves = colors[n] is Color.CLEAR
         reached, wide_operand = False, None
         for operand in flow.predecessors(n):
             bits = carried[operand]
             if reads_weights or not bits & WEIGHT:
                 reached = reached or bool(bits & LOW)
-                if wide_operand is None and bits & WIDE:
+                if wide_operand is None and bits & WIDE and not (moves and bits & EXACT):
                     wide_operand = operand
         if reached and narrows_streams:
             wide_operand = None
@@ -117,8 +121,17 @@ def wide_values(
             bits |= WIDE
             if not f.is_empty:
                 wide.add(n)
+        if _is_exact(f, color, (carried[p] for p in flow.predecessors(n))):
+            bits |= EXACT
         carried.append(0 if f.is_scalar or f.is_empty else bits)
     return wide, not_low
+
+
+def _is_exact(f: NodeFacts, color: Color | None, carried: Iterable[int]) -> bool:
+    """Zeros that nobody writes to, and what moves nothing else."""
+    if f.written or color is not Color.CLEAR:
+        return False
+    return f.exact or (bool(f.reads) and all(bits & EXACT for bits in carried))
 
 
 Node = TypeVar("Node", contravariant=True)  # what stands for a node: its name or its number

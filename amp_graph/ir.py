@@ -77,8 +77,8 @@ class TensorFacts:
 class NodeFacts:
     """What is known of one node of a captured graph before anything is decided.
 
-    color, group, bounded, promotes, orders, saturates, reads_phase, widens: the node's list entry,
-        as `Listing` explains them (color None: on no list).
+    color, group, bounded, promotes, orders, saturates, reads_phase, exact, widens: the node's list
+        entry, as `Listing` explains them (color None: on no list).
     storage: from this level on its float32 tensors may be low, as its kernel computes in float32
         inside; None: never.
     reads: the nodes whose float32 tensors it computes on; `operands`: all nodes it takes.
@@ -101,6 +101,7 @@ class NodeFacts:
     orders: bool = False
     saturates: bool = False
     reads_phase: bool = False
+    exact: bool = False
     widens: bool = False
     reads: tuple[str, ...] = ()
     operands: tuple[str, ...] = ()

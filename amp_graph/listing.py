@@ -20,7 +20,7 @@ T = TypeVar("T")
 OTHER_DEVICES = "other"
 FLAGS = (
     *("bounded", "widens", "promotes", "orders", "saturates", "reads_phase"),
-    *("own_gradients", "optional"),
+    *("exact", "own_gradients", "optional"),
 )
 LISTS = ("ops", "metadata_args")
 KEYS: dict[str, tuple[type, ...]] = {
@@ -48,6 +48,7 @@ class Listing:
     saturates: the result comes so close to a bound that low precision has no number in between.
     reads_phase: of a large operand the last digits alone matter, so that few coordinates are not
         multiplied in low precision for it.
+    exact: the result holds only numbers that every precision has, such as zeros.
     own_gradients: backward makes the gradient of a parameter in memory of its own, so that it may
         be unscaled there.
     low_args: only these arguments may be low, the others stay float32; by kind of device.
@@ -65,6 +66,7 @@ class Listing:
     orders: bool = False
     saturates: bool = False
     reads_phase: bool = False
+    exact: bool = False
     own_gradients: bool = False
     low_args: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     metadata_args: tuple[str, ...] = ()

@@ -243,6 +243,7 @@ def _with_argument_facts(
             orders=listing.orders or old.orders,
             saturates=listing.saturates or old.saturates,
             reads_phase=listing.reads_phase or old.reads_phase,
+            exact=listing.exact or old.exact,
             own_gradients=listing.own_gradients or old.own_gradients,
         )
     return merged

@@ -73,6 +73,7 @@ def _facts(node: fx.Node, lists: OpLists, memory: _Memory, region: str) -> NodeF
         orders=bool(listing and listing.orders),
         saturates=bool(listing and listing.saturates),
         reads_phase=bool(listing and listing.reads_phase),
+        exact=bool(listing and listing.exact),
         widens=bool(listing and listing.widens and dtype_position(node) is not None),
         reads=tuple(dict.fromkeys(n.name for n in _reads(node, listing))),
         operands=tuple(n.name for n in node.all_input_nodes),

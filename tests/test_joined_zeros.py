@@ -1,0 +1,39 @@
+"""Zeros and ones that low values are joined with: they hold no digits, but sums begin with them."""
+
+import pytest
+import torch
+from graphs import SIZE, W, X, run
+
+
+def test_zeros_that_low_values_are_joined_with_add_no_digits():
+    """As the column in front of scores that are shifted, or the other branch of a mask."""
+
+    def function(x, w, mask):
+        shifted = torch.cat([x.new_zeros(SIZE, 1), x @ w], dim=1)[:, 1:]
+        return (torch.where(mask, shifted, torch.zeros_like(x)) + x @ w) @ w
+
+    result = run(function, X, W, X > 0)
+    assert result.is_low("infer1")
+    assert result.casts() == ["x -> bfloat16", "w -> bfloat16", "allow3 -> float32"]
+
+
+@pytest.mark.parametrize(
+    "wide",
+    [
+        lambda x, ids: x,
+        lambda x, ids: ids.float(),
+        lambda x, ids: torch.zeros(SIZE, SIZE).copy_(x),
+    ],
+    ids=["an input", "integers", "zeros that are written to"],
+)
+def test_digits_that_low_values_are_joined_with_stay(wide):
+    def function(x, w, ids):
+        return torch.where(ids > 0, x @ w, wide(x, ids)) + x @ w
+
+    result = run(function, X, W, torch.arange(1001, 1001 + SIZE))
+    assert not any(n.startswith("infer") and result.is_low(n) for n in result.plan.paints)
+
+
+def test_a_sum_that_begins_with_zeros_has_digits():
+    result = run(lambda x, w: torch.zeros(SIZE, SIZE) + x @ w + x @ w, X, W)
+    assert not result.is_low("infer1") and not result.is_low("infer2")
