@@ -134,6 +134,27 @@ def _is_exact(f: NodeFacts, color: Color | None, carried: Iterable[int]) -> bool
     return f.exact or (bool(f.reads) and all(bits & EXACT for bits in carried))
 
 
+def raw_values(
+    facts: Sequence[NodeFacts],
+    flow: nx.DiGraph,
+    colors: Sequence[Color | None],
+    narrowed: Container[int],
+) -> set[int]:
+    """What is computed of the graph's inputs, buffers and constants alone: of no parameter, but for
+    those of a `narrowed` node, such as a norm of the inputs, and behind no allow node. It may hold
+    times, counts, coordinates or indices, which a low precision does not tell apart."""
+    raw: set[int] = set()
+    for n, f in enumerate(facts):
+        if f.is_parameter or colors[n] is Color.ALLOW:
+            continue
+        operands = flow.predecessors(n)
+        if n in narrowed:
+            operands = (o for o in operands if not facts[o].is_parameter)
+        if raw.issuperset(operands):
+            raw.add(n)
+    return raw
+
+
 Node = TypeVar("Node", contravariant=True)  # what stands for a node: its name or its number
 Known = TypeVar("Known", covariant=True)
 

@@ -47,6 +47,25 @@ def test_layer_norm_does_so_where_its_kernel_adds_up_in_float32():
     assert narrowed(function, X.to("meta"), W.to("meta")) == [False, True, True]
 
 
+GIVEN = {
+    "times": lambda x, w: ((x - 1.6e9) / 86400) @ w,
+    "columns": lambda x, w: F.embedding(x[:, 0].long() // 128 % 8, w) * (x[:, 1:] @ w[1:]),
+    "norm": lambda x, w: F.batch_norm(x, None, None, w[0], training=True) @ w,
+    "differences": lambda x, w: torch.relu(x - x.roll(1, 0)) @ w,
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_a_graph_is_given_is_not_rounded_before_its_first_product(name, level):
+    """Times of 1.6e9 are one number in bfloat16."""
+    x = 1.6e9 + torch.arange(64.0).view(8, 8).pow(3)
+    result = rewritten(capture(GIVEN[name], x, W, weights=1), Policy("bfloat16", level=level))
+    expected = GIVEN[name](x, W)
+    error = (result.module(x, W) - expected).norm() / expected.norm()
+    assert error < 0.02
+
+
 def test_what_is_returned_is_not_rounded_to_save_bytes():
     assert narrowed(lambda x, w: torch.softmax(x @ w, -1), X, W) == [False, False, True]
 

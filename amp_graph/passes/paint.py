@@ -18,7 +18,7 @@ from dataclasses import replace
 import networkx as nx
 import torch
 
-from amp_graph.flow import huge_values, wide_values
+from amp_graph.flow import huge_values, raw_values, wide_values
 from amp_graph.ir import Color, Level, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 from amp_graph.passes.node_rules import NODE_RULES
@@ -136,12 +136,13 @@ def wide_operands(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
 
 
 def _wide(scene: Scene, painted: Mapping[int, Paint]) -> tuple[set[int], dict[int, int | None]]:
-    """See `wide_values`. At level max no value is kept for its digits."""
-    if scene.level is Level.MAX:
-        return set(), {}
+    """See `wide_values`. At level max only what the graph is given is kept for its digits."""
     colors = list(scene.colors)
     for n, given in painted.items():
         colors[n] = given.color
+    if scene.level is Level.MAX:
+        raw = raw_values(scene.facts, scene.flow, colors, scene.narrowed)
+        return raw, {n: None for n in raw if colors[n] is Color.INFER}
     return wide_values(scene.facts, scene.flow, colors, scene.narrowed, scene.narrows_streams)
 
 
