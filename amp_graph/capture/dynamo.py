@@ -28,6 +28,7 @@ from torch._dynamo import convert_frame, disallow_in_graph
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from amp_graph.capture.asked_gradients import asked_gradients_kept_inside
 from amp_graph.capture.causal_masks import masks_unread
 from amp_graph.capture.frames import Frames
 from amp_graph.capture.logs import quiet_logs
@@ -211,7 +212,12 @@ def settings(
         try:
             for name, value in chosen.items():
                 setattr(dynamo_config, name, value)
-            with recurrent_layers_whole(), masks_unread(), quiet_logs():
+            with (
+                recurrent_layers_whole(),
+                masks_unread(),
+                quiet_logs(),
+                asked_gradients_kept_inside(),
+            ):
                 yield
         finally:
             for name, value in before.items():
