@@ -35,6 +35,7 @@ from amp_graph.capture.logs import quiet_logs
 from amp_graph.capture.recurrent import recurrent_layers_whole
 from amp_graph.capture.said_once import SaidOnce
 from amp_graph.capture.surroundings import under_dispatch_modes
+from amp_graph.capture.type_names import names_known
 
 if torch.__version__ < "2.13":
     # Dynamo 2.11 raises at a packed sequence, after the code before it ran. Later ones break the
@@ -217,6 +218,7 @@ def settings(
                 masks_unread(),
                 quiet_logs(),
                 asked_gradients_kept_inside(),
+                names_known(),
             ):
                 yield
         finally:
