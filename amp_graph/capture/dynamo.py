@@ -33,6 +33,7 @@ from amp_graph.capture.causal_masks import masks_unread
 from amp_graph.capture.frames import Frames
 from amp_graph.capture.logs import quiet_logs
 from amp_graph.capture.recurrent import recurrent_layers_whole
+from amp_graph.capture.repeated_hooks import repeated_hooks_as_one
 from amp_graph.capture.said_once import SaidOnce
 from amp_graph.capture.surroundings import under_dispatch_modes
 from amp_graph.capture.type_names import names_known
@@ -219,6 +220,7 @@ def settings(
                 quiet_logs(),
                 asked_gradients_kept_inside(),
                 names_known(),
+                repeated_hooks_as_one(),
             ):
                 yield
         finally:

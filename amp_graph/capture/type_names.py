@@ -30,8 +30,9 @@ def names_known() -> Iterator[None]:
         if name.is_python_constant() and isinstance(name.as_python_constant(), str):
             name = ConstantVariable.create(name.as_python_constant())
             result: VariableTracker = name.call_method(*args)
-            return result
-        return before(name, *args)
+        else:
+            result = before(name, *args)
+        return result
 
     try:
         attribute.call_method = call_method
