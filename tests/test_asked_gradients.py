@@ -67,8 +67,18 @@ class ViewOfInput(Two):
         return self.b(self.a(view))[:, 0]
 
 
+class AsItWas(Two):
+    """Nothing changes, as in the penalty of AdaLoRA."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = torch.eye(8)
+        identity.requires_grad = False
+        self.a.weight.requires_grad = True
+        return self.b(self.a(x) @ identity)
+
+
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("kind", [Frozen, Assigned, BiasOfBlock, ViewOfInput])
+@pytest.mark.parametrize("kind", [Frozen, Assigned, BiasOfBlock, ViewOfInput, AsItWas])
 def test_they_do_not_end_the_graph(kind: type[nn.Module], policy: Policy) -> None:
     plain, model = twins(kind(), policy)
     for each in (plain, model):

@@ -52,16 +52,19 @@ def _instead(own: Any, method: Any) -> Any:
 
 
 def _assign(method: Any, setter: Any, frame: Any, x: Any, name: Any, value: Any) -> Any:
-    """`x.requires_grad = True` is `x.requires_grad_()`."""
-    is_value = isinstance(x, TensorVariable) and not x.source
-    if is_value and _is_constant(name, "requires_grad") and _is_constant(value, True):
-        x.call_method(frame, "requires_grad_", [], {})
-        return value
+    """`x.requires_grad = True` is `x.requires_grad_()`, and nothing if it is as it was."""
+    if isinstance(x, TensorVariable) and _constant(name) == "requires_grad":
+        asked = _constant(value)
+        if asked is x.as_proxy().node.meta["example_value"].requires_grad:
+            return value
+        if asked is True and not x.source:
+            x.call_method(frame, "requires_grad_", [], {})
+            return value
     return method(setter, frame, x, name, value)
 
 
-def _is_constant(variable: Any, value: Any) -> bool:
-    return bool(variable.is_python_constant() and variable.as_python_constant() == value)
+def _constant(variable: Any) -> Any:
+    return variable.as_python_constant() if variable.is_python_constant() else None
 
 
 def _end(method: Any, graph: Any, results: Sequence[Any], frame: Any) -> None:
