@@ -128,3 +128,32 @@ def test_a_hook_runs_of_a_module_that_is_put_in_later() -> None:
     model.second = new
     model(X)
     assert seen
+
+
+def _asking(module: nn.Module) -> RemovableHandle:
+    """What transformers adds to the embedding each time that checkpointing is switched on."""
+
+    def make_inputs_require_grads(module, input, output):  # type: ignore[no-untyped-def]
+        output.requires_grad_(True)
+
+    return module.register_forward_hook(make_inputs_require_grads)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo 2.11 ends graphs at such a request")
+def test_hooks_that_ask_for_a_gradient_are_captured_once() -> None:
+    model, seen = Net(), []
+    model.first.requires_grad_(False)
+    amp_graph.convert(model)
+    handles = []
+    for _ in range(4):
+        handles.append(_asking(model.first))
+        model(X).sum().backward()
+    assert len(amp_graph.plans(model)) == 1
+    handles.pop().remove()
+    model.first.register_forward_hook(lambda _, given, result: seen.append(result.requires_grad))
+    model(X)
+    assert seen == [True]
+    for handle in handles:
+        handle.remove()
+    model(X)
+    assert seen == [True, False]

@@ -29,11 +29,14 @@ from torch._dynamo import convert_frame, disallow_in_graph
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from amp_graph.capture.asked_gradients import asked_gradients_kept_inside
 from amp_graph.capture.causal_masks import masks_unread
 from amp_graph.capture.logs import quiet_logs
 from amp_graph.capture.recurrent import recurrent_layers_whole
+from amp_graph.capture.repeated_hooks import repeated_hooks_as_one
 from amp_graph.capture.said_once import SaidOnce
 from amp_graph.capture.surroundings import under_dispatch_modes
+from amp_graph.capture.type_names import names_known
 from amp_graph.modules import Run
 
 if torch.__version__ < "2.13":
@@ -66,6 +69,16 @@ SETTINGS: dict[str, Any] = {
     "fail_on_recompile_limit_hit": True,  # say so, rather than fall back to float32 silently
     "optimize_ddp": False,  # else Dynamo cuts graphs at DDP's buckets, for backends that need it
 }
+
+# What Dynamo does otherwise while it captures, besides.
+CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
+    recurrent_layers_whole,
+    masks_unread,
+    quiet_logs,
+    asked_gradients_kept_inside,
+    names_known,
+    repeated_hooks_as_one,
+)
 
 
 class CapturedCode:
@@ -188,13 +201,15 @@ def settings(
 ) -> Iterator[None]:
     """Dynamo's settings while it captures; the user's own are put back after. One thread at a time,
     as they are the process's."""
-    with _capturing, (said_once or SaidOnce()).around_capture():
+    said_once = said_once or SaidOnce()
+    with _capturing, said_once.around_capture(), contextlib.ExitStack() as changes:
         before = {name: getattr(dynamo_config, name) for name in chosen}
         try:
             for name, value in chosen.items():
                 setattr(dynamo_config, name, value)
-            with recurrent_layers_whole(), masks_unread(), quiet_logs():
-                yield
+            for change in CHANGES:
+                changes.enter_context(change())
+            yield
         finally:
             for name, value in before.items():
                 setattr(dynamo_config, name, value)

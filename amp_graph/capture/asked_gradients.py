@@ -1,0 +1,90 @@
+"""A value that is told to require a gradient does not end the graph where nobody can tell.
+
+    h = embedding(x)               h = embedding(x)
+    h.requires_grad_()      ->     y = lora(h)
+    y = lora(h)
+
+So models do that fine-tune frozen layers under `checkpoint`, which in its reentrant form takes no
+gradient of its parameters unless its input requires one (`enable_input_require_grads` and
+`position_bias.requires_grad = True` in transformers). A captured graph has no such need, and what
+hangs on trained parameters has a gradient anyway. Dynamo ends the graph at an assignment, and at
+a call if anything that hangs on the value leaves the graph. Here it does so only if a result would
+not require a gradient otherwise, or if the graph takes gradients itself.
+
+Private names of PyTorch used here; seen to work on 2.13, others go without:
+
+    torch._dynamo.variables.builtin.SetAttrBuiltinVariable._call_setattr
+    torch._dynamo.output_graph.OutputGraph._check_requires_grad_intermediate_outputs
+    ..., .leaf_var_creation_order
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.variables import TensorVariable, builtin
+
+ASSIGNS = getattr(builtin, "SetAttrBuiltinVariable", None), "_call_setattr"
+ENDS = OutputGraph, "_check_requires_grad_intermediate_outputs"
+
+
+@contextlib.contextmanager
+def asked_gradients_kept_inside() -> Iterator[None]:
+    """Within, Dynamo goes on after such a place."""
+    own = {ASSIGNS: _assign, ENDS: _end}
+    before = {place: method for place in own if (method := getattr(*place, None)) is not None}
+    try:
+        for (kind, name), method in before.items():
+            setattr(kind, name, _instead(own[kind, name], method))
+        yield
+    finally:
+        for (kind, name), method in before.items():
+            setattr(kind, name, method)
+
+
+def _instead(own: Any, method: Any) -> Any:
+    return lambda *args: own(method, *args)
+
+
+def _assign(method: Any, setter: Any, frame: Any, x: Any, name: Any, value: Any) -> Any:
+    """`x.requires_grad = True` is `x.requires_grad_()`, and nothing if it is as it was."""
+    if isinstance(x, TensorVariable) and _constant(name) == "requires_grad":
+        asked = _constant(value)
+        if asked is x.as_proxy().node.meta["example_value"].requires_grad:
+            return value
+        if asked is True and not x.source:
+            x.call_method(frame, "requires_grad_", [], {})
+            return value
+    return method(setter, frame, x, name, value)
+
+
+def _constant(variable: Any) -> Any:
+    return variable.as_python_constant() if variable.is_python_constant() else None
+
+
+def _end(method: Any, graph: Any, results: Sequence[Any], frame: Any) -> None:
+    asked = {v.as_proxy().node for v in graph.leaf_var_creation_order if not v.source}
+    if asked:
+        found = (v for v in results if isinstance(v, TensorVariable) and v.requires_grad)
+        if not {v.as_proxy().node for v in found} <= _differentiable(graph.graph, asked):
+            method(graph, results, frame)
+
+
+def _differentiable(graph: fx.Graph, asked: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that hang on what requires a gradient without having been `asked` to."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target is torch.autograd.grad:
+            return set()
+        values = node.meta.get("example_value")
+        values = values if isinstance(values, (tuple, list)) else [values]
+        requires = any(isinstance(v, Tensor) and v.requires_grad for v in values)
+        is_first = node.op in ("placeholder", "get_attr")
+        if requires and node not in asked and (is_first or found & {*node.all_input_nodes}):
+            found.add(node)
+    return found

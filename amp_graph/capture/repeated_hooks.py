@@ -1,0 +1,89 @@
+"""Hooks that do nothing but ask for a gradient of a module's result count as one.
+
+    embedding._forward_hooks == {1: ask}            captured
+    embedding._forward_hooks == {1: ask, 2: ask}    runs what was captured
+
+transformers (5.23) adds one more to the embedding each time that gradient checkpointing is switched
+on, which TRL's trainers do at each step. Dynamo looks at how many there are. To ask again changes
+nothing.
+
+Private names of PyTorch used here; seen to work on 2.13:
+
+    torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable.var_getattr
+    torch._dynamo.variables.dicts.NNModuleHooksDictVariable
+    torch._dynamo.guards.GuardBuilder.get_guard_manager, install_guard, get_verbose_code_parts
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import guards
+from torch._dynamo.source import AttrSource
+from torch._dynamo.variables import ConstantVariable, UserFunctionVariable, VariableTracker
+from torch._dynamo.variables.dicts import NNModuleHooksDictVariable
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+HOOKS = "_forward_hooks"
+
+
+def ask(module: nn.Module, inputs: Any, result: Tensor) -> None:
+    result.requires_grad_(True)
+
+
+def only_ask(hooks: Mapping[int, Any]) -> bool:
+    """Whether there are hooks, and all are spelled like `ask`."""
+    return bool(hooks) and all(map(_asks, hooks.values()))
+
+
+def _asks(hook: Any) -> bool:
+    return isinstance(hook, types.FunctionType) and _spelled(hook) == _spelled(ask)
+
+
+def _spelled(hook: Any) -> tuple[Any, ...]:
+    """What it does, whatever names it gives to its arguments."""
+    code = hook.__code__
+    return code.co_code, code.co_names, code.co_consts, code.co_argcount
+
+
+@contextlib.contextmanager
+def repeated_hooks_as_one() -> Iterator[None]:
+    """Within, what is captured of such hooks holds for any number of them."""
+    if torch.__version__ < "2.13":  # Dynamo ends graphs at such a request there
+        yield
+        return
+    kind: Any = UnspecializedNNModuleVariable
+    before = kind.var_getattr
+
+    def var_getattr(module: Any, frame: Any, name: str) -> Any:
+        if name == HOOKS and module.source:
+            hooks = getattr(module.value, HOOKS)
+            is_changed = frame.output.side_effects.has_pending_mutation_of_attr(module, name)
+            if not is_changed and only_ask(hooks):
+                return _one_of(frame, hooks, AttrSource(module.source, name))
+        return before(module, frame, name)
+
+    try:
+        kind.var_getattr = var_getattr
+        yield
+    finally:
+        kind.var_getattr = before
+
+
+def _one_of(frame: Any, hooks: Mapping[int, Any], source: Any) -> Any:
+    guards.install_guard(source.make_guard(_guard))
+    number, hook = next(iter(hooks.items()))
+    one: dict[VariableTracker, VariableTracker] = {
+        ConstantVariable.create(number): UserFunctionVariable(hook)
+    }
+    return NNModuleHooksDictVariable(one, type(hooks))
+
+
+def _guard(builder: Any, guard: Any) -> None:
+    said = guards.get_verbose_code_parts(f"only_ask({guard.name})", guard)
+    builder.get_guard_manager(guard).add_lambda_guard(only_ask, said, guard.user_stack)

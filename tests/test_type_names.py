@@ -1,0 +1,34 @@
+"""A model may ask what the class of a tensor is called."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.variables.misc import GetAttrVariable
+from two_layers import Loop, Speaking, X
+
+import amp_graph
+from amp_graph.convert import record_of
+
+
+class AsksForNames(Speaking):
+    """As PEFT does for each weight in DoRA."""
+
+    def speak(self, hidden: Tensor) -> None:
+        if type(self.a.weight).__module__.startswith("torchao."):
+            raise TypeError
+        if hidden.__class__.__name__.lower() != "tensor":
+            raise TypeError
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo 2.11 ends graphs elsewhere, too")
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_names_of_classes_do_not_end_a_graph() -> None:
+    own = "call_method" in GetAttrVariable.__dict__
+    model = amp_graph.convert(Loop(AsksForNames), policy="bfloat16")
+    model(X).sum().backward()
+    assert not record_of(model).breaks
+    (plan,) = amp_graph.plans(model)
+    assert plan.low
+    assert ("call_method" in GetAttrVariable.__dict__) == own
