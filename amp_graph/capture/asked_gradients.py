@@ -11,7 +11,7 @@ hangs on trained parameters has a gradient anyway. Dynamo ends the graph at an a
 a call if anything that hangs on the value leaves the graph. Here it does so only if a result would
 not require a gradient otherwise, or if the graph takes gradients itself.
 
-Private names of PyTorch used here; seen to work on 2.13, others go without:
+Private names of PyTorch used here; seen to work on 2.13 and 2.15, others go without:
 
     torch._dynamo.variables.builtin.SetAttrBuiltinVariable._call_setattr
     torch._dynamo.output_graph.OutputGraph._check_requires_grad_intermediate_outputs

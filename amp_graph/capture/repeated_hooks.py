@@ -7,9 +7,10 @@ transformers (5.23) adds one more to the embedding each time that gradient check
 on, which TRL's trainers do at each step. Dynamo looks at how many there are. To ask again changes
 nothing.
 
-Private names of PyTorch used here; seen to work on 2.13:
+Private names of PyTorch used here; seen to work on 2.13 and 2.15, others go without:
 
     torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable.var_getattr
+                                      ..., tp_getattro_impl since 2.15
     torch._dynamo.variables.dicts.NNModuleHooksDictVariable
     torch._dynamo.guards.GuardBuilder.get_guard_manager, install_guard, get_verbose_code_parts
 """
@@ -30,6 +31,8 @@ from torch._dynamo.variables.dicts import NNModuleHooksDictVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
 HOOKS = "_forward_hooks"
+KIND: Any = UnspecializedNNModuleVariable
+LOOKS_UP = [name for name in ("var_getattr", "tp_getattro_impl") if name in KIND.__dict__]
 
 
 def ask(module: nn.Module, inputs: Any, result: Tensor) -> None:
@@ -54,13 +57,13 @@ def _spelled(hook: Any) -> tuple[Any, ...]:
 @contextlib.contextmanager
 def repeated_hooks_as_one() -> Iterator[None]:
     """Within, what is captured of such hooks holds for any number of them."""
-    if torch.__version__ < "2.13":  # Dynamo ends graphs at such a request there
+    if torch.__version__ < "2.13" or not LOOKS_UP:  # 2.11 ends graphs at such a request
         yield
         return
-    kind: Any = UnspecializedNNModuleVariable
-    before = kind.var_getattr
+    (method,) = LOOKS_UP
+    before = getattr(KIND, method)
 
-    def var_getattr(module: Any, frame: Any, name: str) -> Any:
+    def look_up(module: Any, frame: Any, name: str) -> Any:
         if name == HOOKS and module.source:
             hooks = getattr(module.value, HOOKS)
             is_changed = frame.output.side_effects.has_pending_mutation_of_attr(module, name)
@@ -69,10 +72,10 @@ def repeated_hooks_as_one() -> Iterator[None]:
         return before(module, frame, name)
 
     try:
-        kind.var_getattr = var_getattr
+        setattr(KIND, method, look_up)
         yield
     finally:
-        kind.var_getattr = before
+        setattr(KIND, method, before)
 
 
 def _one_of(frame: Any, hooks: Mapping[int, Any], source: Any) -> Any:
@@ -81,7 +84,8 @@ def _one_of(frame: Any, hooks: Mapping[int, Any], source: Any) -> Any:
     one: dict[VariableTracker, VariableTracker] = {
         ConstantVariable.create(number): UserFunctionVariable(hook)
     }
-    return NNModuleHooksDictVariable(one, type(hooks))
+    kind = () if torch.__version__ >= "2.15" else (type(hooks),)
+    return NNModuleHooksDictVariable(one, *kind)
 
 
 def _guard(builder: Any, guard: Any) -> None:
