@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import operator
 import weakref
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_graph
 from amp_graph import ConversionWarning, Policy
+from amp_graph.calls import alike
 from amp_graph.capture.logs import CAPTURE_LOGS
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -177,23 +179,26 @@ class Printing(Net):
 
 @pytest.mark.parametrize("restored", [False, True])
 @pytest.mark.parametrize("make", [Net, Printing])
-def test_its_graphs_and_low_precision_weights_are_freed_with_it(
+def test_its_low_precision_weights_are_freed_with_it_and_graphs_that_are_not_kept_for_others(
     make: Callable[[], nn.Module], restored: bool
 ) -> None:
-    def alive() -> int:
+    def alive() -> tuple[int, int]:
         gc.collect()
         objects = gc.get_objects()
         lows = sum(type(x) is Tensor and x.dtype is torch.bfloat16 for x in objects)
-        return lows + sum(isinstance(x, fx.GraphModule) for x in objects)
+        return lows, sum(isinstance(x, fx.GraphModule) for x in objects)
 
+    alike.forget()
     before = alive()
     model = amp_graph.convert(make())
     model(torch.randn(4, 8)).sum().backward()
-    assert alive() > before
+    assert all(map(operator.gt, alive(), before))
     if restored:
         amp_graph.restore(model)
     else:
         del model
+    assert alive()[0] == before[0]
+    alike.forget()
     assert alive() == before
 
 
