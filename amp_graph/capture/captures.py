@@ -101,7 +101,8 @@ def _run(captures: Callable[[], Captures | None], index: int, *args: Any) -> Any
     if caller is None or caller.captures is not found:
         graph, _ = found.graphs[index]
         return graph.forward(*args)
-    return caller.run_of(index)(*args)
+    run = caller.runs.get(index) or caller.assemble(index)
+    return run(*args)
 
 
 class Caller:
@@ -113,7 +114,7 @@ class Caller:
         self.captures, self._is_guest = captures, is_guest
         self.runs: dict[int, Run] = {}
         self._has_returned = False
-        self._called = weakref.ref(called)
+        self._called, self._module = weakref.ref(called), weakref.ref(called.module)
 
     @property
     def called(self) -> Called:
@@ -122,9 +123,10 @@ class Caller:
         return called
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module()  # which lives while it is called
         before, _now.caller = getattr(_now, "caller", None), self
         try:
-            result = self.captures.code(self.called.module, *args, **kwargs)
+            result = self.captures.code(module, *args, **kwargs)
         finally:
             _now.caller = before
         self._has_returned = True
@@ -134,9 +136,8 @@ class Caller:
         is_welcome = self._has_returned and len(self.captures.graphs) < MANY
         return is_welcome or not self._is_guest
 
-    def run_of(self, index: int) -> Run:
-        """What runs a graph in this model."""
-        if index not in self.runs:
-            _, built = self.captures.graphs[index]
-            self.runs[index] = self.called.assemble(built)
-        return self.runs[index]
+    def assemble(self, index: int) -> Run:
+        """What runs a graph in this model, from now on."""
+        _, built = self.captures.graphs[index]
+        run = self.runs[index] = self.called.assemble(built)
+        return run

@@ -121,11 +121,11 @@ class CapturedCode:
         if self._is_sharded:
             with _replaced_forward(module, partial(self._without_hooks, module)):
                 return self._call_impl(module, *args, **kwargs)
-        return self._without_hooks(module, *args, **kwargs)
+        if torch._C._len_torch_dispatch_stack():
+            return self._without_hooks(module, *args, **kwargs)
+        return self._compiled(module, *args, **kwargs)
 
     def _without_hooks(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if not torch._C._len_torch_dispatch_stack():
-            return self._compiled(module, *args, **kwargs)
         with under_dispatch_modes():
             return self._compiled(module, *args, **kwargs)
 
