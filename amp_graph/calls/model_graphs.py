@@ -63,9 +63,7 @@ class ModelGraphs:
         return Graph(built, widened, calls_others(graph, names))
 
     def assemble(self, graph: Graph) -> Run:
-        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
-            run = without_autocast(self._compiler.assemble)(graph.built)
-        record = self._compiler.record
+        run, record = self._compiler.assemble(graph.built), self._compiler.record
         index = len(record.plans) - 1
         plan = record.plans[index]
         if plan.autocast and not any(map(torch.is_autocast_enabled, autocast_devices())):
