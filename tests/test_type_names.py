@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import Tensor
 from torch._dynamo.variables.misc import GetAttrVariable
 from two_layers import Loop, Speaking, X
@@ -22,7 +21,6 @@ class AsksForNames(Speaking):
             raise TypeError
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo 2.11 ends graphs elsewhere, too")
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_names_of_classes_do_not_end_a_graph() -> None:
     own = "call_method" in GetAttrVariable.__dict__

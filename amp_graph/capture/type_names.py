@@ -4,7 +4,7 @@
 
 PEFT asks so for each weight in DoRA. Dynamo knows such a name, and has no methods for it.
 
-Private names of PyTorch used here; seen to work on 2.13 and 2.15:
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
     torch._dynamo.variables.misc.GetAttrVariable    an attribute that Dynamo has not looked up
 """
