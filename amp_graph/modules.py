@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 Run = Callable[..., Any]
+T = TypeVar("T")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -67,22 +68,27 @@ def has_backward_hooks(module: nn.Module) -> bool:
 def plain_code(module: nn.Module) -> Run:
     """What `module(...)` ran before conversion. It does not keep the module alive."""
     call_impl: Run = type(module)._call_impl
-    alive = weakref.ref(module)
+    reference = weakref.ref(module)
 
     def plain(*args: Any, **kwargs: Any) -> Any:
-        return call_impl(alive(), *args, **kwargs)
+        return call_impl(reference(), *args, **kwargs)
 
     return plain
 
 
+def alive(reference: Callable[[], T | None]) -> T:
+    """What a weak reference is to, which is not gone while it is called."""
+    found = reference()
+    assert found is not None, "a call of what is gone"
+    return found
+
+
 def weak_method(method: Run) -> Run:
     """The method, without keeping its object alive."""
-    alive = weakref.WeakMethod(method)
+    reference = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        found = alive()
-        assert found is not None, "the object of a method is gone"
-        return found(*args, **kwargs)
+        return alive(reference)(*args, **kwargs)
 
     return call
 

@@ -71,11 +71,10 @@ class CapturedCalls:
         self._runs_own: Run | None = None  # once it is not captured any more
         self._kind: Kind | None = None
         self._hosts: Iterator[Captures] = iter(())  # to be called by what was captured of them
-        self._has_begun = False
+        self._captures: Captures | None = None
 
     def _begin(self) -> None:
         """Before the first call."""
-        self._has_begun = True
         if not self._hooks.are_there():
             self._kind = kind_of(self.own_code.module, self._compiler)
         if self._kind is not None:
@@ -108,6 +107,10 @@ class CapturedCalls:
         self._captures = captures
         return Caller(captures, self._graphs)
 
+    def _is_another(self) -> bool:
+        """Whether the code of the model is not what was captured."""
+        return forward_of(self.own_code.module) != self._captured_as
+
     def _call_by(self, caller: Run) -> None:
         self._captured_as, self._is_stale = forward_of(self.own_code.module), False
         self._run = self._around(caller)
@@ -129,13 +132,10 @@ class CapturedCalls:
             self._is_stale = False
             return self._runs_own(*args, **kwargs)
         hooks_have_changed = self._hooks.have_changed()
-        if not self._has_begun:
+        if self._captures is None:
             self._begin()
-        self._is_stale |= (
-            forward_of(self.own_code.module) != self._captured_as
-            or hooks_have_changed
-            or self._captures.have_changed()
-        )
+        elif hooks_have_changed or self._captures.have_changed() or self._is_another():
+            self._is_stale = True
         if self._is_stale and backward_pass() is None:
             self._capture()
         frames, runs, uncaptured = self._frames.begun, self._graphs.runs, None
@@ -186,8 +186,9 @@ class CapturedCalls:
         """Let others be called by what was captured in the first call, if nothing is to run beside
         its graphs."""
         is_all = self._around is without_autocast and self._runs_own is None and not self._is_stale
-        if self._kind is not None and is_all and self._captures.graphs:
-            keep(self._kind, self._captures)
+        captures = self._captures
+        if self._kind is not None and is_all and captures is not None and captures.graphs:
+            keep(self._kind, captures)
 
     def _tell_of_first_call(self) -> None:
         converted, name = {p.dtype for p in self._record.plans if p.converts}, self.own_code.name

@@ -18,7 +18,7 @@ from amp_graph.capture.hooks import Hooks, calls_others
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.errors import warn
 from amp_graph.modes import autocast_devices, without_autocast
-from amp_graph.modules import Run, path_by_id
+from amp_graph.modules import Run, alive, path_by_id
 
 
 class Graph(NamedTuple):
@@ -46,9 +46,7 @@ class ModelGraphs:
 
     @property
     def module(self) -> nn.Module:
-        module = self._module()
-        assert module is not None, "a call of a model that is gone"
-        return module
+        return alive(self._module)
 
     def settings(self) -> Mapping[str, Any]:
         return self.hooks.settings()

@@ -13,7 +13,7 @@ from amp_graph.calls.or_else import or_else
 from amp_graph.errors import warn
 from amp_graph.ir import Plan
 from amp_graph.modes import under_autocast
-from amp_graph.modules import Run, devices_of, has_backward_hooks, plain_code, weak_method
+from amp_graph.modules import Run, alive, devices_of, has_backward_hooks, plain_code, weak_method
 from amp_graph.policy import Policy
 
 
@@ -21,16 +21,14 @@ class OwnCode:
     """Of one model, which it does not keep alive; `record` has a plan for each reason to run it."""
 
     def __init__(self, module: nn.Module, policy: Policy, record: Record):
-        self._alive = weakref.ref(module)
+        self._module = weakref.ref(module)
         self._policy = policy
         self._record = record
         self._for_copies: int | None = None  # the plan that stands for them, once there are any
 
     @property
     def module(self) -> nn.Module:
-        module = self._alive()
-        assert module is not None, "a call of a model that is gone"
-        return module
+        return alive(self._module)
 
     @property
     def name(self) -> str:

@@ -29,6 +29,8 @@ from torch import Tensor, fx
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables import TensorVariable, builtin
 
+from amp_graph.capture.replaced import method_inside
+
 ASSIGNS = getattr(builtin, "SetAttrBuiltinVariable", None), "_call_setattr"
 ENDS = OutputGraph, "_check_requires_grad_intermediate_outputs"
 
@@ -36,19 +38,12 @@ ENDS = OutputGraph, "_check_requires_grad_intermediate_outputs"
 @contextlib.contextmanager
 def asked_gradients_kept_inside() -> Iterator[None]:
     """Within, Dynamo goes on after such a place."""
-    own = {ASSIGNS: _assign, ENDS: _end}
-    before = {place: method for place in own if (method := getattr(*place, None)) is not None}
-    try:
-        for (kind, name), method in before.items():
-            setattr(kind, name, _instead(own[kind, name], method))
+    replaced: dict[tuple[Any, str], Any] = {ASSIGNS: _assign, ENDS: _end}
+    with contextlib.ExitStack() as changes:
+        for (kind, name), own in replaced.items():
+            if hasattr(kind, name):
+                changes.enter_context(method_inside(kind, name, own))
         yield
-    finally:
-        for (kind, name), method in before.items():
-            setattr(kind, name, method)
-
-
-def _instead(own: Any, method: Any) -> Any:
-    return lambda *args: own(method, *args)
 
 
 def _assign(method: Any, setter: Any, frame: Any, x: Any, name: Any, value: Any) -> Any:

@@ -23,7 +23,7 @@ from amp_graph.capture.dynamo import SETTINGS, CapturedCode, settings
 from amp_graph.capture.frames import Frames
 from amp_graph.capture.logs import UnheardLogs
 from amp_graph.capture.said_once import SaidOnce
-from amp_graph.modules import Run, weak_method
+from amp_graph.modules import Run, alive, weak_method
 
 MANY = 64  # graphs, beside Dynamo's limit of 256 for each piece of code
 
@@ -96,8 +96,7 @@ def _run(captures: Callable[[], Captures | None], index: int, *args: Any) -> Any
     """Run a graph of these in the model that is being called by them. That is another one, or none,
     where Dynamo was told to run whatever was captured by anybody (`torch._dynamo.run`)."""
     caller: Caller | None = getattr(_now, "caller", None)
-    found = captures()
-    assert found is not None, "a graph of captures that are gone"
+    found = alive(captures)
     if caller is None or caller.captures is not found:
         graph, _ = found.graphs[index]
         return graph.forward(*args)
@@ -118,9 +117,7 @@ class Caller:
 
     @property
     def called(self) -> Called:
-        called = self._called()
-        assert called is not None, "a call of a model that is gone"
-        return called
+        return alive(self._called)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()  # which lives while it is called

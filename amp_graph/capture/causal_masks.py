@@ -19,7 +19,6 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -27,18 +26,12 @@ from torch._dynamo.variables import UserFunctionVariable
 from torch._dynamo.variables.builder import VariableBuilder
 from torch.nn.modules.transformer import _detect_is_causal_mask as DETECT
 
+from amp_graph.capture.replaced import with_entries
 
-@contextlib.contextmanager
-def masks_unread() -> Iterator[None]:
+
+def masks_unread() -> contextlib.AbstractContextManager[None]:
     """Within, Dynamo captures `is_said_to_be_causal` where the model looks into a mask."""
-    known: dict[int, Any] = VariableBuilder._id_dispatch()
-    before = {key: known[key] for key in (id(DETECT),) if key in known}
-    known[id(DETECT)] = _stand_in
-    try:
-        yield
-    finally:
-        del known[id(DETECT)]
-        known.update(before)
+    return with_entries(VariableBuilder._id_dispatch(), {id(DETECT): _stand_in})
 
 
 def _stand_in(builder: VariableBuilder, detect: Any) -> UserFunctionVariable:

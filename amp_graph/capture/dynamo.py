@@ -34,6 +34,7 @@ from amp_graph.capture.causal_masks import masks_unread
 from amp_graph.capture.logs import quiet_logs
 from amp_graph.capture.recurrent import recurrent_layers_whole
 from amp_graph.capture.repeated_hooks import repeated_hooks_as_one
+from amp_graph.capture.replaced import with_entries
 from amp_graph.capture.said_once import SaidOnce
 from amp_graph.capture.surroundings import under_dispatch_modes
 from amp_graph.capture.type_names import names_known
@@ -119,7 +120,8 @@ class CapturedCode:
 
     def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if self._is_sharded:
-            with _replaced_forward(module, partial(self._without_hooks, module)):
+            alone = partial(self._without_hooks, module)
+            with with_entries(module.__dict__, {"forward": alone}):
                 return self._call_impl(module, *args, **kwargs)
         if torch._C._len_torch_dispatch_stack():
             return self._without_hooks(module, *args, **kwargs)
@@ -144,19 +146,6 @@ def _forget_abandoned() -> None:
     with contextlib.suppress(IndexError):
         while True:
             reset_code(_abandoned.popleft())
-
-
-@contextlib.contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    before = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = before
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -30,6 +30,8 @@ from torch._dynamo.variables import ConstantVariable, UserFunctionVariable, Vari
 from torch._dynamo.variables.dicts import NNModuleHooksDictVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
+from amp_graph.capture.replaced import method_inside
+
 HOOKS = "_forward_hooks"
 KIND: Any = UnspecializedNNModuleVariable
 LOOKS_UP = [name for name in ("var_getattr", "tp_getattro_impl") if name in KIND.__dict__]
@@ -60,22 +62,18 @@ def repeated_hooks_as_one() -> Iterator[None]:
     if torch.__version__ < "2.13" or not LOOKS_UP:  # 2.11 ends graphs at such a request
         yield
         return
-    (method,) = LOOKS_UP
-    before = getattr(KIND, method)
-
-    def look_up(module: Any, frame: Any, name: str) -> Any:
-        if name == HOOKS and module.source:
-            hooks = getattr(module.value, HOOKS)
-            is_changed = frame.output.side_effects.has_pending_mutation_of_attr(module, name)
-            if not is_changed and only_ask(hooks):
-                return _one_of(frame, hooks, AttrSource(module.source, name))
-        return before(module, frame, name)
-
-    try:
-        setattr(KIND, method, look_up)
+    (name,) = LOOKS_UP
+    with method_inside(KIND, name, _look_up):
         yield
-    finally:
-        setattr(KIND, method, before)
+
+
+def _look_up(method: Any, module: Any, frame: Any, name: str) -> Any:
+    if name == HOOKS and module.source:
+        hooks = getattr(module.value, HOOKS)
+        is_changed = frame.output.side_effects.has_pending_mutation_of_attr(module, name)
+        if not is_changed and only_ask(hooks):
+            return _one_of(frame, hooks, AttrSource(module.source, name))
+    return method(module, frame, name)
 
 
 def _one_of(frame: Any, hooks: Mapping[int, Any], source: Any) -> Any:

@@ -29,6 +29,8 @@ from torch._dynamo.variables import ConstantVariable, SkipFunctionVariable, Vari
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.misc import LoggingLoggerVariable
 
+from amp_graph.capture.replaced import with_entries
+
 # How often Python shows a warning, by what the filters say: not at all, once, or each time.
 NEVER, ONCE, ALWAYS = range(3)
 SHOWN = {"ignore": NEVER, "default": ONCE, "module": ONCE, "once": ONCE}
@@ -77,8 +79,8 @@ class SaidOnce:
         own_types = {logging.Logger: functools.partial(_found, _Logger, self)}
         try:
             with (
-                _with_entries(VariableBuilder._id_dispatch(), own),
-                _with_entries(VariableBuilder._type_dispatch(), own_types),
+                with_entries(VariableBuilder._id_dispatch(), own),
+                with_entries(VariableBuilder._type_dispatch(), own_types),
                 warnings.catch_warnings(),
             ):
                 warnings.filterwarnings("ignore", module=r"torch\.")
@@ -130,18 +132,6 @@ def _is_hashable(call: tuple[Any, ...]) -> bool:
     except TypeError:
         return False
     return True
-
-
-@contextlib.contextmanager
-def _with_entries(table: dict[Any, Any], own: Mapping[Any, Any]) -> Iterator[None]:
-    before = {key: table[key] for key in own if key in table}
-    table.update(own)
-    try:
-        yield
-    finally:
-        for key in own:
-            del table[key]
-        table.update(before)
 
 
 def _found(kind: Any, said: SaidOnce, builder: VariableBuilder, value: Any) -> VariableTracker:

@@ -12,33 +12,20 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
-from torch._dynamo.variables import ConstantVariable, VariableTracker
+from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.misc import GetAttrVariable
 
+from amp_graph.capture.replaced import method_inside
 
-@contextlib.contextmanager
-def names_known() -> Iterator[None]:
+
+def names_known() -> contextlib.AbstractContextManager[None]:
     """Within, methods of a string that is an attribute are those of the string."""
-    attribute: Any = GetAttrVariable
-    own = attribute.__dict__.get("call_method")
-    before = attribute.call_method
+    return method_inside(GetAttrVariable, "call_method", _call_method)
 
-    def call_method(name: Any, *args: Any) -> VariableTracker:
-        if name.is_python_constant() and isinstance(name.as_python_constant(), str):
-            name = ConstantVariable.create(name.as_python_constant())
-            result: VariableTracker = name.call_method(*args)
-        else:
-            result = before(name, *args)
-        return result
 
-    try:
-        attribute.call_method = call_method
-        yield
-    finally:
-        if own is None:
-            del attribute.call_method
-        else:
-            attribute.call_method = own
+def _call_method(method: Any, attribute: Any, *args: Any) -> Any:
+    if attribute.is_python_constant() and isinstance(attribute.as_python_constant(), str):
+        return ConstantVariable.create(attribute.as_python_constant()).call_method(*args)
+    return method(attribute, *args)

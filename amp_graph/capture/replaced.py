@@ -1,0 +1,38 @@
+"""What PyTorch does otherwise for a while: methods of its classes, and entries of its tables."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+
+@contextlib.contextmanager
+def method_inside(kind: type, name: str, around: Callable[..., Any]) -> Iterator[None]:
+    """Within, a method is `around`, which is given what it was and then what the method is."""
+    method, own = getattr(kind, name), kind.__dict__.get(name)
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return around(method, *args, **kwargs)
+
+    setattr(kind, name, replaced)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(kind, name)
+        else:
+            setattr(kind, name, own)
+
+
+@contextlib.contextmanager
+def with_entries(table: dict[Any, Any], own: Mapping[Any, Any]) -> Iterator[None]:
+    """Within, a table has these as well, or instead of its own."""
+    before = {key: table[key] for key in own if key in table}
+    table.update(own)
+    try:
+        yield
+    finally:
+        for key in own:
+            del table[key]
+        table.update(before)
