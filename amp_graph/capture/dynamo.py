@@ -31,13 +31,13 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from amp_graph.capture.asked_gradients import asked_gradients_kept_inside
 from amp_graph.capture.causal_masks import masks_unread
+from amp_graph.capture.known_values import known_values
 from amp_graph.capture.logs import quiet_logs
 from amp_graph.capture.recurrent import recurrent_layers_whole
 from amp_graph.capture.repeated_hooks import repeated_hooks_as_one
 from amp_graph.capture.replaced import with_entries
 from amp_graph.capture.said_once import SaidOnce
 from amp_graph.capture.surroundings import under_dispatch_modes
-from amp_graph.capture.type_names import names_known
 from amp_graph.modules import Run
 
 if torch.__version__ < "2.13":
@@ -77,7 +77,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     masks_unread,
     quiet_logs,
     asked_gradients_kept_inside,
-    names_known,
+    known_values,
     repeated_hooks_as_one,
 )
 
