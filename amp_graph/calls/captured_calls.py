@@ -116,8 +116,8 @@ class CapturedCalls:
         self._run = self._around(caller)
 
     def _begin_again(self, has_captured: bool = True) -> None:
-        """After a call that raised: it tells nothing of the model, and what Dynamo was capturing
-        meanwhile it would never capture again."""
+        """After a call that raised, or set up what later ones find: it tells nothing of the model,
+        and what Dynamo was capturing meanwhile it would never capture again."""
         self._frames.end_call(has_captured)
         if self._frames.are_too_many():
             self._stop_capturing()
@@ -141,6 +141,7 @@ class CapturedCalls:
         frames, runs, uncaptured = self._frames.begun, self._graphs.runs, None
         records = torch.is_grad_enabled()
         kept = Kept(self.own_code.module) if self._is_new else None
+        hooks = self._hooks.number() if self._graphs.watch is not None else 0
         try:
             with self._graphs.watch or _UNWATCHED:
                 result = self._run(*args, **kwargs)
@@ -159,11 +160,15 @@ class CapturedCalls:
             result = self._run_uncaptured(uncaptured, has_begun, args, kwargs)
         has_captured = self._frames.begun != frames
         if has_captured or self._frames.unpaid or self._is_new or self._graphs.watch is not None:
-            self._look_back(has_captured)
+            self._look_back(has_captured, hooks)
         return result
 
-    def _look_back(self, has_captured: bool) -> None:
-        """After a call: whether all that was asked for happened, and whether to go on so."""
+    def _look_back(self, has_captured: bool, hooks: int) -> None:
+        """After a call: whether all that was asked for happened, and whether to go on so. `hooks`:
+        how many the model had before."""
+        if self._graphs.watch is not None and self._hooks.number() > hooks:
+            self._begin_again(has_captured)
+            return
         watch, self._graphs.watch = self._graphs.watch, None
         if watch is not None:
             self._judge(watch)

@@ -62,12 +62,15 @@ class Hooks:
         self._for_all, self._are_guarded = for_all, self._are_there
         return has_changed
 
-    def _has_any(self) -> bool:
+    def number(self) -> int:
+        """How many hooks the model's modules have."""
         model = self._model()
-        return bool(_has_any_global_hook()) or any(
-            m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-            for m in (model.modules() if model is not None else ())
-        )
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        modules = model.modules() if model is not None else ()
+        return sum(len(getattr(m, kind)) for m in modules for kind in kinds)
+
+    def _has_any(self) -> bool:
+        return bool(_has_any_global_hook()) or self.number() > 0
 
     def follow(self, calls_others: bool) -> None:
         """Take note of whether a graph calls modules that are no part of the model."""
