@@ -47,6 +47,29 @@ def test_einsum_is_low_where_autocast_has_it_low(equation: str) -> None:
     assert is_low == (expected.dtype is torch.bfloat16), equation
 
 
+@pytest.mark.parametrize(
+    "equation", ["na,na,na->n", "na,nb,abc->nc", "na,ab,bc,nc->n", "a,b,c->abc"]
+)
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_einsum_of_many_operands_is_computed_as_under_autocast(equation: str) -> None:
+    """Pair by pair, of which some are matrix products and others element-wise, in float32."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, *operands: Tensor) -> Tensor:
+            return torch.einsum(equation, *operands) * self.scale
+
+    operands = equation.partition("->")[0].split(",")
+    batch = [torch.rand([SIZES.get(i, 5) for i in operand]) for operand in operands]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = Net()(*batch)
+    model = amp_graph.convert(Net(), policy=amp_graph.Policy("bfloat16", level="safe"))
+    assert torch.equal(model(*batch), expected.float())
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_rotary_angles_are_exact() -> None:
     class Rotary(nn.Module):

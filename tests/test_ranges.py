@@ -70,6 +70,34 @@ def test_a_mask_value_in_a_tensor_saturates(mask):
 
 
 @pytest.mark.parametrize(
+    "joined",
+    [
+        lambda s: F.pad(s, (1, 1), value=-1e9),
+        lambda s: nn.utils.rnn.pad_sequence([s.t(), s.t()[:2]], padding_value=-1e9).flatten(1).t(),
+        lambda s: s.masked_fill(s < 1.0, -torch.inf).nan_to_num(neginf=-1e9),
+        lambda s: F.pad(s.relu(), (1, 1), value=1e-9).log(),
+    ],
+    ids=["pad", "pad_sequence", "nan_to_num", "small"],
+)
+def test_a_number_that_is_padded_with_is_not_lost_in_float16(joined):
+    def function(x, w):
+        return joined(x @ w).softmax(-1)
+
+    result = run(function, X, W, policy=FLOAT16)
+    assert "constant out of range" in {paint.rule for paint in result.plan.paints.values()}
+    torch.testing.assert_close(result(X, W), function(X, W), rtol=0.01, atol=0.01)
+
+
+def test_an_epsilon_inside_of_a_kernel_in_float32_may_vanish():
+    def function(x, w):
+        h = x @ w
+        return F.rms_norm(h, (SIZE,), eps=1e-8) @ w
+
+    result = run(function, X, W, policy=FLOAT16)
+    assert "constant out of range" not in {paint.rule for paint in result.plan.paints.values()}
+
+
+@pytest.mark.parametrize(
     "mask",
     [
         lambda s, seen, own, far, near: torch.where(own, near, torch.where(seen, s, far)),

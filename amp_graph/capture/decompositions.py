@@ -66,11 +66,12 @@ def drop_if_active(tensor: Tensor, p: float, train: bool) -> Any:
     return NotImplemented if train and p != 0 else tensor
 
 
-def spell_out_if_no_product(equation: str, tensors: Any, *, path: Any = None) -> Any:
-    """An einsum that contracts nothing, in parts: element-wise products, sums and views. PyTorch
-    multiplies no matrices there, so that it is in float32 under autocast: an outer product, as of
-    positions and frequencies in rotary embeddings, or a trace."""
-    if _contracts(equation):
+def spell_out_but_products(equation: str, tensors: Any, *, path: Any = None) -> Any:
+    """An einsum that is not one matrix product, in parts. One that contracts nothing has
+    element-wise products, sums and views, in float32 under autocast: an outer product, as of
+    positions and frequencies in rotary embeddings, or a trace. One of more than two operands is
+    computed pair by pair, and of pairs too some are matrix products and others element-wise."""
+    if len(tensors) <= 2 and _contracts(equation):
         return NotImplemented
     return aten.einsum.default.decompose(equation, tensors, path=path)
 
@@ -89,7 +90,7 @@ DROPOUTS = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature
 DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
     **{packet.default: drop_if_active for packet in DROPOUTS},
     ATTENTION: note_kernel,
-    aten.einsum.default: spell_out_if_no_product,
+    aten.einsum.default: spell_out_but_products,
     torch.ops.aten.to.other: convert_like,
     torch.ops.aten.type_as.default: convert_like,
 }

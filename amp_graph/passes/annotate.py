@@ -39,6 +39,8 @@ from amp_graph.ir import Color, NodeFacts, TensorFacts, dtype_name
 from amp_graph.listing import Listing
 from amp_graph.oplists import OpLists
 
+NUMBERS = frozenset({"number", "Tensor", "Optional[number]"})
+FLOATS = frozenset({"float", "Optional[float]"})
 CONVERSION_OPS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as"})
 
 
@@ -84,7 +86,7 @@ def _facts(node: fx.Node, lists: OpLists, memory: _Memory, region: str) -> NodeF
         external=origin.op in ("placeholder", "get_attr"),
         is_parameter=bool(node.meta.get("is_parameter")),
         user_cast=_is_user_cast(node),
-        scalars=tuple(_scalars(node)),
+        scalars=tuple(_scalars(node, listing)),
         fixed=region or _fixed(node),
         module_path=node.meta.get("module_path", ""),
         source=sys.intern(source),
@@ -121,9 +123,9 @@ def _is_user_cast(node: fx.Node) -> bool:
     return asks and isinstance(source, fx.Node) and _has_float32(source)
 
 
-def _scalars(node: fx.Node) -> Iterator[float]:
-    """Python numbers that take part in the arithmetic (not sizes, dimensions or flags); the largest
-    of a constant tensor."""
+def _scalars(node: fx.Node, listing: Listing | None) -> Iterator[float]:
+    """Python numbers that take part in the arithmetic (not sizes, dimensions or flags, nor the
+    epsilon of a kernel that computes in float32 inside); the largest of a constant tensor."""
     module = node.graph.owning_module
     if node.op == "get_attr" and module is not None:
         value = get_attribute(module, str(node.target))
@@ -132,10 +134,10 @@ def _scalars(node: fx.Node) -> Iterator[float]:
     if not isinstance(node.target, OpOverload):
         return
     values = arguments(node)
+    kinds = NUMBERS if listing is not None and listing.storage else NUMBERS | FLOATS
     for argument in node.target._schema.arguments:
         value = values.get(argument.name)
-        kind = str(argument.type)
-        if isinstance(value, (int, float)) and kind in ("number", "Tensor", "Optional[number]"):
+        if isinstance(value, (int, float)) and str(argument.type) in kinds:
             yield float(value)
 
 
