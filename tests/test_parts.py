@@ -77,3 +77,57 @@ def test_a_part_that_a_backward_pass_calls_again_runs_as_it_did(start):
     whole(X.clone().requires_grad_()).sum().backward()
     assert [m.name for m in installation.models.seen] == ["Whole"]
     assert not amp_graph.is_converted(model)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_whole_is_captured_as_one_with_the_parts_that_go_on_alone(start, dtype):
+    installation, model = start(DTYPE=dtype), net()
+    for rows in (1, 3, 5):  # the second and third are captured after the parts were converted
+        with torch.no_grad():
+            model(X[:1].expand(rows, 8))
+        model[2](model[1](model[0](X))).sum().backward()
+    assert amp_graph.is_converted(model[0])
+    whole = installation.models.seen[0].record
+    assert whole.runs.total() == 3 and not whole.breaks
+    assert all(len(plan.low) >= 3 for plan in whole.plans)
+
+
+@pytest.mark.filterwarnings("error:.*is trained in float32")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_converted_part_is_taken_into_a_whole_of_the_same_policy(dtype):
+    policy, model = amp_graph.Policy(dtype), net()
+    plain = copy.deepcopy(model)
+    amp_graph.convert(model[0], policy=policy)
+    amp_graph.convert(model, policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        optimizer.step()
+    assert len(amp_graph.plans(model)) == 1 and not amp_graph.plans(model[0])
+    plain(X).square().mean().backward()
+    torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad, rtol=0.02, atol=0.01)
+
+
+def test_a_converted_part_keeps_a_policy_of_its_own():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(self.body(x))
+
+    model = Two()
+    amp_graph.convert(model.body, policy=amp_graph.Policy("bfloat16"))
+    amp_graph.convert(model, policy=amp_graph.Policy("float16"))
+    model(X)
+    assert [plan.dtype for plan in amp_graph.plans(model.body)] == [torch.bfloat16]
+    assert [plan.dtype for plan in amp_graph.plans(model)] == [torch.float16]
+
+
+def test_a_converted_part_of_what_a_script_compiles_runs_its_graphs():
+    model = net()
+    amp_graph.convert(model[0], policy="bfloat16")
+    torch.compile(model, backend="eager")(X)
+    assert len(amp_graph.plans(model[0])) == 1

@@ -14,6 +14,7 @@ from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.captured_calls import CapturedCalls
 from amp_graph.calls.copies import SLOT, StandIn, put_in, take_out
 from amp_graph.calls.uncalled import await_call
+from amp_graph.capture.captures import captured_policy_id
 from amp_graph.capture.fake import is_estimate
 from amp_graph.capture.surroundings import can_capture, is_exporting, wants_plain_code
 from amp_graph.errors import AmpGraphError
@@ -47,6 +48,7 @@ class Conversion(StandIn):
         super().__init__(module)
         self.policy = policy
         self.compiler = Compiler(policy, saved, weak_method(self.scale_for))
+        self._policy_id = None if saved or policy.output_dtype else id(policy)
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._calls = CapturedCalls(module, self.compiler)
         self.is_awaited = True  # its first call in which autograd records
@@ -104,7 +106,12 @@ class Conversion(StandIn):
         conversion.open()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_exporting():  # by `torch.export`, for which Dynamo may read this line
+        # Dynamo may read these lines, for `torch.export` or to capture a model that this is in.
+        if is_exporting():
+            return plain_code(self.module)(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() and captured_policy_id() == self._policy_id:
+            if torch.is_grad_enabled():
+                self.is_awaited = False
             return plain_code(self.module)(*args, **kwargs)
         return self._mixed_call(*args, **kwargs)
 

@@ -39,6 +39,7 @@ class ModelGraphs:
 
     def __init__(self, module: nn.Module, compiler: Compiler):
         self.frames, self.hooks = Frames(), Hooks(module)
+        self.policy_id = id(compiler.policy)
         self.watch: Outside | None = None
         self.runs = 0
         self._module = weakref.ref(module)

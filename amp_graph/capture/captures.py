@@ -17,6 +17,7 @@ from functools import partial
 from types import CodeType
 from typing import Any, Protocol
 
+import torch
 from torch import fx, nn
 
 from amp_graph.capture.dynamo import SETTINGS, CapturedCode, settings
@@ -27,7 +28,14 @@ from amp_graph.modules import Run, alive, weak_method
 
 MANY = 64  # graphs, beside Dynamo's limit of 256 for each piece of code
 
-_now = threading.local()  # .caller: in whose call this thread is
+_now = threading.local()  # .caller: in whose call this thread is; .policy_id: what it captures
+
+
+@torch.compiler.assume_constant_result
+def captured_policy_id() -> int:
+    """The `policy_id` of the model that this thread captures, 0 if it captures none. Dynamo asks
+    while it captures, and makes no guard of the answer."""
+    return getattr(_now, "policy_id", 0)
 
 
 class GuardsFail(Exception):
@@ -35,9 +43,11 @@ class GuardsFail(Exception):
 
 
 class Called(Protocol):
-    """A model, as it is called by captured graphs. `frames` counts its captures."""
+    """A model, as it is called by captured graphs. `frames` counts its captures; converted parts of
+    the same `policy_id` are captured with it."""
 
     frames: Frames
+    policy_id: int
 
     @property
     def module(self) -> nn.Module:
@@ -88,8 +98,12 @@ class Captures:
             raise GuardsFail
         called = caller.called
         chosen = {**SETTINGS, **self._own, **called.settings(), **self._logs.settings()}
-        with settings(chosen, self._said_once), called.frames.counted():
-            yield
+        before, _now.policy_id = captured_policy_id(), called.policy_id
+        try:
+            with settings(chosen, self._said_once), called.frames.counted():
+                yield
+        finally:
+            _now.policy_id = before
 
 
 def _run(captures: Callable[[], Captures | None], index: int, *args: Any) -> Any:

@@ -89,6 +89,7 @@ class Rerun:
         self._observer = Observer()
         self._calls = 0
         self.frames = Frames()
+        self.policy_id = 0  # converted parts run as they are
         self._call = Caller(Captures(model, self.frames.number), self)
         self._handles: list[Any] = []
 
