@@ -35,6 +35,7 @@ from amp_graph.capture.logs import quiet_logs
 from amp_graph.capture.recurrent import recurrent_layers_whole
 from amp_graph.capture.repeated_hooks import repeated_hooks_as_one
 from amp_graph.capture.said_once import SaidOnce
+from amp_graph.capture.script_types import script_types_known
 from amp_graph.capture.surroundings import under_dispatch_modes
 from amp_graph.capture.type_names import names_known
 from amp_graph.modules import Run
@@ -77,6 +78,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     quiet_logs,
     asked_gradients_kept_inside,
     names_known,
+    script_types_known,
     repeated_hooks_as_one,
 )
 
