@@ -222,8 +222,9 @@ def test_a_module_whose_parameters_cannot_be_listed_is_left_alone(start, capsys)
         odd.parameters().__next__()
     for _ in range(2):
         assert odd(X).shape == (4, 3)
-    said = capsys.readouterr().err
-    assert said == "amp_graph: Odd is left as it is: TypeError: unhashable type: 'Odd'\n"
+    said = capsys.readouterr().err  # Python 3.14 says more
+    assert said.startswith("amp_graph: Odd is left as it is: TypeError: ")
+    assert said.count("unhashable type: 'Odd'") == said.count("\n") == 1
 
 
 @pytest.mark.parametrize("failing", ["convert_at_first_call", "_why_not", "unwrapped"])

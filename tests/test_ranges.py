@@ -256,3 +256,29 @@ def test_times_and_places_are_not_rounded_for_their_phase(name, level):
 
 def test_a_product_of_many_terms_is_low_whoever_reads_it():
     assert run(lambda x, w: (x @ w).sin(), X, W).is_low("allow1")
+
+
+def turned(angle, places):
+    """Places after two rotations by an angle that a network gave, and a shift."""
+    cos, sin, zero = angle.cos(), angle.sin(), torch.zeros_like(angle)
+    rows = [cos, -sin, zero + 100, sin, cos, zero, zero, zero, zero + 1]
+    pose = torch.stack(rows, -1).view(-1, 3, 3)
+    return places @ (pose @ pose).transpose(1, 2)
+
+
+@pytest.mark.parametrize("level", ["safe", "balanced", "max"])
+def test_poses_and_places_are_not_rounded(level):
+    generator = torch.Generator().manual_seed(0)
+    angle, places = torch.rand(5, generator=generator), torch.rand(5, 32, 3, generator=generator)
+    result = run(turned, angle, places, policy=Policy("bfloat16", level=level))
+    torch.testing.assert_close(result(angle, places), turned(angle, places))
+    assert not (result.is_low("allow1") or result.is_low("allow2"))
+
+
+def test_products_of_low_places_and_with_weights_are_low():
+    def network(x, w, weight):
+        hidden = (x @ w).view(-1, 2, 4)
+        return (hidden @ hidden[:, :2, :2].repeat(1, 2, 2)) @ weight
+
+    result = run(network, X, W, torch.rand(4, 4), weights=1)
+    assert [result.is_low(name) for name in ("allow1", "allow2", "allow3")] == [True] * 3

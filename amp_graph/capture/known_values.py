@@ -2,12 +2,14 @@
 
     if type(w).__module__.startswith("torchao."):    what a class is called: so PEFT asks in DoRA
     x.mean(axes)                                     a list of a subclass: such are those of Keras
+    if torch.jit.isinstance(skip, torch.Tensor):     as networks ask that can be scripted (MONAI)
 
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
     torch._dynamo.variables.misc.GetAttrVariable    an attribute that Dynamo has not looked up
     torch._dynamo.variables.user_defined.UserDefinedListVariable._base_vt
                     its items; _list_vt on 2.11, itself on 2.15
+    torch._dynamo.variables.SkipFunctionVariable    a function that Dynamo passes over
 """
 
 from __future__ import annotations
@@ -16,20 +18,24 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from torch._dynamo.variables import ConstantVariable
+import torch
+from torch._dynamo.variables import BuiltinVariable, ConstantVariable, SkipFunctionVariable
 from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.user_defined import UserDefinedListVariable
 
 from amp_graph.capture.replaced import method_inside
 
+CONTAINERS = (list, tuple, dict)  # TorchScript has them asked for with what they hold, or raises
+
 
 @contextlib.contextmanager
 def known_values() -> Iterator[None]:
-    """Within, methods of a string that is an attribute are those of the string, and an operator
-    gets the list that a list of a subclass is."""
+    """Within, methods of a string that is an attribute are those of the string, an operator gets
+    the list that a list of a subclass is, and TorchScript's question for classes is Python's."""
     with (
         method_inside(GetAttrVariable, "call_method", _call_method),
         method_inside(UserDefinedListVariable, "as_proxy", _as_proxy),
+        method_inside(SkipFunctionVariable, "call_function", _call_function),
     ):
         yield
 
@@ -44,3 +50,18 @@ def _as_proxy(method: Any, variable: Any) -> Any:
     own = vars(variable)
     items = own.get("_base_vt") or own.get("_list_vt") or variable
     return [item.as_proxy() for item in items.items]
+
+
+def _call_function(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    if function.value is torch.jit.isinstance and not kwargs and _asks_for_classes(args):
+        return BuiltinVariable(isinstance).call_function(frame, args, kwargs)
+    return method(function, frame, args, kwargs)
+
+
+def _asks_for_classes(args: Any) -> bool:
+    """Not for what a container holds, such as `list[Tensor]`."""
+    if len(args) != 2 or not args[1].is_python_constant():
+        return False
+    asked = args[1].as_python_constant()
+    classes = asked if isinstance(asked, tuple) else (asked,)
+    return all(isinstance(kind, type) and kind not in CONTAINERS for kind in classes)

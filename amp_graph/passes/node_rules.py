@@ -11,8 +11,6 @@ from amp_graph.ir import Color, NodeFacts, Paint
 from amp_graph.passes.scene import FREE, NodeRule, Scene
 
 CONV3D = ("aten.conv3d.default", "aten.conv3d.padding")
-PRODUCTS = frozenset(f"aten.{name}.default" for name in ("linear", "matmul", "mm", "bmm"))
-COORDINATES = 4  # of a place and a time
 LOOKUPS = frozenset({"aten.index.Tensor", "aten.embedding.default"})
 
 
@@ -124,20 +122,11 @@ def saturating(scene: Scene, n: int) -> Paint | None:
 def angles(scene: Scene, n: int) -> Paint | None:
     """Positions or times by frequencies, whose phase somebody reads. Rounded, 10001 is 9984."""
     reader = scene.phases.get(n)
-    if reader is None or scene.colors[n] is not Color.ALLOW:
+    if reader is None or scene.colors[n] not in (Color.ALLOW, Color.INFER):
         return None
-    if not _reads_coordinates(scene, scene.facts[n]):
+    if not scene.adds_few_terms(scene.facts[n]):
         return None
     return Paint(Color.DENY, "angle of", scene.facts[reader].name)
-
-
-def _reads_coordinates(scene: Scene, f: NodeFacts) -> bool:
-    """Whether it is a product that adds up few terms, by the rows of its first operand."""
-    if f.op not in PRODUCTS:
-        return False
-    shape = scene.operands(f)[0].tensors[0].shape
-    terms = shape[-1] if shape else None
-    return isinstance(terms, int) and terms <= COORDINATES
 
 
 def crowded(scene: Scene, n: int) -> Paint | None:

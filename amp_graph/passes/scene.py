@@ -16,6 +16,8 @@ from amp_graph.oplists import OpLists
 
 Paints = dict[int, Paint]
 FREE = (Color.INFER, Color.CLEAR)
+PRODUCTS = frozenset(f"aten.{name}.default" for name in ("linear", "matmul", "mm", "bmm"))
+COORDINATES = 4  # of a place and a time
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,18 @@ class Scene:
         """All nodes that one takes, in order, be they float32 or not."""
         return [self._by_name[name] for name in f.operands]
 
+    def adds_few_terms(self, f: NodeFacts) -> bool:
+        """Whether it is a product of few coordinates, by the rows of its first operand."""
+        return f.op in PRODUCTS and _is_few(self.operands(f)[0])
+
+    def _moves_places(self, f: NodeFacts) -> bool:
+        """Whether it is a product of places, rotations or poses with such, be they 4 x 4, that the
+        model computed. With so few terms and results a row it is no more work than arithmetic on
+        elements."""
+        if not self.adds_few_terms(f) or not _is_few(f):
+            return False
+        return not any(self._by_name[o.memory].is_parameter for o in self.operands(f))
+
     @cached_property
     def _by_name(self) -> Mapping[str, NodeFacts]:
         return {f.name: f for f in self.facts}
@@ -45,8 +59,8 @@ class Scene:
     def colors(self) -> Sequence[Color | None]:
         """List colours with the user's overrides. An operator that computes in float32 on
         low-precision tensors is as free as an infer one, unless its result, say of a last softmax,
-        is returned, or orders elements, as that of a router does. What saturates is denied where
-        that is seen."""
+        is returned, or orders elements, as that of a router does; so is what moves places. What
+        saturates is denied where that is seen."""
         colors = [*self._by_lists]
         for n in self.saturating:
             colors[n] = Color.DENY
@@ -64,6 +78,9 @@ class Scene:
             kept = {*self.returned, *moved}
         for n in self.narrowed - kept:
             colors[n] = Color.INFER
+        for n, f in enumerate(self.facts):
+            if colors[n] is Color.ALLOW and self._moves_places(f):
+                colors[n] = Color.INFER
         return colors
 
     @cached_property
@@ -134,6 +151,11 @@ class Scene:
     def outputs_in(self) -> Mapping[str, int]:
         """By memory: how many results of the graph live in it."""
         return Counter(self.facts[n].memory for n in self.returned)
+
+
+def _is_few(f: NodeFacts) -> bool:
+    size = f.tensors[0].shape[-1] if f.tensors[0].shape else None
+    return isinstance(size, int) and size <= COORDINATES
 
 
 Rule = Callable[[Scene, Mapping[int, Paint]], Paints]
