@@ -1,0 +1,48 @@
+"""A model may go by the value of a context variable."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+import pytest
+import torch
+from torch import Tensor
+from two_layers import Loop, Speaking, X
+
+import amp_graph
+from amp_graph.convert import record_of
+
+IS_DOUBLED: ContextVar[bool] = ContextVar("is_doubled", default=False)
+UNSET: ContextVar[int] = ContextVar("unset")
+
+
+class Asks(Speaking):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if IS_DOUBLED.get() else 1)
+
+    def speak(self, hidden: Tensor) -> None: ...
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_its_value_is_followed_without_a_break() -> None:
+    plain, model = Loop(Asks), amp_graph.convert(Loop(Asks), policy="bfloat16")
+    for value in (False, True, False):
+        token = IS_DOUBLED.set(value)
+        torch.testing.assert_close(model(X), plain(X), rtol=0.05, atol=0.05)
+        IS_DOUBLED.reset(token)
+    torch.testing.assert_close(model(X), plain(X), rtol=0.05, atol=0.05)
+    assert not record_of(model).breaks
+    assert len(amp_graph.plans(model)) == 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_one_without_a_value_raises_as_ever() -> None:
+    class AsksInVain(Speaking):
+        def speak(self, hidden: Tensor) -> None:
+            UNSET.get()
+
+    model = amp_graph.convert(Loop(AsksInVain), policy="bfloat16")
+    with pytest.raises(LookupError):
+        model(X)
+    UNSET.set(1)
+    assert model(X).shape == X.shape
