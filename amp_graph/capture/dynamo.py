@@ -40,6 +40,7 @@ from amp_graph.capture.repeated_hooks import repeated_hooks_as_one
 from amp_graph.capture.replaced import with_entries
 from amp_graph.capture.said_once import SaidOnce
 from amp_graph.capture.surroundings import under_dispatch_modes
+from amp_graph.capture.tensor_indices import tensor_indices_known
 from amp_graph.modules import Run
 
 if torch.__version__ < "2.13":
@@ -81,6 +82,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     asked_gradients_kept_inside,
     known_values,
     context_variables_known,
+    tensor_indices_known,
     repeated_hooks_as_one,
     checkpointed_writes_inside,
 )

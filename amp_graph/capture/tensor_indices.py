@@ -1,0 +1,113 @@
+"""A number in a tensor does not end a graph as an index.
+
+    alpha = alphas[t]     ->   alphas.select(0, t.item())
+    h = hidden[:, last]   ->   hidden.select(1, last.item())
+
+Without Dynamo that is what PyTorch does: such an index takes one of a dimension before all others
+are looked at. Dynamo asks for the number while it captures, which it does not know, unless it is
+the only index and a number already. A write to such a place (`x[t] = 0`) ends the graph as ever.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+
+    torch._dynamo.variables.BuiltinVariable.call_function    of `operator.getitem`
+    torch._dynamo.variables.TensorVariable.ndim, ..., .dtype
+    torch._dynamo.variables.SliceVariable, SymNodeVariable, TupleVariable    indices
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch._dynamo.config as dynamo_config
+from torch._dynamo.variables import (
+    BuiltinVariable,
+    ConstantVariable,
+    SliceVariable,
+    TensorVariable,
+    TupleVariable,
+)
+from torch._dynamo.variables.tensor import SymNodeVariable
+
+from amp_graph.capture.replaced import method_inside
+
+MASKS = (torch.bool, torch.uint8)
+
+
+class _Indices(NamedTuple):
+    """Of a tensor: those that take one of a dimension, by dimension, and the others, in order."""
+
+    numbers: dict[int, Any]
+    others: list[Any]
+
+
+def tensor_indices_known() -> contextlib.AbstractContextManager[None]:
+    """Within, Dynamo goes on with a number that depends on data."""
+    return method_inside(BuiltinVariable, "call_function", _call_function)
+
+
+def _call_function(method: Any, builtin: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    if builtin.fn is operator.getitem and dynamo_config.capture_scalar_outputs:
+        part, key = args
+        found = _indices(part.realize(), key.realize())
+        if found is not None:
+            for dimension, number in sorted(found.numbers.items(), reverse=True):
+                where = [ConstantVariable.create(dimension), _number(frame, number)]
+                part = part.call_method(frame, "select", where, {})
+            if not found.others:
+                return part
+            args = [part, TupleVariable(found.others)]
+    return method(builtin, frame, args, kwargs)
+
+
+def _number(frame: Any, index: Any) -> Any:
+    is_one = isinstance(index, SymNodeVariable)
+    return index if is_one else index.call_method(frame, "item", [], {})
+
+
+def _indices(tensor: Any, key: Any) -> _Indices | None:
+    """None if there is no such number, or if it is not known which dimension each is for."""
+    if type(tensor) is not TensorVariable or not isinstance(tensor.ndim, int):
+        return None
+    keys = [k.realize() for k in key.items] if isinstance(key, TupleVariable) else [key]
+    sizes = [_dimensions(k) for k in keys]
+    if None in sizes or not any(map(_is_number, keys)):
+        return None
+    return _placed(keys, sizes, tensor.ndim)
+
+
+def _placed(keys: Sequence[Any], sizes: Sequence[Any], ndim: int) -> _Indices:
+    rest = ndim - sum(size for size in sizes if size is not ...)
+    dimension, found = 0, _Indices({}, [])
+    for key, size in zip(keys, sizes, strict=True):
+        if _is_number(key):
+            found.numbers[dimension] = key
+        else:
+            found.others.append(key)
+        dimension += rest if size is ... else size
+    return found
+
+
+def _is_number(index: Any) -> bool:
+    """In a tensor or as a size that depends on data."""
+    if isinstance(index, SymNodeVariable):
+        return index.python_type() is int
+    is_tensor = type(index) is TensorVariable and index.ndim == 0
+    return is_tensor and not index.dtype.is_floating_point and index.dtype not in MASKS
+
+
+def _dimensions(index: Any) -> Any:
+    """How many an index is for, `...` for all that are left; None if that is not known."""
+    if isinstance(index, SliceVariable) or _is_number(index):
+        return 1
+    if type(index) is TensorVariable and index.dtype is not None:
+        return index.ndim if index.dtype in MASKS else 1
+    if not index.is_python_constant():
+        return None
+    value = index.as_python_constant()
+    if isinstance(value, list):
+        return 1 if {*map(type, value)} == {int} else None
+    return {type(None): 0, int: 1, type(...): ...}.get(type(value))
