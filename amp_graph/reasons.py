@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from amp_graph.ir import Color, NodeFacts, Paint, Plan, dtype_name
 from amp_graph.listing import Listing
 
+OWN_AUTOCAST = "the model's own autocast region"  # why something runs as captured
+
 # The rules whose `because` is another node; of others it may be a group of the same name.
 NAME_A_NODE = frozenset(
     {
@@ -85,6 +87,9 @@ def why_nothing_is_low(plans: Sequence[Plan]) -> str:
     if not reasons:
         return "no operator of it is on the allow list and has float32 operands"
     ((reason, _),) = reasons.most_common(1)
+    if reason.endswith(OWN_AUTOCAST):
+        by = f"{OWN_AUTOCAST}, or that of a Trainer or of accelerate with bf16=True"
+        return f"its operators on the allow list are under torch.autocast already ({by})"
     return f"its operators on the allow list are not ({reason})"
 
 

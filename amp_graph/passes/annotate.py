@@ -38,6 +38,7 @@ from amp_graph.capture.fake import largest_number, size_hint
 from amp_graph.ir import Color, NodeFacts, TensorFacts, dtype_name
 from amp_graph.listing import Listing
 from amp_graph.oplists import OpLists
+from amp_graph.reasons import OWN_AUTOCAST
 
 NUMBERS = frozenset({"number", "Tensor", "Optional[number]"})
 FLOATS = frozenset({"float", "Optional[float]"})
@@ -51,7 +52,7 @@ def annotate(module: fx.GraphModule, lists: OpLists) -> dict[str, NodeFacts]:
     autocast_depth = 0
     for node in module.graph.nodes:
         autocast_depth += (node.target is _enter_autocast) - (node.target is _exit_autocast)
-        region = "the model's own autocast region" if autocast_depth else ""
+        region = OWN_AUTOCAST if autocast_depth else ""
         facts[node.name] = _facts(node, lists, memory, region)
     return facts
 
