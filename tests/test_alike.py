@@ -107,6 +107,10 @@ def frozen(model: Net) -> None:
     model.body[0].weight.requires_grad_(False)
 
 
+def with_a_float32_part(model: Net) -> None:
+    amp_graph.convert(model.body, policy=amp_graph.Policy("bfloat16", keep_float32=["*"]))
+
+
 OTHERS = {
     "a number": lambda: Net(slope=0.3),
     "ties": lambda: Net(tied=True),
@@ -115,7 +119,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("change", [own_forward, hooked, frozen, *OTHERS])
+@pytest.mark.parametrize("change", [own_forward, hooked, frozen, with_a_float32_part, *OTHERS])
 def test_one_that_is_not_alike_has_its_own(change: Any) -> None:
     step(amp_graph.convert(Net(), policy="bfloat16"))
     other = OTHERS[change]() if change in OTHERS else Net()

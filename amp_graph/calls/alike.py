@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from amp_graph.backend.compiler import Compiler
+from amp_graph.calls.copies import converted_parts
 from amp_graph.capture.captures import Captures
 from amp_graph.capture.dynamo import is_sharded
 from amp_graph.modules import forward_of
@@ -43,11 +44,12 @@ class Kind:
 
 def kind_of(module: nn.Module, compiler: Compiler) -> Kind | None:
     """None for a model that has its captures for itself: what Inductor compiles may go by the
-    addresses of its parameters, saved plans are for one model, FSDP calls from outside, and a
-    parametrized part has a class of its own, which holds it and which graphs hold."""
+    addresses of its parameters, saved plans are for one model, FSDP calls from outside, a
+    parametrized part has a class of its own, which holds it and which graphs hold, and one that is
+    converted by itself may have another policy."""
     if compiler.policy.compiler != "eager" or compiler.saved is not None or is_sharded(module):
         return None
-    if any(map(is_parametrized, module.modules())):
+    if converted_parts(module) or any(map(is_parametrized, module.modules())):
         return None
     return Kind(forward_of(module), _ties(module), compiler.policy, compiler.lists)
 

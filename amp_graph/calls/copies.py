@@ -29,6 +29,11 @@ from amp_graph.modules import Run, plain_code
 SLOT = "_call_impl"  # the method of nn.Module that a conversion stands in front of
 
 
+def converted_parts(model: nn.Module) -> list[nn.Module]:
+    """The modules in a model, itself apart, that are converted by themselves."""
+    return [part for part in model.modules() if part is not model and SLOT in part.__dict__]
+
+
 class StandIn:
     """Stands in front of a method of a converted model, which is not kept alive by it: nothing that
     a model's `__dict__` holds may, or only Python's collector would free the model.

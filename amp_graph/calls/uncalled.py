@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from amp_graph.calls.copies import SLOT
+from amp_graph.calls.copies import converted_parts
 from amp_graph.errors import warn
 from amp_graph.training.engine import not_compiled
 from amp_graph.training.found_inf import parameters_of
@@ -56,8 +56,8 @@ class _Awaited:
 
 
 def _of_its_own(model: nn.Module) -> set[int]:
-    parts = [part for part in model.modules() if part is not model and SLOT in part.__dict__]
-    of_parts = {id(parameter) for part in parts for parameter in part.parameters()}
+    parts = (part.parameters() for part in converted_parts(model))
+    of_parts = {id(parameter) for parameters in parts for parameter in parameters}
     return {id(parameter) for parameter in model.parameters()} - of_parts
 
 
