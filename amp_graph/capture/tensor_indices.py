@@ -50,7 +50,8 @@ def tensor_indices_known() -> contextlib.AbstractContextManager[None]:
 
 
 def _call_function(method: Any, builtin: Any, frame: Any, args: Any, kwargs: Any) -> Any:
-    if builtin.fn is operator.getitem and dynamo_config.capture_scalar_outputs:
+    is_index = builtin.fn is operator.getitem and len(args) == 2
+    if is_index and dynamo_config.capture_scalar_outputs:
         part, key = args
         found = _indices(part.realize(), key.realize())
         if found is not None:
