@@ -15,6 +15,7 @@ from two_layers import BFLOAT16, POLICIES, Reverse, Two, X
 
 import amp_graph
 from amp_graph import Policy
+from amp_graph.convert import record_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -59,6 +60,19 @@ class InPlaceExp(Function):
         return gradient * ctx.saved_tensors[0]
 
 
+class Product(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        ctx.factor = factor
+        return x * y * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
+        x, y = ctx.saved_tensors
+        return gradient * y * ctx.factor, None, gradient * x.cos() * ctx.factor
+
+
 class Detached(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -78,6 +92,12 @@ class SavesItsInput(Two):
     def forward(self, x: Tensor) -> Tensor:
         e, s = TwoResults.apply(self.a(x))
         return self.b(e) + s
+
+
+class GivenTwice(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(Product.apply(h, 0.5, h))
 
 
 class WrittenBeforeItIsReversed(Two):
@@ -122,7 +142,7 @@ class ViewFromCheckpointIsWritten(Two):
         return self.b(h)
 
 
-CONVERTED = [SavesItsResult, SavesItsInput, WrittenBeforeItIsReversed]
+CONVERTED = [SavesItsResult, SavesItsInput, GivenTwice, WrittenBeforeItIsReversed]
 UNDER_AUTOCAST = [WritesItsInputAndGoesOn, ResultIsWritten]
 if torch.__version__ >= "2.13":  # with backend="eager", Dynamo 2.11 gives it another gradient
     UNDER_AUTOCAST.append(WritesItsInput)
@@ -139,6 +159,7 @@ def test_results_and_gradients(kind: type[nn.Module], policy: Policy) -> None:
     assert_same_gradients(model, plain, BFLOAT16)
     for plan in amp_graph.plans(model):
         assert plan.converts and (kind not in CONVERTED or plan.fallback is None)
+    assert kind not in CONVERTED or not record_of(model).breaks
 
 
 class CrossEntropy(Function):

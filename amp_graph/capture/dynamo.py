@@ -33,6 +33,7 @@ from amp_graph.capture.asked_gradients import asked_gradients_kept_inside
 from amp_graph.capture.causal_masks import masks_unread
 from amp_graph.capture.checkpointed_writes import checkpointed_writes_inside
 from amp_graph.capture.context_variables import context_variables_known
+from amp_graph.capture.given_twice import given_once
 from amp_graph.capture.known_values import known_values
 from amp_graph.capture.logs import quiet_logs
 from amp_graph.capture.recurrent import recurrent_layers_whole
@@ -81,6 +82,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     quiet_logs,
     asked_gradients_kept_inside,
     known_values,
+    given_once,
     context_variables_known,
     tensor_indices_known,
     repeated_hooks_as_one,

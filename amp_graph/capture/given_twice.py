@@ -1,0 +1,40 @@
+"""A tensor that a custom autograd function is given twice is given as two views of it.
+
+    Product.apply(x, x)   ->   Product.apply(x, x.view_as(x))
+
+Autograd adds up the gradients of both either way. Dynamo ends the graph at such a call (2.13,
+2.15), or loses the gradient of all but one (2.11).
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+
+    torch._dynamo.variables.misc.AutogradFunctionVariable.call_apply
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from torch import fx
+from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+from amp_graph.capture.replaced import method_inside
+
+
+def given_once() -> contextlib.AbstractContextManager[None]:
+    """Within, Dynamo is told of such views."""
+    return method_inside(AutogradFunctionVariable, "call_apply", _call_apply)
+
+
+def _call_apply(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    known: set[fx.Node] = set()
+    given = []
+    for value in args:
+        found = value.realize()
+        if isinstance(found, TensorVariable):
+            node = found.as_proxy().node
+            value = found.call_method(frame, "view_as", [found], {}) if node in known else value
+            known.add(node)
+        given.append(value)
+    return method(function, frame, given, kwargs)
