@@ -63,7 +63,8 @@ def test_einsum_of_many_operands_is_computed_as_under_autocast(equation: str) ->
             return torch.einsum(equation, *operands) * self.scale
 
     operands = equation.partition("->")[0].split(",")
-    batch = [torch.rand([SIZES.get(i, 5) for i in operand]) for operand in operands]
+    sizes = {"n": 5, "a": 6, "b": 7, "c": 8}  # more than the coordinates of places
+    batch = [torch.rand([sizes[i] for i in operand]) for operand in operands]
     with torch.autocast("cpu", torch.bfloat16):
         expected = Net()(*batch)
     model = amp_graph.convert(Net(), policy=amp_graph.Policy("bfloat16", level="safe"))
