@@ -8,7 +8,8 @@ parameters of the model itself. So
     copy.deepcopy      gets a copy with a conversion of its own
     pickle, copy.copy  get the plain model, which loads also where this package is not installed
 
-Private names used here; of PyTorch, seen to work on 2.11, 2.13 and 2.15, and of Python, on 3.11 and 3.14:
+Private names used here; of PyTorch, seen to work on 2.11, 2.13 and 2.15, and of Python, on 3.11
+and 3.14:
 
     torch.nn.Module._replicate_for_data_parallel
     copy._reconstruct
