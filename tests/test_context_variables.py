@@ -14,6 +14,7 @@ from amp_graph.convert import record_of
 
 IS_DOUBLED: ContextVar[bool] = ContextVar("is_doubled", default=False)
 UNSET: ContextVar[int] = ContextVar("unset")
+NAMES: ContextVar[list[str]] = ContextVar("names")
 
 
 class Asks(Speaking):
@@ -46,3 +47,19 @@ def test_one_without_a_value_raises_as_ever() -> None:
         model(X)
     UNSET.set(1)
     assert model(X).shape == X.shape
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_list_in_one_is_no_constant() -> None:
+    class AsksForList(Speaking):
+        def speak(self, hidden: Tensor) -> None:
+            if NAMES.get() == ["b"]:
+                raise ValueError("renamed")
+
+    NAMES.set(["a"])
+    model = amp_graph.convert(AsksForList(), policy="bfloat16")
+    model(X)
+    assert any(plan.low for plan in amp_graph.plans(model))
+    NAMES.get()[0] = "b"
+    with pytest.raises(ValueError, match="renamed"):
+        model(X)

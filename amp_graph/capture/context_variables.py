@@ -7,7 +7,6 @@ What is captured holds for this value, if it is a constant such as True.
 Private names of PyTorch used here; seen to work on 2.11 and 2.13, later ones do without:
 
     torch._dynamo.variables.UserDefinedObjectVariable.call_method
-    torch._dynamo.guards.install_guard, GuardBuilder.get_guard_manager, get_verbose_code_parts
     torch._dynamo.source.ContextVarGetSource    Dynamo's own way, since 2.14
 """
 
@@ -15,12 +14,13 @@ from __future__ import annotations
 
 import contextlib
 from contextvars import ContextVar
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-from torch._dynamo import guards, source
+from torch._dynamo import source
 from torch._dynamo.variables import ConstantVariable, UserDefinedObjectVariable
 
+from amp_graph.capture.own_guards import hold_while
 from amp_graph.capture.replaced import method_inside
 
 IS_DYNAMOS = hasattr(source, "ContextVarGetSource")
@@ -38,21 +38,22 @@ def _call_method(method: Any, variable: Any, frame: Any, name: str, args: Any, k
     if type(asked) is ContextVar and name == "get" and variable.source and not (args or kwargs):
         with contextlib.suppress(LookupError):
             value = asked.get()
-            if ConstantVariable.is_literal(value):
-                guards.install_guard(variable.source.make_guard(partial(_guard, value)))
+            if ConstantVariable.is_base_literal(value):
+                hold_while(_Has(type(value), value), variable.source, f"its value is {value!r}")
                 return ConstantVariable.create(value)
     return method(variable, frame, name, args, kwargs)
 
 
-def _guard(value: Any, builder: Any, guard: Any) -> None:
-    """That the variable has this value."""
+@dataclass(frozen=True)
+class _Has:
+    """Whether a context variable has a value."""
 
-    def holds(variable: ContextVar[Any]) -> bool:
+    kind: type
+    value: Any
+
+    def __call__(self, variable: ContextVar[Any]) -> bool:
         try:
             found = variable.get()
         except LookupError:
             return False
-        return type(found) is type(value) and bool(found == value)
-
-    said = guards.get_verbose_code_parts(f"{guard.name}.get() == {value!r}", guard)
-    builder.get_guard_manager(guard).add_lambda_guard(holds, said, guard.user_stack)
+        return type(found) is self.kind and bool(found == self.value)

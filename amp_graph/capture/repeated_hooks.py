@@ -12,7 +12,6 @@ Private names of PyTorch used here; seen to work on 2.13 and 2.15, others go wit
     torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable.var_getattr
                                       ..., tp_getattro_impl since 2.15
     torch._dynamo.variables.dicts.NNModuleHooksDictVariable
-    torch._dynamo.guards.GuardBuilder.get_guard_manager, install_guard, get_verbose_code_parts
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import guards
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables import ConstantVariable, UserFunctionVariable, VariableTracker
 from torch._dynamo.variables.dicts import NNModuleHooksDictVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
+from amp_graph.capture.own_guards import hold_while
 from amp_graph.capture.replaced import method_inside
 
 HOOKS = "_forward_hooks"
@@ -77,15 +76,10 @@ def _look_up(method: Any, module: Any, frame: Any, name: str) -> Any:
 
 
 def _one_of(frame: Any, hooks: Mapping[int, Any], source: Any) -> Any:
-    guards.install_guard(source.make_guard(_guard))
+    hold_while(only_ask, source, "hooks that only ask for a gradient")
     number, hook = next(iter(hooks.items()))
     one: dict[VariableTracker, VariableTracker] = {
         ConstantVariable.create(number): UserFunctionVariable(hook)
     }
     kind = () if torch.__version__ >= "2.15" else (type(hooks),)
     return NNModuleHooksDictVariable(one, *kind)
-
-
-def _guard(builder: Any, guard: Any) -> None:
-    said = guards.get_verbose_code_parts(f"only_ask({guard.name})", guard)
-    builder.get_guard_manager(guard).add_lambda_guard(only_ask, said, guard.user_stack)

@@ -1,0 +1,29 @@
+"""Guards of our own: what is captured holds as long as they do.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+
+    torch._dynamo.guards.GuardBuilder.get_guard_manager, install_guard, get_verbose_code_parts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from torch._dynamo import guards
+
+
+def hold_while(condition: Callable[[Any], bool], source: Any, said: str) -> None:
+    """Guard what is being captured by a condition on the value of a source. `said`: the condition,
+    for who asks why something is captured anew."""
+    guards.install_guard(source.make_guard(_guard(condition, said)))
+
+
+@lru_cache  # Dynamo knows by the function that a guard is there already
+def _guard(condition: Callable[[Any], bool], said: str) -> Callable[[Any, Any], None]:
+    def guard(builder: Any, asked: Any) -> None:
+        parts = guards.get_verbose_code_parts(f"{asked.name}: {said}", asked)
+        builder.get_guard_manager(asked).add_lambda_guard(condition, parts, asked.user_stack)
+
+    return guard
