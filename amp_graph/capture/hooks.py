@@ -65,9 +65,13 @@ class Hooks:
     def number(self) -> int:
         """How many hooks the model's modules have."""
         model = self._model()
-        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        modules = model.modules() if model is not None else ()
-        return sum(len(getattr(m, kind)) for m in modules for kind in kinds)
+        return sum(
+            len(m._forward_hooks)
+            + len(m._forward_pre_hooks)
+            + len(m._backward_hooks)
+            + len(m._backward_pre_hooks)
+            for m in (model.modules() if model is not None else ())
+        )
 
     def _has_any(self) -> bool:
         return bool(_has_any_global_hook()) or self.number() > 0
