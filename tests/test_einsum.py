@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,20 @@ from torch import Tensor, nn
 import amp_graph
 
 SIZES = {"a": 2, "b": 3, "c": 4}
+
+
+class Einsum(nn.Module):
+    def __init__(self, equation: str) -> None:
+        super().__init__()
+        self.equation, self.scale = equation, nn.Parameter(torch.ones(()))
+
+    def forward(self, *operands: Tensor) -> Tensor:
+        return torch.einsum(self.equation, *operands) * self.scale
+
+
+def operands_of(equation: str, sizes: Mapping[str, int]) -> list[Tensor]:
+    operands = equation.partition("->")[0].split(",")
+    return [torch.rand([sizes[i] for i in operand]) for operand in operands]
 
 
 @st.composite
@@ -27,20 +43,11 @@ def equations(draw: st.DrawFn) -> str:
 def test_einsum_is_low_where_autocast_has_it_low(equation: str) -> None:
     torch._dynamo.reset()
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, *operands: Tensor) -> Tensor:
-            return torch.einsum(equation, *operands) * self.scale
-
-    operands = equation.partition("->")[0].split(",")
-    batch = [torch.rand([SIZES[i] for i in operand]) for operand in operands]
+    batch = operands_of(equation, SIZES)
     with torch.autocast("cpu", torch.bfloat16):
         expected = torch.einsum(equation, *batch)
     policy = amp_graph.Policy("bfloat16", level="safe")
-    model = amp_graph.convert(Net(), policy=policy, example_inputs=batch)
+    model = amp_graph.convert(Einsum(equation), policy=policy, example_inputs=batch)
     (plan,) = amp_graph.plans(model)
     products = {"einsum", "bmm", "mm", "matmul"}
     is_low = any(name.rstrip("_0123456789") in products for name in plan.low)
@@ -54,20 +61,10 @@ def test_einsum_is_low_where_autocast_has_it_low(equation: str) -> None:
 def test_einsum_of_many_operands_is_computed_as_under_autocast(equation: str) -> None:
     """Pair by pair, of which some are matrix products and others element-wise, in float32."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, *operands: Tensor) -> Tensor:
-            return torch.einsum(equation, *operands) * self.scale
-
-    operands = equation.partition("->")[0].split(",")
-    sizes = {"n": 5, "a": 6, "b": 7, "c": 8}  # more than the coordinates of places
-    batch = [torch.rand([sizes[i] for i in operand]) for operand in operands]
+    batch = operands_of(equation, {"n": 5, "a": 6, "b": 7, "c": 8})  # more than places have
     with torch.autocast("cpu", torch.bfloat16):
-        expected = Net()(*batch)
-    model = amp_graph.convert(Net(), policy=amp_graph.Policy("bfloat16", level="safe"))
+        expected = Einsum(equation)(*batch)
+    model = amp_graph.convert(Einsum(equation), policy=amp_graph.Policy("bfloat16", level="safe"))
     assert torch.equal(model(*batch), expected.float())
 
 
