@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo.config as dynamo_config
 from torch import Tensor
+from torch._dynamo import funcname_cache
 from training import assert_same_gradients
 from two_layers import Loop, Speaking, Two, X
 
@@ -104,3 +105,16 @@ def test_tools_look_at_the_same_graph(tool: str, caplog: pytest.LogCaptureFixtur
         assert found.outputs < 0.05
     else:
         assert found is None
+
+
+def test_files_are_taken_apart_for_a_log_that_tells_functions_alone() -> None:
+    file = Speaking.forward.__code__.co_filename
+    funcname_cache.clearcache()
+    amp_graph.convert(Block())(X)
+    assert file not in funcname_cache.cache
+    torch._logging.set_logs(trace_call=True)
+    try:
+        amp_graph.convert(Loop(Block))(X)
+    finally:
+        torch._logging.set_logs()
+    assert "Speaking.forward" in funcname_cache.cache[file].values()

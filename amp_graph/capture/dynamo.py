@@ -35,7 +35,7 @@ from amp_graph.capture.checkpointed_writes import checkpointed_writes_inside
 from amp_graph.capture.context_variables import context_variables_known
 from amp_graph.capture.given_twice import given_once
 from amp_graph.capture.known_values import known_values
-from amp_graph.capture.logs import quiet_logs
+from amp_graph.capture.logs import locations_untold, quiet_logs
 from amp_graph.capture.recurrent import recurrent_layers_whole
 from amp_graph.capture.repeated_hooks import repeated_hooks_as_one
 from amp_graph.capture.replaced import with_entries
@@ -80,6 +80,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     recurrent_layers_whole,
     masks_unread,
     quiet_logs,
+    locations_untold,
     asked_gradients_kept_inside,
     known_values,
     given_once,

@@ -4,7 +4,10 @@ Dynamo ends a graph at each call of a logger, whether it is heard or not, and le
 uncaptured where that is in a loop. A call that is not heard does nothing, and is left out of what
 is captured for as long as that is so.
 
-`torch._dynamo.config.ignore_logging_functions` was seen to work on 2.11, 2.13 and 2.15.
+Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+
+    torch._dynamo.config.ignore_logging_functions
+    torch._dynamo.symbolic_convert.get_funcname, torch._logging._internal.getArtifactLogger
 """
 
 from __future__ import annotations
@@ -12,13 +15,24 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch._dynamo.config as dynamo_config
+from torch._dynamo import symbolic_convert
+from torch._logging._internal import getArtifactLogger
+
+from amp_graph.capture.replaced import with_entries
 
 # Loggers that print a traceback where Dynamo cannot capture, before it raises the same; and advice
 # on settings where a graph ends.
 CAPTURE_LOGS = ("torch._subclasses.fake_tensor", "torch._guards", "torch._dynamo.variables.tensor")
+
+# Those that say in which function a line stands. Dynamo asks that of each line which calls an
+# operator, heard or not, and for it takes the whole file apart.
+LOCATION_LOGS = [
+    getArtifactLogger(symbolic_convert.__name__, name) for name in ("trace_call", "trace_source")
+]
 
 LEVELS = {
     "debug": logging.DEBUG,
@@ -76,6 +90,13 @@ def quiet_logs() -> Iterator[None]:
     finally:
         for log in logs:
             log.removeFilter(_nothing)
+
+
+def locations_untold() -> AbstractContextManager[None]:
+    """Without looking for the names of functions that no log will tell."""
+    if any(log.isEnabledFor(logging.DEBUG) for log in LOCATION_LOGS):
+        return nullcontext()
+    return with_entries(vars(symbolic_convert), {"get_funcname": lambda file, line: None})
 
 
 def _nothing(record: logging.LogRecord) -> bool:
