@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_mask
 from training import assert_same_gradients, distance
 
 import amp_graph
@@ -39,8 +40,23 @@ def of_a_mask(x: Tensor, weights: Tensor) -> Tensor:
     return x @ weights[0].masked_fill(~mask, 0.0)
 
 
+def of_a_mask_looked_up(x: Tensor, weights: Tensor) -> Tensor:
+    """Which words are of one text: a number is an index there, and one of the vmap is not asked
+    for, or the `.item()` behind would end the graph."""
+    text_of = (weights[0, :1] > 0).long().cumsum(-1)
+
+    def is_same(sample: Tensor, _: Tensor, one: Tensor, two: Tensor) -> Tensor:
+        return text_of[sample, one] == text_of[sample, two]
+
+    mask = create_mask(is_same, 1, 1, 8, 8, device="cpu")[0, 0]
+    return x @ weights[0].masked_fill(~mask, 0.0) / text_of.max().item()
+
+
 def random(x: Tensor, weights: Tensor) -> Tensor:
     return torch.vmap(lambda row: row + torch.rand(8) @ weights[0], randomness="different")(x)
+
+
+FUNCTIONS = (ensemble, nested, two_in_a_row, of_a_mask, of_a_mask_looked_up, random)
 
 
 class Maps(nn.Module):
@@ -56,7 +72,7 @@ class Maps(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
-@pytest.mark.parametrize("function", [ensemble, nested, two_in_a_row, of_a_mask, random])
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_what_it_maps_is_in_the_graph(function: Callable[..., Tensor], policy: str) -> None:
     plain = Maps(function)
     model = amp_graph.convert(copy.deepcopy(plain), policy=policy)

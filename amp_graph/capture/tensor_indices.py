@@ -12,6 +12,7 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
     torch._dynamo.variables.BuiltinVariable.call_function    of `operator.getitem`
     torch._dynamo.variables.TensorVariable.ndim, ..., .dtype
     torch._dynamo.variables.SliceVariable, SymNodeVariable, TupleVariable    indices
+    torch._C._functorch.is_batchedtensor    whether a value in a graph stands for many, of a vmap
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo.config as dynamo_config
+from torch._C._functorch import is_batchedtensor
 from torch._dynamo.variables import (
     BuiltinVariable,
     ConstantVariable,
@@ -96,8 +98,10 @@ def _is_number(index: Any) -> bool:
     """In a tensor or as a size that depends on data."""
     if isinstance(index, SymNodeVariable):
         return index.python_type() is int
-    is_tensor = type(index) is TensorVariable and index.ndim == 0
-    return is_tensor and not index.dtype.is_floating_point and index.dtype not in MASKS
+    if type(index) is not TensorVariable or index.ndim != 0:
+        return False
+    is_many = is_batchedtensor(index.as_proxy().node.meta["example_value"])
+    return not is_many and not index.dtype.is_floating_point and index.dtype not in MASKS
 
 
 def _dimensions(index: Any) -> Any:
