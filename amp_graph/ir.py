@@ -82,6 +82,8 @@ class NodeFacts:
     storage: from this level on its float32 tensors may be low, as its kernel computes in float32
         inside; None: never.
     reads: the nodes whose float32 tensors it computes on; `operands`: all nodes it takes.
+    positions: of `reads`, those that say where something is: they become integers, or places to
+        sample at.
     tensors: what it returns; one entry per tensor of a tuple.
     memory: the node that first held the storage its result lives in: itself, unless the result
         is a view of another value or was written in place.
@@ -104,6 +106,7 @@ class NodeFacts:
     exact: bool = False
     widens: bool = False
     reads: tuple[str, ...] = ()
+    positions: tuple[str, ...] = ()
     operands: tuple[str, ...] = ()
     tensors: tuple[TensorFacts, ...] = ()
     memory: str = ""

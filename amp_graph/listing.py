@@ -22,7 +22,7 @@ FLAGS = (
     *("bounded", "widens", "promotes", "orders", "saturates", "reads_phase"),
     *("exact", "own_gradients", "optional"),
 )
-LISTS = ("ops", "metadata_args")
+LISTS = ("ops", "metadata_args", "position_args")
 KEYS: dict[str, tuple[type, ...]] = {
     "why": (str,),
     "storage": (str, dict),
@@ -53,6 +53,7 @@ class Listing:
         be unscaled there.
     low_args: only these arguments may be low, the others stay float32; by kind of device.
     metadata_args: arguments of which only shape, type and device are read.
+    position_args: arguments that say where something is, in pixels, say, and are not rounded.
     """
 
     color: Color
@@ -70,6 +71,7 @@ class Listing:
     own_gradients: bool = False
     low_args: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     metadata_args: tuple[str, ...] = ()
+    position_args: tuple[str, ...] = ()
 
     def storage_on(self, device_type: str) -> Level | None:
         """From which level on the operator's tensors may be low on such a device."""

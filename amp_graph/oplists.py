@@ -239,6 +239,7 @@ def _with_argument_facts(
             listing,
             low_args=listing.low_args or old.low_args,
             metadata_args=listing.metadata_args or old.metadata_args,
+            position_args=listing.position_args or old.position_args,
             promotes=listing.promotes or old.promotes,
             orders=listing.orders or old.orders,
             saturates=listing.saturates or old.saturates,

@@ -42,6 +42,7 @@ from amp_graph.reasons import OWN_AUTOCAST
 
 NUMBERS = frozenset({"number", "Tensor", "Optional[number]"})
 FLOATS = frozenset({"float", "Optional[float]"})
+INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 CONVERSION_OPS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as"})
 
 
@@ -79,6 +80,7 @@ def _facts(node: fx.Node, lists: OpLists, memory: _Memory, region: str) -> NodeF
         exact=bool(listing and listing.exact),
         widens=bool(listing and listing.widens and dtype_position(node) is not None),
         reads=tuple(dict.fromkeys(n.name for n in _reads(node, listing))),
+        positions=tuple(n.name for n in _positions(node, listing)),
         operands=tuple(n.name for n in node.all_input_nodes),
         tensors=tuple(tensor_facts(t) for t in tensors_of(node)),
         memory=origin.name,
@@ -111,13 +113,24 @@ def _reads(node: fx.Node, listing: Listing | None) -> Iterator[fx.Node]:
     return filter(_has_float32, operands)
 
 
+def _positions(node: fx.Node, listing: Listing | None) -> Iterator[fx.Node]:
+    if _is_conversion(node) and all(t.dtype in INTEGERS for t in tensors_of(node)):
+        return _reads(node, listing)
+    names = listing.position_args if listing is not None else ()
+    return filter(_has_float32, operands_named(node, names.__contains__) if names else ())
+
+
 def _has_float32(node: fx.Node) -> bool:
     return any(t.dtype is torch.float32 for t in tensors_of(node))
 
 
+def _is_conversion(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.name in CONVERSION_OPS
+
+
 def _is_user_cast(node: fx.Node) -> bool:
     """A conversion the user wrote from float32 to float32: "stay precise from here on"."""
-    if not isinstance(node.target, OpOverload) or node.target._schema.name not in CONVERSION_OPS:
+    if not _is_conversion(node):
         return False
     source = node.args[0]
     asks = arguments(node).get("dtype") is torch.float32

@@ -129,6 +129,14 @@ def angles(scene: Scene, n: int) -> Paint | None:
     return Paint(Color.DENY, "angle of", scene.facts[reader].name)
 
 
+def positions(scene: Scene, n: int) -> Paint | None:
+    """Where something is, in pixels, say, and somebody looks. Rounded, 301.4 is 302."""
+    reader = scene.positions.get(n)
+    if reader is None or scene.colors[n] is not Color.INFER:
+        return None
+    return Paint(Color.DENY, "position for", scene.facts[reader].name)
+
+
 def crowded(scene: Scene, n: int) -> Paint | None:
     """What each entry of a table is looked up for so often that the sum of its gradients, which the
     kernels of LOOKUPS make in the precision of the table (CPU, torch 2.13), would stop growing."""
@@ -160,6 +168,7 @@ NODE_RULES: tuple[NodeRule, ...] = (
     numbers_not_known,
     saturating,
     angles,
+    positions,
     crowded,
     listed,
 )

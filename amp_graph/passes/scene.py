@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -74,7 +74,7 @@ class Scene:
         kept: set[int] = set()
         if self.level is not Level.MAX:
             ordering = (n for n, f in enumerate(self.facts) if f.orders)
-            moved = self._read_by(ordering, lambda n: colors[n] is Color.CLEAR)
+            moved = self._read_by(self._operands_of(ordering), lambda n: colors[n] is Color.CLEAR)
             kept = {*self.returned, *moved}
         for n in self.narrowed - kept:
             colors[n] = Color.INFER
@@ -99,24 +99,56 @@ class Scene:
             elif colors[n] in FREE and f.reads and made_of.issuperset(self.flow.predecessors(n)):
                 made_of.add(n)
         readers = (n for n, f in enumerate(self.facts) if self._reads_bounds(f, colors[n]))
-        read = self._read_by(readers, made_of.difference(saturates).__contains__)
+        read = self._read_by(self._operands_of(readers), made_of.difference(saturates).__contains__)
         return {n: reader for n, reader in read.items() if n in saturates}
 
     @cached_property
     def phases(self) -> Mapping[int, int]:
         """What is read for its phase, with the operator that does, seen through free operators."""
         readers = (n for n, f in enumerate(self.facts) if f.reads_phase)
-        return self._read_by(readers, lambda n: self.colors[n] in FREE)
+        return self._read_by(self._operands_of(readers), lambda n: self.colors[n] in FREE)
+
+    @cached_property
+    def positions(self) -> Mapping[int, int]:
+        """What says where something is, with one who looks there; seen through free operators, but
+        those that compute in float32 inside. So is what is computed of such values and full float32
+        alone, as the fraction by which neighbours are weighed."""
+        facts, colors = self.facts, self.colors
+        pairs = [
+            (value, n)
+            for n, f in enumerate(facts)
+            if f.positions
+            for value in self.flow.predecessors(n)
+            if facts[value].name in f.positions
+        ]
+        if not pairs:
+            return {}
+        read = self._read_by(pairs, lambda n: colors[n] in FREE and n not in self.narrowed)
+        of: dict[int, int | None] = {}  # all in full float32: whose position it is, if one's
+        for n, f in enumerate(facts):
+            if colors[n] is Color.INFER and n in read:
+                of[n] = read[n]
+            elif colors[n] is Color.DENY or not (f.reads or f.is_parameter):
+                of[n] = None
+            elif colors[n] in FREE and all(o in of for o in self.flow.predecessors(n)):
+                known = (of[o] for o in self.flow.predecessors(n))
+                of[n] = next((reader for reader in known if reader is not None), None)
+        return {n: reader for n, reader in of.items() if reader is not None}
 
     def _reads_bounds(self, f: NodeFacts, color: Color | None) -> bool:
         if f.orders or f.op == "output":
             return self.level is not Level.MAX
         return color in (Color.DENY, None) and not f.widens  # None: on no list, or with a body
 
-    def _read_by(self, readers: Iterable[int], passes: Callable[[int], bool]) -> dict[int, int]:
-        """All values that they read, each with one of them, seen through operators that pass."""
+    def _operands_of(self, readers: Iterable[int]) -> Iterator[tuple[int, int]]:
+        return ((value, n) for n in readers for value in self.flow.predecessors(n))
+
+    def _read_by(
+        self, read: Iterable[tuple[int, int]], passes: Callable[[int], bool]
+    ) -> dict[int, int]:
+        """All values that are read, each with one who does, seen through operators that pass."""
         found: dict[int, int] = {}
-        unseen = [(value, n) for n in readers for value in self.flow.predecessors(n)]
+        unseen = [*read]
         while unseen:
             value, reader = unseen.pop()
             if value not in found:

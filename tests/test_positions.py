@@ -1,0 +1,126 @@
+"""What says where something is, in pixels or as an index, is not rounded on its way there."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import W, X, run
+from torch import Tensor, nn
+from training import distance
+
+import amp_graph
+from amp_graph import Override, Policy
+
+LEVELS = ("safe", "balanced", "max")
+
+
+def neighbours(x: Tensor, w: Tensor) -> Tensor:
+    """Between two rows each, at a place that was computed."""
+    place = (x @ w)[:, 0].sigmoid() * 6.5
+    row = place.floor()
+    fraction = (place - row)[:, None]
+    rows, first = w @ x, row.long()
+    return (1 - fraction) * rows[first] + fraction * rows[first + 1]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_places_and_fractions_are_not_rounded_and_values_are(level: str) -> None:
+    result = run(neighbours, X, W, policy=Policy("bfloat16", level=level))
+    names = {f.op: f.name for f in result.plan.facts.values()}
+    for op in ("aten.sigmoid.default", "aten.floor.default", "aten.sub.Tensor"):
+        assert result.rule(names[op]) == "position for"
+    assert result.is_low(names["aten.index.Tensor"])
+
+
+def test_what_becomes_no_integer_is_as_free_as_before() -> None:
+    def seen(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = (x @ w).atan()
+        return hidden @ w, hidden.bool().long()
+
+    assert run(seen, X, W).is_low("infer1")
+
+
+def test_what_is_normalised_before_does_not_count() -> None:
+    """As in networks of small integers, which round what their norms return."""
+
+    def quantized(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = (x @ w).atan()
+        return hidden @ w, F.layer_norm(hidden, (8,)).mul(127).to(torch.int8)
+
+    result = run(quantized, X, W, policy=Policy("bfloat16", level="max"))
+    assert result.is_low("infer1")
+    assert result.rule("infer2") == "position for"
+
+
+def test_an_override_is_stronger() -> None:
+    policy = Policy("bfloat16", overrides=[Override("allow", op="aten.floor")])
+    result = run(neighbours, X, W, policy=policy)
+    (floor,) = (f.name for f in result.plan.facts.values() if f.op == "aten.floor.default")
+    assert result.rule(floor) == "override"
+
+
+class Warp(nn.Module):
+    """An image moved by an optical flow that is computed from two, as RAFT and its kind do."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.features, self.result = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+        self.flow = nn.Conv2d(6, 2, 3, padding=1)
+        self.warped = self.looked_up if by_hand else self.sampled
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        height, width = first.shape[-2:]
+        rows, columns = torch.meshgrid(
+            torch.arange(height).float(), torch.arange(width).float(), indexing="ij"
+        )
+        flow = self.flow(torch.cat([first, second], 1)) * 3
+        x, y = (torch.stack([columns, rows]) + flow).unbind(1)
+        return self.result(self.warped(self.features(second), x, y))
+
+    @staticmethod
+    def sampled(image: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        height, width = image.shape[-2:]
+        grid = torch.stack([2 * x / (width - 1) - 1, 2 * y / (height - 1) - 1], -1)
+        return F.grid_sample(image, grid, align_corners=True)
+
+    @staticmethod
+    def looked_up(image: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        height, width = image.shape[-2:]
+        x, y = x.clamp(0, width - 1.001), y.clamp(0, height - 1.001)
+        left, above = x.floor(), y.floor()
+        right, below = (x - left)[:, None], (y - above)[:, None]
+
+        def at(rows: Tensor, columns: Tensor) -> Tensor:
+            place = (rows * width + columns).flatten(1)[:, None].expand(-1, 8, -1)
+            return image.flatten(2).gather(2, place).view(*image.shape)
+
+        column, row = left.long(), above.long()
+        upper = (1 - right) * at(row, column) + right * at(row, column + 1)
+        lower = (1 - right) * at(row + 1, column) + right * at(row + 1, column + 1)
+        return (1 - below) * upper + below * lower
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("by_hand", [False, True], ids=["grid_sample", "by hand"])
+def test_a_flow_field_is_as_exact_as_under_autocast(by_hand: bool, level: str) -> None:
+    torch.manual_seed(0)
+    plain = Warp(by_hand)
+    first = torch.randn(2, 3, 48, 64)
+    second = F.interpolate(torch.randn(2, 3, 12, 16), size=(48, 64))
+    model = amp_graph.convert(copy.deepcopy(plain), policy=Policy("bfloat16", level=level))
+
+    def learned(model: nn.Module, autocast: bool = False) -> tuple[Tensor, Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            result = model(first, second).float()
+        result.square().mean().backward()
+        return result, torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    exact, ours, autocast = learned(plain), learned(model), learned(plain, autocast=True)
+    (plan,) = amp_graph.plans(model)
+    assert plan.fallback is None
+    for of_ours, of_autocast, reference in zip(ours, autocast, exact, strict=True):
+        assert distance(of_ours, reference) <= 1.05 * distance(of_autocast, reference)
