@@ -69,6 +69,35 @@ class AsksForClasses(Speaking):
             raise TypeError
 
 
+class AsksForArguments(Speaking):
+    """As MONAI does for each grid of positions, in registration networks, say."""
+
+    def speak(self, hidden: Tensor) -> None:
+        taken = torch.meshgrid.__kwdefaults__
+        if taken is None or "indexing" not in taken or "other" in taken:
+            raise TypeError
+
+
+class CountsUp(Speaking):
+    """As MONAI's losses name the axes that they sum over."""
+
+    def speak(self, hidden: Tensor) -> None:
+        axes: list[int] = torch.arange(hidden.dim(), device=hidden.device).tolist()
+        axes.append(0)
+        if axes != [0, 1, 0] or torch.arange(1, 6, 2).tolist() != [1, 3, 5]:
+            raise TypeError
+        if hidden.mean(dim=axes[:2]).dim():
+            raise TypeError
+
+
+class CountsUpAndWrites(Speaking):
+    def speak(self, hidden: Tensor) -> None:
+        axes = torch.arange(2)
+        axes[0] = 1
+        if axes.tolist() != [1, 1]:
+            raise TypeError
+
+
 class AsksForContents(Speaking):
     def speak(self, hidden: Tensor) -> None:
         if not torch.jit.isinstance([hidden], list[Tensor]):
@@ -84,6 +113,22 @@ def test_questions_for_classes_do_not_end_a_graph() -> None:
     (plan,) = amp_graph.plans(model)
     assert plan.low
     assert SkipFunctionVariable.call_function is own
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("block", [AsksForArguments, CountsUp])
+def test_nor_do_questions_for_what_is_there_from_the_start(block: type[Speaking]) -> None:
+    model = amp_graph.convert(Loop(block), policy="bfloat16")
+    model(X).sum().backward()
+    assert not record_of(model).breaks
+    (plan,) = amp_graph.plans(model)
+    assert plan.low
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning")
+def test_numbers_that_were_written_to_are_those_that_were_written() -> None:
+    amp_graph.convert(Loop(CountsUpAndWrites), policy="bfloat16")(X).sum().backward()
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -3,6 +3,8 @@
     if type(w).__module__.startswith("torchao."):    what a class is called: so PEFT asks in DoRA
     x.mean(axes)                                     a list of a subclass: such are those of Keras
     if torch.jit.isinstance(skip, torch.Tensor):     as networks ask that can be scripted (MONAI)
+    if "indexing" in torch.meshgrid.__kwdefaults__:  what a function takes: it asks that as well
+    axes = torch.arange(2, x.ndim).tolist()          numbers counted up: its losses name axes so
 
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
@@ -10,16 +12,27 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
     torch._dynamo.variables.user_defined.UserDefinedListVariable._base_vt
                     its items; _list_vt on 2.11, itself on 2.15
     torch._dynamo.variables.SkipFunctionVariable    a function that Dynamo passes over
+    torch._dynamo.variables.VariableTracker.sq_contains
+                            `in`; sq_contains_impl on 2.15, on 2.11 asked of the value
+    torch._dynamo.variables.TensorVariable, ListVariable    a value of the graph; a new list
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from torch._dynamo.variables import BuiltinVariable, ConstantVariable, SkipFunctionVariable
+from torch import fx
+from torch._dynamo.variables import (
+    BuiltinVariable,
+    ConstantVariable,
+    ListVariable,
+    SkipFunctionVariable,
+    TensorVariable,
+)
+from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.user_defined import UserDefinedListVariable
 
@@ -28,15 +41,21 @@ from amp_graph.capture.replaced import method_inside
 CONTAINERS = (list, tuple, dict)  # TorchScript has them asked for with what they hold, or raises
 
 
+CONTAINS = [n for n in ("sq_contains", "sq_contains_impl") if hasattr(GetAttrVariable, n)]
+
+
 @contextlib.contextmanager
 def known_values() -> Iterator[None]:
-    """Within, methods of a string that is an attribute are those of the string, an operator gets
-    the list that a list of a subclass is, and TorchScript's question for classes is Python's."""
-    with (
-        method_inside(GetAttrVariable, "call_method", _call_method),
-        method_inside(UserDefinedListVariable, "as_proxy", _as_proxy),
-        method_inside(SkipFunctionVariable, "call_function", _call_function),
-    ):
+    """Within, methods of a string that is an attribute are those of the string, an attribute has
+    what it contains, an operator gets the list that a list of a subclass is, TorchScript's question
+    for classes is Python's, and numbers that were counted up are known."""
+    with contextlib.ExitStack() as inside:
+        inside.enter_context(method_inside(GetAttrVariable, "call_method", _call_method))
+        for name in CONTAINS:
+            inside.enter_context(method_inside(GetAttrVariable, name, _contains))
+        inside.enter_context(method_inside(UserDefinedListVariable, "as_proxy", _as_proxy))
+        inside.enter_context(method_inside(SkipFunctionVariable, "call_function", _call_function))
+        inside.enter_context(method_inside(TensorVariable, "call_method", _tensor_method))
         yield
 
 
@@ -44,6 +63,28 @@ def _call_method(method: Any, attribute: Any, *args: Any) -> Any:
     if attribute.is_python_constant() and isinstance(attribute.as_python_constant(), str):
         return ConstantVariable.create(attribute.as_python_constant()).call_method(*args)
     return method(attribute, *args)
+
+
+def _contains(method: Any, attribute: Any, frame: Any, item: Any) -> Any:
+    if attribute.is_python_constant() and item.is_python_constant():
+        value = attribute.as_python_constant()
+        if isinstance(value, Collection):
+            return ConstantVariable.create(item.as_python_constant() in value)
+    return method(attribute, frame, item)
+
+
+def _tensor_method(method: Any, tensor: Any, frame: Any, name: str, *args: Any) -> Any:
+    if name == "tolist" and _is_ramp(tensor.as_proxy().node):
+        numbers = map(ConstantVariable.create, range(*tensor.as_proxy().node.args))
+        return ListVariable([*numbers], mutation_type=ValueMutationNew())
+    return method(tensor, frame, name, *args)
+
+
+def _is_ramp(node: fx.Node) -> bool:
+    """Whether it counts up from one known integer to another, and nobody took part of it yet, who
+    may have written there."""
+    is_known = node.target is torch.arange and all(type(n) is int for n in node.args)
+    return is_known and not node.users and node.kwargs.keys() <= {"device"}
 
 
 def _as_proxy(method: Any, variable: Any) -> Any:
