@@ -36,6 +36,7 @@ from amp_graph.capture.context_variables import context_variables_known
 from amp_graph.capture.given_twice import given_once
 from amp_graph.capture.known_values import known_values
 from amp_graph.capture.logs import locations_untold, quiet_logs
+from amp_graph.capture.namespaces import own_names
 from amp_graph.capture.recurrent import recurrent_layers_whole
 from amp_graph.capture.repeated_hooks import repeated_hooks_as_one
 from amp_graph.capture.replaced import with_entries
@@ -88,6 +89,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     tensor_indices_known,
     repeated_hooks_as_one,
     checkpointed_writes_inside,
+    own_names,
 )
 
 
