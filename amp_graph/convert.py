@@ -17,6 +17,7 @@ from amp_graph.backend.compiler import Compiler
 from amp_graph.backend.record import Record
 from amp_graph.calls.conversion import Conversion, conversion_of, found_conversion
 from amp_graph.capture.fake import is_estimate
+from amp_graph.capture.inner_gradients import compile_in_parts
 from amp_graph.errors import AmpGraphError, PlanError, PolicyError, did_you_mean, warn
 from amp_graph.ir import Plan, dtype_name
 from amp_graph.modules import devices_of, unwrapped
@@ -212,7 +213,8 @@ def backend(
             raise PolicyError(
                 f"options: {name!r} is no field of amp_graph.Policy.{did_you_mean(name, names)}"
             )
-    return Compiler(Policy(**given)).compile_graph(graph_module, example_inputs)
+    compile_graph = Compiler(Policy(**given)).compile_graph
+    return compile_in_parts(graph_module, example_inputs, compile_graph)
 
 
 def _calls_modules_way(kind: type[nn.Module]) -> bool:

@@ -227,6 +227,19 @@ class Hooked(Halves):
         return h, mean, scale
 
 
+class HookedInput(nn.Module):
+    """The same of a view of what the graph is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        columns = x[:, :2]
+        columns.register_hook(lambda gradient: -2 * gradient)
+        return columns, self.layer(x)
+
+
 class Rows(nn.Module):
     """Writes into a view, of which the caller holds the rest."""
 
@@ -273,7 +286,7 @@ class Detached(nn.Module):
         return (h[1],)
 
 
-@pytest.mark.parametrize("make", [Hooked, Rows, Cache, Detached])
+@pytest.mark.parametrize("make", [Hooked, HookedInput, Rows, Cache, Detached])
 def test_gradients_of_results(make: type[nn.Module]) -> None:
     plain = make()
     model = amp_graph.convert(copy.deepcopy(plain), policy="float16")

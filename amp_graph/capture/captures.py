@@ -22,6 +22,7 @@ from torch import fx, nn
 
 from amp_graph.capture.dynamo import SETTINGS, CapturedCode, settings
 from amp_graph.capture.frames import Frames
+from amp_graph.capture.inner_gradients import compile_in_parts
 from amp_graph.capture.logs import UnheardLogs
 from amp_graph.capture.said_once import SaidOnce
 from amp_graph.modules import Run, alive, weak_method
@@ -84,6 +85,10 @@ class Captures:
         return self._is_stale
 
     def _compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Run:
+        called = _now.caller.called
+        return compile_in_parts(graph, example_inputs, self._compile_part, called.module)
+
+    def _compile_part(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Run:
         caller: Caller = _now.caller
         index, built = len(self.graphs), caller.called.build(graph, example_inputs)
         caller.runs[index] = caller.called.assemble(built)

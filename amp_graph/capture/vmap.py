@@ -59,6 +59,21 @@ def inside_vmap(graph: fx.Graph) -> set[fx.Node]:
     return inside
 
 
+def begins_of_transforms(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Of each node inside of a vmap or another transform, the node that begins the outermost."""
+    found: dict[fx.Node, fx.Node] = {}
+    depth, begin = 0, None
+    for node in graph.nodes:
+        name = str(getattr(node.target, "__name__", ""))
+        if name.endswith("_increment_nesting"):
+            begin = begin if depth else node
+            depth += 1
+        if depth and begin is not None:
+            found[node] = begin
+        depth -= name.endswith("_decrement_nesting")
+    return found
+
+
 @contextlib.contextmanager
 def all_left() -> Iterator[None]:
     """However what is inside ends, no vmap is left under way."""

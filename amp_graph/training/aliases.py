@@ -77,8 +77,7 @@ def leave_results(
         if len(sharing) == 1:
             left[id(sharing[0])] = leave(scale, sharing[0])
             continue
-        is_heard = any(x._backward_hooks or x.retains_grad for x in sharing)
-        base = None if is_heard else _common_base(sharing)
+        base = None if any(map(_is_heard, sharing)) else _common_base(sharing)
         if base is None:
             left |= {id(x): leave(scale, x, shares=True) for x in sharing}
         else:
@@ -98,7 +97,7 @@ def _leave_inputs(
     for result in sharing:
         entered = _base(result)
         giver = given.get(id(entered))
-        if giver is None or not _is_but_a_view(result, entered):
+        if giver is None or _is_heard(result) or not _is_but_a_view(result, entered):
             left[id(result)] = leave(scale, result, shares=True)
         else:
             left |= _views([result], entered, giver)
@@ -128,6 +127,11 @@ def _common_base(sharing: Sequence[Tensor]) -> Tensor | None:
     if others or not base.requires_grad:
         return None
     return base if all(_is_but_a_view(x, base) for x in sharing) else None
+
+
+def _is_heard(tensor: Tensor) -> bool:
+    """Whether something is done with its own gradient."""
+    return bool(tensor._backward_hooks) or tensor.retains_grad
 
 
 def _is_but_a_view(tensor: Tensor, base: Tensor) -> bool:

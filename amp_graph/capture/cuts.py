@@ -1,0 +1,177 @@
+"""A graph in parts, each of which takes what those before it return.
+
+    h = linear(x, w)                 part 0:  h = linear(x, w)
+    u = tanh(h)              ->               return h
+    return h, u                      part 1:  u = tanh(h)
+                                              return u
+
+Every part begins and ends in the modes in which the whole begins: what is on at a cut (recording,
+autocast regions of the model's own) is put back before it, and on again after it.
+
+Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+
+    torch._dynamo.source.ConstantSource, Node._dynamo_source   where an input comes from, which
+        AOTAutograd asks of every input
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+
+from amp_graph.capture.aten import SET_GRAD_ENABLED, get_attribute, set_attribute
+from amp_graph.capture.grad_modes import INFERENCE_MODE, grad_modes
+from amp_graph.errors import CaptureError
+from amp_graph.modules import Run
+
+CROSSES = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
+
+
+@dataclass
+class _Part:
+    """A part as it is written; `local` has what stands in it for a node of the whole."""
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    root: torch.nn.Module = field(default_factory=torch.nn.Module)
+    local: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    taken: list[fx.Node] = field(default_factory=list)
+
+
+def run_in_parts(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    before: Iterable[fx.Node],
+    compile_graph: Callable[[fx.GraphModule, list[Any]], Run],
+) -> Run:
+    """What runs a graph of Dynamo's, cut before each of these nodes, with `compile_graph` called
+    for each part. Raises CaptureError where a value cannot go from one part to the next."""
+    written = _written(module, frozenset(before))
+    placeholders = module.graph.find_nodes(op="placeholder")
+    results: Any = module.graph.output_node().args[0]
+    known: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
+    slots = {node: i for i, node in enumerate(placeholders)}
+    needed = {n for n in results if isinstance(n, fx.Node)}
+    given: list[list[fx.Node]] = []  # by each part
+    for part in reversed(written):
+        taken = set(part.taken)
+        own = (n for n in part.local if n not in taken and n.op != "get_attr")
+        given.insert(0, [n for n in own if n in needed])
+        needed |= taken
+    steps = []
+    for part, gives in zip(written, given, strict=True):
+        part.graph.output(tuple(part.local[n] for n in gives))
+        part_module = fx.GraphModule(part.root, part.graph, class_name=type(module).__name__)
+        part_module.meta.update(module.meta)
+        if part is written[-1]:
+            reason: Any = getattr(module, "compile_subgraph_reason", None)
+            part_module.compile_subgraph_reason = reason
+        takes = [slots[n] for n in part.taken]
+        run = compile_graph(part_module, [known[n] for n in part.taken])
+        for node in gives:
+            known[node] = node.meta["example_value"]
+            slots[node] = len(slots)
+        steps.append((run, takes, [slots[n] for n in gives]))
+    count = len(slots)
+    returned = [_Slot(slots[r]) if isinstance(r, fx.Node) else r for r in results]
+
+    def run_parts(*args: Any) -> Any:
+        values = [*args, *[None] * (count - len(args))]
+        for run, takes, gives in steps:
+            found = run(*[values[i] for i in takes])
+            for i, value in zip(gives, found, strict=True):
+                values[i] = value
+        return tuple(values[r.number] if isinstance(r, _Slot) else r for r in returned)
+
+    return run_parts
+
+
+@dataclass(frozen=True)
+class _Slot:
+    number: int
+
+
+def _written(module: fx.GraphModule, before: frozenset[fx.Node]) -> list[_Part]:
+    """The parts, without what they return."""
+    modes, records_outside = grad_modes(module.graph), torch.is_grad_enabled()
+    sizes = [n for n in module.graph.find_nodes(op="placeholder") if not _is_tensor(n)]
+    regions: list[fx.Node] = []
+    records = records_outside
+    parts = [_begin(sizes, [], None)]
+    for node in module.graph.nodes:
+        if node in before:
+            is_other = records is not records_outside
+            _end(parts[-1], regions, records_outside if is_other else None)
+            parts.append(_begin(sizes, regions, records if is_other else None))
+        if node.op in ("placeholder", "get_attr", "output") or any(node in p.local for p in parts):
+            continue
+        if node.target in INFERENCE_MODE:
+            raise CaptureError(f"'{node.name}' is in a graph that is to be cut")
+        _copy(module, parts[-1], node)
+        records = modes.get(node, records)
+        if node.target is _enter_autocast:
+            regions.append(node)
+        elif node.target is _exit_autocast:
+            regions.remove(node.all_input_nodes[0])
+    return parts
+
+
+def _begin(sizes: list[fx.Node], regions: list[fx.Node], records: bool | None) -> _Part:
+    part = _Part()
+    for node in sizes:
+        _take(part, node)
+    for node in regions:
+        part.local[node] = part.graph.node_copy(node)
+    if records is not None:
+        part.graph.call_function(SET_GRAD_ENABLED, (records,))
+    return part
+
+
+def _end(part: _Part, regions: list[fx.Node], records: bool | None) -> None:
+    if records is not None:
+        part.graph.call_function(SET_GRAD_ENABLED, (records,))
+    for node in reversed(regions):
+        part.graph.call_function(_exit_autocast, (part.local[node],))
+
+
+def _copy(module: fx.GraphModule, part: _Part, node: fx.Node) -> None:
+    """Write a node, and what is taken out of its result, which only tensors leave a part as."""
+    for operand in node.all_input_nodes:
+        if operand in part.local:
+            continue
+        if operand.op == "get_attr":
+            target = str(operand.target)
+            set_attribute(part.root, target, get_attribute(module, target))
+            part.local[operand] = part.graph.node_copy(operand)
+        else:
+            _take(part, operand)
+    part.local[node] = part.graph.node_copy(node, lambda n: part.local[n])
+    if isinstance(node.meta.get("example_value"), (tuple, list)):
+        for user in node.users:
+            if user.target is operator.getitem and isinstance(user.args[1], int):
+                _copy(module, part, user)
+
+
+def _take(part: _Part, node: fx.Node) -> None:
+    """Have it as an input, before all else that is there."""
+    value = node.meta.get("example_value")
+    if node.op != "placeholder" and not isinstance(value, CROSSES):
+        raise CaptureError(f"'{node.name}' is a {type(value).__name__}, which no graph takes")
+    first = next((n for n in part.graph.nodes if n.op != "placeholder"), None)
+    with part.graph.inserting_before(first) if first else contextlib.nullcontext():
+        new: Any = part.graph.placeholder(node.name)
+    new.meta = {**node.meta}
+    new._dynamo_source = getattr(node, "_dynamo_source", None) or ConstantSource(node.name)
+    part.local[node] = new
+    part.taken.append(node)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), Tensor)

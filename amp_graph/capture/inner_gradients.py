@@ -1,0 +1,191 @@
+"""Where a model asks for a gradient by a value of its own, its graph ends at that value as well.
+
+    h, u = graph(x)                                h = graph_0(x)
+    autograd.grad(u.sum(), h)          ->          u = graph_1(h)
+                                                   autograd.grad(u.sum(), h)
+
+So do networks of forces and of equations, energies, and inner steps of meta-learning. Dynamo ends
+the graph at the call, with both as results. But `u` is not made of what leaves the graph as `h`: it
+is made of what `h` was before it was widened, or before it crossed the boundary where gradients are
+scaled, and a compiled graph has one gradient function for all results. So the gradient would be an
+error, or None with `allow_unused`. Dynamo itself leaves such a function to Python from 2.15 on.
+
+Each part of a graph costs a little time, so it is done for models alone whose code takes gradients,
+and for graphs that end where one is taken.
+
+Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+
+    GraphModule.compile_subgraph_reason      why a graph ended, as in `breaks`
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.capture.cuts import run_in_parts
+from amp_graph.capture.vmap import begins_of_transforms
+from amp_graph.modules import Run
+
+ENDED_AT = re.compile(r"autograd\.grad|\bbackward\(|\bretain_grad\(")
+OPERATORS = {n for n in vars(operator) if n.startswith("i") and n[1:] in vars(operator)}
+IN_PLACE = {"setitem", *OPERATORS, "__setitem__", *(f"__{n}__" for n in OPERATORS)}
+TAKING = {"backward", "retain_grad"}
+LIBRARIES = ("torch", "numpy", "builtins")  # take no gradient by a value of the model's
+MANY = 1000  # functions that are looked at
+
+
+def compile_in_parts(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    compile_graph: Callable[[fx.GraphModule, list[Any]], Run],
+    model: nn.Module | None = None,
+) -> Run:
+    """What runs a graph of Dynamo's, of `model` if that is known, by `compile_graph`: whole, or in
+    parts where a gradient may be asked for by one of its results."""
+    before = cuts(module.graph)
+    if not before or not (_ends_at_gradient(module) or (model and takes_gradients(model))):
+        return compile_graph(module, [*inputs])
+    return run_in_parts(module, inputs, before, compile_graph)
+
+
+def _ends_at_gradient(module: fx.GraphModule) -> bool:
+    ending: Any = getattr(module, "compile_subgraph_reason", None)
+    if not getattr(ending, "graph_break", False):
+        return False
+    said = [str(ending.reason), *(frame.line or "" for frame in ending.user_stack)]
+    return any(map(ENDED_AT.search, said))
+
+
+def cuts(graph: fx.Graph) -> list[fx.Node]:
+    """Before which nodes a graph has to end, so that no part returns a result and another one that
+    is made of it, where both require gradients. As few as do: a part goes on up to the first node
+    that reads one of the results before it."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    results = [n for n in graph.output_node().all_input_nodes if _requires_grad(n)]
+    results = [n for n in results if n.op not in ("placeholder", "get_attr")]
+    if len(results) < 2:
+        return []
+    written = _written(graph)
+    leading = _leading_to(results, written)
+    # As it is returned, a result is there when it was last written to.
+    done = {n: max(map(place.__getitem__, [n, *written.get(_memory(n), ())])) for n in results}
+    begins = begins_of_transforms(graph)
+    found: list[fx.Node] = []
+    since = -1
+    for node in filter(leading.__contains__, graph.nodes):
+        cut = begins.get(node, node)  # which no transform goes on across
+        end = place[cut]
+        if any(since <= done.get(n, end) < end for n in node.all_input_nodes):
+            found.append(cut)
+            since = end
+    return found
+
+
+def _leading_to(results: list[fx.Node], written: Mapping[int, list[fx.Node]]) -> set[fx.Node]:
+    """The nodes that require a gradient and that one of these results is made of, or is, and those
+    that write into them."""
+    found: set[fx.Node] = set()
+    new = [*results]
+    seen: set[fx.Node] = set()
+    while new:
+        node = new.pop()
+        if node not in seen and _requires_grad(node):
+            seen.add(node)
+            writes = written.get(_memory(node), ())
+            found.update([node, *writes])
+            new += [n for each in (node, *writes) for n in each.all_input_nodes]
+    return found
+
+
+def _written(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """By the memory of values, the nodes that by their names write into it."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        target: Any = node.target
+        name = target if isinstance(target, str) else str(getattr(target, "__name__", ""))
+        operand: Any = node.kwargs.get("out")
+        is_named = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        if node.op != "placeholder" and (is_named or node.kwargs.get("inplace") is True):
+            operand = next(iter(node.args), None)
+        if isinstance(operand, fx.Node) and _memory(operand):
+            found.setdefault(_memory(operand), []).append(node)
+    return found
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    values = [v for v in tree_leaves(node.meta.get("example_value")) if isinstance(v, Tensor)]
+    # Those of a transform that has ended say no, whatever they said in it.
+    return any(v.requires_grad or not isinstance(v, FakeTensor) for v in values)
+
+
+def _memory(node: fx.Node) -> int:
+    """A key of the memory that a value lives in, 0 if it has none of its own."""
+    value = node.meta.get("example_value")
+    if type(value) is not FakeTensor or value.layout is not torch.strided or value.is_nested:
+        return 0
+    return int(value.untyped_storage()._cdata)
+
+
+def takes_gradients(model: nn.Module) -> bool:
+    """Whether a `forward` of the model's classes, or a function or method that one reaches by name
+    or that a module holds, takes gradients itself."""
+    modules = [*model.modules()]
+    methods: dict[str, list[Any]] = {}
+    for kind in {kind for module in modules for kind in type(module).__mro__}:
+        for name, value in vars(kind).items():
+            methods.setdefault(name, []).append(value)
+    new = [*methods["forward"], *(f for module in modules for f in vars(module).values())]
+    seen: set[types.FunctionType] = set()
+    while new and len(seen) < MANY:
+        function = _plain(new.pop())
+        if function is None or function in seen or _is_of_library(function):
+            continue
+        seen.add(function)
+        names = {name for code in _codes(function.__code__) for name in code.co_names}
+        reached = [*_reached(function.__globals__, names)]
+        if {"autograd", "grad"} <= names or names & TAKING or torch.autograd.grad in reached:
+            return True
+        new += [*reached, *(f for name in names for f in methods.get(name, ()))]
+    return False
+
+
+def _plain(value: Any) -> types.FunctionType | None:
+    """The function behind a method or property, or behind what wraps it."""
+    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    found = inspect.unwrap(value) if isinstance(value, types.FunctionType) else value
+    return found if isinstance(found, types.FunctionType) else None
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """It and those of the functions inside of it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _reached(known: Mapping[str, Any], names: set[str]) -> Iterator[types.FunctionType]:
+    """The functions that go by these names here, or in a Python module that does."""
+    for name in names & known.keys():
+        value = known[name]
+        values = [value]
+        if (
+            isinstance(value, types.ModuleType)
+            and value.__name__.partition(".")[0] not in LIBRARIES
+        ):
+            values = [vars(value).get(n) for n in names]
+        yield from (v for v in values if isinstance(v, types.FunctionType))
+
+
+def _is_of_library(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).partition(".")[0] in LIBRARIES
