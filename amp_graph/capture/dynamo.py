@@ -41,7 +41,7 @@ from amp_graph.capture.recurrent import recurrent_layers_whole
 from amp_graph.capture.repeated_hooks import repeated_hooks_as_one
 from amp_graph.capture.replaced import with_entries
 from amp_graph.capture.said_once import SaidOnce
-from amp_graph.capture.surroundings import under_dispatch_modes
+from amp_graph.capture.surroundings import call_beside_traces, under_dispatch_modes
 from amp_graph.capture.tensor_indices import tensor_indices_known
 from amp_graph.modules import Run
 
@@ -127,6 +127,7 @@ class CapturedCode:
         context: Any = torch._dynamo.optimize(backend=compile_graph)
         context.callback = _inside_of(capturing, context.callback)
         self._compiled = context(own)
+        call_beside_traces(self._compiled)
         weakref.finalize(self, _abandoned.append, self.entry).atexit = False
 
     def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

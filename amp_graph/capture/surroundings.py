@@ -7,14 +7,16 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     torch._C._functorch.peek_interpreter_stack, get_interpreter_stack
                                              whether a functorch transform is active, and which
     torch._C._get_tracing_state              whether `torch.jit.trace` is at work
-    torch.fx._symbolic_trace._is_fx_tracing_flag, _get_is_fx_tracing since 2.15
+    torch.fx._symbolic_trace._is_fx_tracing_flag, _get_is_fx_tracing since 2.14
                                              whether `torch.export` or `make_fx` is
+    is_fx_symbolic_tracing                   the same, in the closure of what Dynamo wraps
     torch.compiler._is_exporting_flag        the same of `torch.export`, for Dynamo to read
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +25,9 @@ from torch import fx
 from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+# Before torch 2.14 there is a flag of the process instead.
+FLAG_OF_THREAD: Callable[[], bool] | None = getattr(fx._symbolic_trace, "_get_is_fx_tracing", None)
 
 set_flag: Callable[[bool], None] | None = getattr(
     torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals", None
@@ -58,8 +63,25 @@ def wants_plain_code() -> bool:
 
 def _is_fx_tracing() -> bool:
     tracing: Any = fx._symbolic_trace
-    flag = getattr(tracing, "_get_is_fx_tracing", None)
-    return bool(flag() if flag is not None else tracing._is_fx_tracing_flag)
+    if FLAG_OF_THREAD is not None:
+        return bool(FLAG_OF_THREAD())
+    return tracing._is_fx_tracing_flag and _traces_here()
+
+
+def _traces_here() -> bool:
+    """Whether this thread traces. The flag is the process's before torch 2.14, and another thread
+    may trace what it captures."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code is not fx.Tracer.trace.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def call_beside_traces(wrapped: Any) -> None:
+    """Have what Dynamo wrapped not raise because another thread traces."""
+    if FLAG_OF_THREAD is None:
+        cells = dict(zip(wrapped.__code__.co_freevars, wrapped.__closure__, strict=True))
+        cells["is_fx_symbolic_tracing"].cell_contents = _is_fx_tracing
 
 
 def can_watch() -> bool:
