@@ -54,7 +54,8 @@ class Compiler:
         module_names: Mapping[str, str] | None = None,
     ) -> Run:
         """What runs instead of a Dynamo graph. `module_names`, and what raises: see `decide`."""
-        return self.assemble(self.build(graph, example_inputs, module_names))
+        _, run = self.assemble(self.build(graph, example_inputs, module_names))
+        return run
 
     def build(
         self,
@@ -67,12 +68,12 @@ class Compiler:
         decision = decide(traced, self.policy, self.lists, self.saved, module_names)
         return self._builder.build(traced, decision)
 
-    def assemble(self, built: Built) -> Run:
-        """What runs instead of that graph in this model."""
+    def assemble(self, built: Built) -> tuple[int, Run]:
+        """The index of its plan, and what runs instead of that graph, in this model."""
         self.record.breaks += break_in(built.graph)
         decision = built.decision
         index = self.record.add(decision.plan)
         self._graphs[index] = decision.graphs
         if decision.failure:
             self.record.fall_back(index, decision.failure)
-        return self._assembler.assemble(index, built)
+        return index, self._assembler.assemble(index, built)

@@ -3,12 +3,15 @@ and must not keep the model alive."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from amp_graph.errors import warn
 from amp_graph.ir import Plan
 from amp_graph.training.graph_scale import GraphScale
+
+_adding = threading.Lock()
 
 
 @dataclass
@@ -23,8 +26,15 @@ class Record:
 
     def add(self, plan: Plan) -> int:
         """Keep the plan of a graph that was captured, or of code without one; its index."""
-        self.plans.append(plan)
-        return len(self.plans) - 1
+        with _adding:
+            self.plans.append(plan)
+            return len(self.plans) - 1
+
+    def drop(self, index: int) -> None:
+        """Take it back, unless another thread has added one since: that is known by its index."""
+        with _adding:
+            if index == len(self.plans) - 1:
+                del self.plans[index]
 
     def fall_back(self, index: int, reason: str) -> None:
         plan = self.plans[index]

@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from amp_graph.backend.compiler import Compiler
-from amp_graph.calls.alike import Kind, captures_for, keep, kind_of
+from amp_graph.calls.chosen import Chosen
 from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.calls.or_else import or_else
 from amp_graph.calls.outside import Outside
 from amp_graph.calls.own_code import OwnCode
 from amp_graph.capture.breaks import depends_on_data, why_not_captured
-from amp_graph.capture.captures import Caller, Captures, GuardsFail
 from amp_graph.capture.dynamo import (
     CAPTURED_TOO_OFTEN,
     DYNAMO_ERRORS,
@@ -37,7 +36,7 @@ from amp_graph.capture.surroundings import can_watch
 from amp_graph.cpu import emulates, why_emulated
 from amp_graph.errors import MISTAKES, warn
 from amp_graph.modes import without_autocast
-from amp_graph.modules import Kept, Run, devices_of, forward_of, weak_method
+from amp_graph.modules import Kept, Run, devices_of, weak_method
 from amp_graph.reasons import why_nothing_is_low
 from amp_graph.training.engine import backward_pass
 
@@ -48,6 +47,23 @@ BREAK_AT_DATA = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_
 EACH_SIZE_APART = {**BREAK_AT_DATA, "automatic_dynamic_shapes": False}
 
 _UNWATCHED = contextlib.nullcontext()
+
+
+class Before(NamedTuple):
+    """What a call found as it began.
+
+    charged: how many calls were, see `Frames`.
+    settings: with which captures were made.
+    watch: what looks at it.
+    hooks: how many the model had, if it is watched.
+    has_run: whether a graph has run in it since.
+    """
+
+    charged: int
+    settings: Mapping[str, Any]
+    watch: Outside | None = None
+    hooks: int = 0
+    has_run: bool = False
 
 
 class CapturedCalls:
@@ -62,138 +78,98 @@ class CapturedCalls:
         self.own_code = OwnCode(module, self._policy, self._record)
         self._graphs = ModelGraphs(module, compiler)
         self._frames, self._hooks = self._graphs.frames, self._graphs.hooks
-        self._graphs.watch = Outside(self._lists) if can_watch() else None  # in the next call
-        self._is_watched = self._graphs.watch is not None  # again, when something is captured
+        self._chosen = Chosen(self._graphs, compiler)
+        self._is_watched = can_watch()  # the first call, and again one after each capture
+        self._watch = Outside(self._lists) if self._is_watched else None  # for the next call
         self._is_new = True
-        self._settings: Mapping[str, Any] = {}  # of Dynamo, other than usual
-        self._around: Callable[[Run], Run] = without_autocast
         self._passed_on: set[type[Exception]] = {*DYNAMO_ERRORS}  # none for autocast's sake
         self._runs_own: Run | None = None  # once it is not captured any more
-        self._kind: Kind | None = None
-        self._hosts: Iterator[Captures] = iter(())  # to be called by what was captured of them
-        self._captures: Captures | None = None
 
-    def _begin(self) -> None:
-        """Before the first call."""
-        if not self._hooks.are_there():
-            self._kind = kind_of(self.own_code.module, self._compiler)
-        if self._kind is not None:
-            self._hosts = captures_for(self._kind)
-        self._be_guest()
-
-    def _be_guest(self) -> None:
-        """Be called by what was captured of the next one that is alike, if there is one."""
-        for captures in self._hosts:
-            if not captures.have_changed():
-                self._captures = captures
-                caller = Caller(captures, self._graphs, is_guest=True)
-                self._call_by(partial(weak_method(self._as_guest), caller))
-                return
-        self._capture()
-
-    def _as_guest(self, caller: Caller, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return caller(*args, **kwargs)
-        except GuardsFail:
-            self._be_guest()
-        return self._run(*args, **kwargs)
-
-    def _capture(self) -> None:
-        """Capture anew, from the next call on."""
-        self._call_by(self._new_caller())
-
-    def _new_caller(self) -> Caller:
-        captures = Captures(self.own_code.module, self._frames.number, self._settings)
-        self._captures = captures
-        return Caller(captures, self._graphs)
-
-    def _is_another(self) -> bool:
-        """Whether the code of the model is not what was captured."""
-        return forward_of(self.own_code.module) != self._captured_as
-
-    def _call_by(self, caller: Run) -> None:
-        self._captured_as, self._is_stale = forward_of(self.own_code.module), False
-        self._run = self._around(caller)
-
-    def _begin_again(self, has_captured: bool = True) -> None:
+    def _begin_again(self, before: Before, has_captured: bool = True) -> None:
         """After a call that raised, or set up what later ones find: it tells nothing of the model,
         and what Dynamo was capturing meanwhile it would never capture again."""
-        self._frames.end_call(has_captured)
+        self._frames.end_call(has_captured, before.charged)
         if self._frames.are_too_many():
             self._stop_capturing()
         elif has_captured:
-            self._capture()
-        if self._graphs.watch is not None:
-            self._graphs.watch = Outside(self._lists)
+            self._chosen.capture()
+        if self._watch is not None:
+            self._watch = Outside(self._lists)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A backward pass computes again what the forward pass did, and the same way.
-        if self._runs_own is not None and not (self._is_stale and backward_pass() is not None):
-            self._is_stale = False
+        chosen = self._chosen
+        if self._runs_own is not None and not (chosen.is_stale and backward_pass() is not None):
+            chosen.is_stale = False
             return self._runs_own(*args, **kwargs)
-        hooks_have_changed = self._hooks.have_changed()
-        if self._captures is None:
-            self._begin()
-        elif hooks_have_changed or self._captures.have_changed() or self._is_another():
-            self._is_stale = True
-        if self._is_stale and backward_pass() is None:
-            self._capture()
-        frames, runs, uncaptured = self._frames.begun, self._graphs.runs, None
+        captures, hooks_have_changed = chosen.captures, self._hooks.have_changed()
+        if captures is None:
+            chosen.begin()
+        elif hooks_have_changed or captures.have_changed() or chosen.is_another():
+            chosen.is_stale = True
+        if chosen.is_stale and backward_pass() is None:
+            chosen.capture_instead_of(captures)
+        frames, runs, uncaptured = self._frames.own.begun, self._graphs.own.runs, None
+        charged, settings = self._frames.charged, chosen.settings
         records = torch.is_grad_enabled()
         kept = Kept(self.own_code.module) if self._is_new else None
-        hooks = self._hooks.number() if self._graphs.watch is not None else 0
+        watch, self._watch = self._watch, None
+        hooks = self._hooks.number() if watch is not None else 0
         try:
-            with self._graphs.watch or _UNWATCHED:
-                result = self._run(*args, **kwargs)
-        except Exception as error:
-            is_watched = self._graphs.watch is not None
-            is_ours = is_of_capture(error) or (is_watched and Outside.breaks(error))
-            if not is_ours and (kept is None or not is_of_graph(error)):
-                self._begin_again(has_captured=self._frames.begun != frames)
+            with _UNWATCHED if watch is None else self._graphs.watched_by(watch):
+                result = chosen.run(*args, **kwargs)
+        except BaseException as error:
+            self._watch = watch or self._watch
+            if not isinstance(error, Exception):
                 raise
-            uncaptured = error
+            is_ours = is_of_capture(error) or (watch is not None and Outside.breaks(error))
+            if not is_ours and (kept is None or not is_of_graph(error)):
+                has_captured = self._frames.own.begun != frames
+                self._begin_again(Before(charged, settings), has_captured)
+                raise
+            uncaptured, watch = error, None
         if uncaptured is not None:  # outside of the handler: its error is no part of the user's own
             torch.set_grad_enabled(records)  # as it was before what had been captured already
             if kept is not None:
                 kept.put_back()
-            has_begun = self._graphs.runs != runs
-            result = self._run_uncaptured(uncaptured, has_begun, args, kwargs)
-        has_captured = self._frames.begun != frames
-        if has_captured or self._frames.unpaid or self._is_new or self._graphs.watch is not None:
-            self._look_back(has_captured, hooks)
+            before = Before(charged, settings, has_run=self._graphs.own.runs != runs)
+            result = self._run_uncaptured(uncaptured, before, args, kwargs)
+        has_captured = self._frames.own.begun != frames
+        if has_captured or self._frames.unpaid or self._is_new or watch is not None:
+            self._look_back(Before(charged, settings, watch, hooks), has_captured)
         return result
 
-    def _look_back(self, has_captured: bool, hooks: int) -> None:
-        """After a call: whether all that was asked for happened, and whether to go on so. `hooks`:
-        how many the model had before."""
-        if self._graphs.watch is not None and self._hooks.number() > hooks:
-            self._begin_again(has_captured)
+    def _look_back(self, before: Before, has_captured: bool) -> None:
+        """After a call: whether all that was asked for happened, and whether to go on so."""
+        if before.watch is not None and self._hooks.number() > before.hooks:
+            self._watch = before.watch
+            self._begin_again(before, has_captured)
             return
-        watch, self._graphs.watch = self._graphs.watch, None
-        if watch is not None:
-            self._judge(watch)
-        skipped = self._frames.take_skipped()
-        if self._is_new:
-            self._is_new = False
-            self._tell_of_first_call()
-            if not skipped:
-                self._share()
-        self._record.breaks += skipped
-        self._frames.end_call(has_captured)
+        if before.watch is not None:
+            self._judge(before.watch)
+        is_of_first = before.watch is not None or self._runs_own is not None
+        if not self._is_new or is_of_first or not self._is_watched:
+            self._tell()
+        self._frames.end_call(has_captured, before.charged)
         if not has_captured:
             return
         if self._is_watched:
-            self._graphs.watch = Outside(self._lists)
+            self._watch = Outside(self._lists)
         if self._frames.are_too_many():
             self._stop_capturing()
 
-    def _share(self) -> None:
-        """Let others be called by what was captured in the first call, if nothing is to run beside
+    def _tell(self) -> None:
+        """Of what was skipped and, after the first call, of that: of several at once it is the one
+        that is watched. Others are called by what was captured in it, if nothing is to run beside
         its graphs."""
-        is_all = self._around is without_autocast and self._runs_own is None and not self._is_stale
-        captures = self._captures
-        if self._kind is not None and is_all and captures is not None and captures.graphs:
-            keep(self._kind, captures)
+        skipped, chosen = self._frames.take_skipped(), self._chosen
+        if self._is_new:
+            self._is_new = False
+            self._tell_of_first_call()
+            is_all = chosen.around is without_autocast and not skipped
+            if is_all and self._runs_own is None and not chosen.is_stale:
+                chosen.share()
+        self._record.breaks += skipped
 
     def _tell_of_first_call(self) -> None:
         converted, name = {p.dtype for p in self._record.plans if p.converts}, self.own_code.name
@@ -207,21 +183,21 @@ class CapturedCalls:
     def _judge(self, watch: Outside) -> None:
         """Run the code between graphs under autocast if it did what belongs in low precision."""
         says_what_stays_float32 = self._policy.keep_float32 or self._policy.overrides
-        if not watch.found or says_what_stays_float32:
+        if not watch.found or not self._is_watched or says_what_stays_float32:
             return
         self._is_watched = False
         found = ", ".join(sorted(watch.found))
         reason = f"code between graphs ({found}) is not captured"
-        if not self._graphs.runs:
+        if not self._record.runs:
             self._frames.skipped = self._frames.skipped or skipped_before(self.own_code.module)
             where = "; ".join(self._frames.skipped) or self._frames.said
             reason = f"nothing is captured ({found}): {where or 'Dynamo does not say why'}"
         index = self.own_code.stand_in(reason, watch.met_sparse)
-        if not self._graphs.runs:
+        if not self._record.runs:
             warn(f"{self.own_code.name} {self._record.plans[index].otherwise}")
         if self._record.plans[index].autocast:
-            self._around = partial(weak_method(self._autocast_around), index=index)
-            self._is_stale = True
+            self._chosen.around = partial(weak_method(self._autocast_around), index=index)
+            self._chosen.is_stale = True
 
     def _stop_capturing(self) -> None:
         """Something of Python is another at call after call, a list that grows, say, or the layers
@@ -231,44 +207,45 @@ class CapturedCalls:
         reason = "it was captured anew again and again"
         advice = "TORCH_LOGS=recompiles tells what changes in it at each call"
         index = self.own_code.stand_in(reason)
-        self._runs_own, self._is_stale = self.own_code.run(index), True
+        self._runs_own, self._chosen.is_stale = self.own_code.run(index), True
         plan = self._record.plans[index]
         warn(f"{self.own_code.name} is no longer captured and {plan.otherwise}. {advice}")
 
-    def _run_uncaptured(self, error: Exception, has_begun: bool, args: Any, kwargs: Any) -> Any:
+    def _run_uncaptured(self, error: Exception, before: Before, args: Any, kwargs: Any) -> Any:
         """Capture with more breaks, then each size apart. If that was tried, or is not likely to
         help a model that would begin for the third time, run its own code under autocast, and go
         on so: it may raise no such error, or catch it. If it raises, nothing could have been
         captured, and the next call is."""
         cause = getattr(error, "inner_exception", None)
         if isinstance(cause, MISTAKES):
-            self._begin_again()
+            self._begin_again(before)
             raise cause from None
         is_other = is_of_capture(error) and not isinstance(error, CAPTURED_TOO_OFTEN)
-        may_help = depends_on_data(error) or (is_other and not has_begun)
+        may_help = depends_on_data(error) or (is_other and not before.has_run)
         untried = self._untried_settings() if may_help else None
-        if untried is not None:
-            self._settings = untried
-            self._capture()
+        if may_help and self._chosen.capture_with(untried, before.settings):
             return self(*args, **kwargs)
+        if self._runs_own is not None:  # another thread has found that out
+            return self._runs_own(*args, **kwargs)
         index = self.own_code.stand_in(f"not captured ({why_not_captured(error)})")
         planned, own_code = self._record.plans[index], self.own_code.run(index)
         try:
             result = own_code(*args, **kwargs)
         except Exception:
-            del self._record.plans[index]
-            self._begin_again()
+            self._record.drop(index)
+            self._begin_again(before)
             raise
         if self._record.plans[index] is planned:  # else it was told that autocast fails
             warn(f"{self.own_code.name} {planned.otherwise}")
-        self._runs_own, self._is_stale, self._graphs.watch = own_code, False, None
+        self._runs_own, self._chosen.is_stale, self._watch = own_code, False, None
         return result
 
     def _untried_settings(self) -> Mapping[str, Any] | None:
         """With which capture may fail no more. In a first call all sizes are known."""
-        if not self._settings:
+        settings = self._chosen.settings
+        if not settings:
             return BREAK_AT_DATA
-        is_tried = self._is_new or self._settings is EACH_SIZE_APART
+        is_tried = self._is_new or settings is EACH_SIZE_APART
         return None if is_tried else EACH_SIZE_APART
 
     def _autocast_around(self, run: Run, index: int) -> Run:
@@ -277,13 +254,13 @@ class CapturedCalls:
         calls: Any = weakref.proxy(self)  # which keeps what is returned
 
         def report(reason: str) -> None:
-            calls._around = without_autocast
+            calls._chosen.around = without_autocast
             calls.own_code.not_under_autocast(index, reason)
 
         under = self.own_code.under_autocast(run)
         return or_else(
             under,
-            lambda: without_autocast(calls._new_caller()),
+            lambda: without_autocast(calls._chosen.new_caller()),
             report,
             self.own_code.module,
             self._passed_on,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -30,24 +32,40 @@ class Graph(NamedTuple):
     calls_others: bool
 
 
-class ModelGraphs:
-    """Of one model, which it does not keep alive.
+class OfThread(threading.local):
+    """Of the calls of one thread.
 
-    watch: looks at what runs outside of graphs; None if nobody does.
     runs: how often a graph ran.
+    watch: looks at what runs outside of graphs; None if nobody does.
     """
+
+    runs = 0
+    watch: Outside | None = None
+
+
+class ModelGraphs:
+    """Of one model, which it does not keep alive."""
 
     def __init__(self, module: nn.Module, compiler: Compiler):
         self.frames, self.hooks = Frames(), Hooks(module)
         self.policy_id = id(compiler.policy)
-        self.watch: Outside | None = None
-        self.runs = 0
+        self.own = OfThread()
         self._module = weakref.ref(module)
         self._compiler = compiler
 
     @property
     def module(self) -> nn.Module:
         return alive(self._module)
+
+    @contextlib.contextmanager
+    def watched_by(self, watch: Outside) -> Iterator[None]:
+        """Around a call."""
+        before, self.own.watch = self.own.watch, watch
+        try:
+            with watch:
+                yield
+        finally:
+            self.own.watch = before
 
     def settings(self) -> Mapping[str, Any]:
         return self.hooks.settings()
@@ -62,8 +80,8 @@ class ModelGraphs:
         return Graph(built, widened, calls_others(graph, names))
 
     def assemble(self, graph: Graph) -> Run:
-        run, record = self._compiler.assemble(graph.built), self._compiler.record
-        index = len(record.plans) - 1
+        record, own = self._compiler.record, self.own
+        index, run = self._compiler.assemble(graph.built)
         plan = record.plans[index]
         if plan.autocast and not any(map(torch.is_autocast_enabled, autocast_devices())):
             # Else it was said of all the code around.
@@ -74,12 +92,11 @@ class ModelGraphs:
         self.hooks.follow(graph.calls_others)
 
         def counted(*args: Any) -> Any:
-            self.runs += 1
+            own.runs += 1
             record.runs[index] += 1
-            watch = self.watch  # another thread's call may end, and take it away
-            if watch is None:
+            if own.watch is None:
                 return run(*args)
-            with watch.paused():
+            with own.watch.paused():
                 return run(*args)
 
         return counted

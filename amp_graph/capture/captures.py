@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -27,9 +28,13 @@ from amp_graph.capture.logs import UnheardLogs
 from amp_graph.capture.said_once import SaidOnce
 from amp_graph.modules import Run, alive, weak_method
 
+PAUSE = 1e-3  # seconds
 MANY = 64  # graphs, beside Dynamo's limit of 256 for each piece of code
 
-_now = threading.local()  # .caller: in whose call this thread is; .policy_id: what it captures
+# .caller: in whose call this thread is; .known: among how many captures it has looked one up;
+# .policy_id: what it captures
+_now = threading.local()
+_assembling = threading.RLock()
 
 
 @torch.compiler.assume_constant_result
@@ -41,6 +46,10 @@ def captured_policy_id() -> int:
 
 class GuardsFail(Exception):
     """A model is not like the one that was captured. Nothing of its call has run."""
+
+
+class CapturedMeanwhile(Exception):
+    """By another thread, perhaps just what this one was about to. Nothing of its call has run."""
 
 
 class Called(Protocol):
@@ -76,6 +85,7 @@ class Captures:
         self._logs, self._said_once = UnheardLogs(), SaidOnce()
         self._is_stale = False
         self.graphs: list[tuple[fx.GraphModule, Any]] = []
+        self.entered = 0  # captures of what a call begins with
         compile_graph, around = weak_method(self._compile_graph), weak_method(self._capturing)
         self.code = CapturedCode(module, number, compile_graph, around)
 
@@ -91,22 +101,26 @@ class Captures:
     def _compile_part(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Run:
         caller: Caller = _now.caller
         index, built = len(self.graphs), caller.called.build(graph, example_inputs)
-        caller.runs[index] = caller.called.assemble(built)
         self.graphs.append((graph, built))
+        caller.assemble(index)
         return partial(_run, weakref.ref(self), index)  # Dynamo keeps it for good
 
     @contextlib.contextmanager
     def _capturing(self, code: CodeType) -> Iterator[None]:
-        """Around the capture of a frame."""
+        """Around the capture of a frame, for which a thread waits until others have made theirs."""
         caller: Caller = _now.caller
-        if code is self.code.entry and not caller.may_capture():
+        is_first = self.code.begins_with(code)
+        if is_first and not caller.may_capture():
             raise GuardsFail
         called = caller.called
         chosen = {**SETTINGS, **self._own, **called.settings(), **self._logs.settings()}
         before, _now.policy_id = captured_policy_id(), called.policy_id
         try:
             with settings(chosen, self._said_once), called.frames.counted():
+                if is_first and self.entered != _now.known:
+                    raise CapturedMeanwhile
                 yield
+                self.entered += is_first
         finally:
             _now.policy_id = before
 
@@ -142,18 +156,26 @@ class Caller:
         module: Any = self._module()  # which lives while it is called
         before, _now.caller = getattr(_now, "caller", None), self
         try:
-            result = self.captures.code(module, *args, **kwargs)
+            while True:  # each time for a capture that another thread has made
+                _now.known = self.captures.entered
+                try:
+                    result = self.captures.code(module, *args, **kwargs)
+                except CapturedMeanwhile:
+                    time.sleep(PAUSE)  # Dynamo keeps it only once the other's callback returned
+                    continue
+                self._has_returned = True
+                return result
         finally:
             _now.caller = before
-        self._has_returned = True
-        return result
 
     def may_capture(self) -> bool:
         is_welcome = self._has_returned and len(self.captures.graphs) < MANY
         return is_welcome or not self._is_guest
 
     def assemble(self, index: int) -> Run:
-        """What runs a graph in this model, from now on."""
-        _, built = self.captures.graphs[index]
-        run = self.runs[index] = self.called.assemble(built)
-        return run
+        """What runs a graph in this model, from now on, whichever thread comes to it first."""
+        with _assembling:
+            if index not in self.runs:
+                _, built = self.captures.graphs[index]
+                self.runs[index] = self.called.assemble(built)
+            return self.runs[index]

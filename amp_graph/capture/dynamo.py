@@ -130,6 +130,10 @@ class CapturedCode:
         call_beside_traces(self._compiled)
         weakref.finalize(self, _abandoned.append, self.entry).atexit = False
 
+    def begins_with(self, code: types.CodeType) -> bool:
+        """Whether nothing of a call has run where this is to be captured."""
+        return code is self.entry and not self._is_sharded
+
     def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if self._is_sharded:
             alone = partial(self._without_hooks, module)

@@ -16,6 +16,7 @@ import contextlib
 import inspect
 import itertools
 import re
+import threading
 from collections.abc import Iterator
 
 from torch import nn
@@ -26,16 +27,24 @@ REPAID_BY = 4  # calls that did not
 _numbers = itertools.count()
 
 
+class OfThread(threading.local):
+    """How many frames were begun in the calls of one thread."""
+
+    begun = 0
+
+
 class Frames:
     """How many frames of one model Dynamo has begun to capture.
 
     number: of the model, among all that there were in the process.
-    unpaid: calls that captured something, as far as others have not repaid them.
+    charged: calls that captured something; of several at once, which may have met the same, one.
+    unpaid: those, as far as other calls have not repaid them.
     """
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self.begun = 0
+        self.own = OfThread()
+        self.charged = 0
         self.unpaid = 0.0
         self.skipped: list[str] = []  # frames that run uncaptured, and why
         self.said = ""  # what Dynamo said last of what it cannot capture
@@ -47,14 +56,17 @@ class Frames:
         try:
             yield
         finally:
-            self.begun += counters["frames"]["total"] != before
+            self.own.begun += counters["frames"]["total"] != before
             new = [r for r, count in counters["unimplemented"].items() if count > reasons[r]]
             self.skipped += filter(None, map(_skipped, new))
             self.said = new[-1].splitlines()[0] if new else self.said
 
-    def end_call(self, has_captured: bool) -> None:
-        """A call of the model has ended, or raised."""
-        self.unpaid = self.unpaid + 1 if has_captured else max(0.0, self.unpaid - 1 / REPAID_BY)
+    def end_call(self, has_captured: bool, charged: int) -> None:
+        """A call of the model has ended, or raised, before which so many were `charged`."""
+        if not has_captured:
+            self.unpaid = max(0.0, self.unpaid - 1 / REPAID_BY)
+        elif self.charged == charged:
+            self.charged, self.unpaid = self.charged + 1, self.unpaid + 1
 
     def are_too_many(self) -> bool:
         """Whether capturing costs more than it is worth."""

@@ -104,8 +104,8 @@ class Rerun:
         return self.compiler.build(graph, example_inputs, path_by_id(self.model))
 
     def assemble(self, built: Built) -> Run:
-        index, graph = len(self.compiler.plans), built.graph
-        otherwise = self.compiler.assemble(built)
+        graph = built.graph
+        index, otherwise = self.compiler.assemble(built)
 
         def run(*args: Any) -> Any:
             graphs = self.compiler.graphs[index]

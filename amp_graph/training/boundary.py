@@ -111,8 +111,9 @@ class Boundary:
         if self._scale is not None and self._scale.is_on():
             if self._others is None:
                 others = (i for i in range(len(args)) if i not in self._parameters)
-                self._others = [i for i in others if isinstance(args[i], Tensor)]
-                self._pick_others = _picker(self._others)
+                found = [i for i in others if isinstance(args[i], Tensor)]
+                self._pick_others = _picker(found)
+                self._others = found  # last: another thread may look for it
             inputs = [*compress(self._others, map(_requires_grad, self._pick_others(args)))]
             scale = self._scale.for_call([args[i] for i in inputs])
         for group in self._groups_of(args, parameters, scale):

@@ -40,18 +40,23 @@ class Traces:
         self._seen: Any = None
         self._memories = Memories()
 
-    def are_new(self, parameters: Sequence[Tensor], versions: Sequence[int]) -> bool:
-        """Whether the parameters may have changed since this was last asked."""
+    def look(self, parameters: Sequence[Tensor], versions: Sequence[int]) -> Any:
+        """What is to be seen of them now."""
         devices = {p.device for p in parameters}
         _steps.note_captures(devices)
         memory = [*map(Tensor.data_ptr, parameters)]
-        seen = _steps.count, current_streams(devices), [*versions], memory
+        return _steps.count, current_streams(devices), [*versions], memory
+
+    def are_new(self, seen: Any) -> bool:
+        """Whether they may have changed since what was seen last, and kept."""
         is_same = seen == self._seen and self._memories.are_alive()
-        if is_same and not _steps.may_be_unseen():
-            return False
-        self._seen, self._memories = seen, Memories()
-        self._memories.add(parameters)
-        return True
+        return not is_same or _steps.may_be_unseen()
+
+    def keep(self, seen: Any, parameters: Sequence[Tensor]) -> None:
+        """Of parameters that were read since: to another thread they are new until then."""
+        memories = Memories()
+        memories.add(parameters)
+        self._memories, self._seen = memories, seen
 
 
 class _Steps:

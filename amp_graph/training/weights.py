@@ -11,6 +11,7 @@ All of this runs at every call of a model, so what is done for each single param
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import compress
@@ -31,10 +32,12 @@ class LowPrecisionWeights:
     """The low-precision copies of one model's parameters, shared by all its graphs.
 
     kept: whether they are written anew only where a parameter may have changed.
+    choosing: held by the one of several threads that looks for those of a graph, or makes them.
     """
 
     def __init__(self, kept: bool = False) -> None:
         self.kept = kept
+        self.choosing = threading.Lock()
         self._copies: dict[tuple[int, torch.dtype], _Copy] = {}
 
     def of(self, parameter: Tensor, dtype: torch.dtype) -> _Copy:
@@ -70,7 +73,8 @@ class GraphWeights:
         through weights that were stepped meanwhile exactly where it would object in float32.
         """
         if not self._are_of(parameters):
-            self._choose(parameters)
+            with self._store.choosing:
+                self._choose(parameters)
         try:
             versions = [*map(_version, parameters)]
         except RuntimeError:  # Inference tensors count no versions, nor does autograd record them.
@@ -79,10 +83,10 @@ class GraphWeights:
             changed = zip(self._copies, versions, strict=True)
             increment_version([copy.low for copy, version in changed if copy.follow(version)])
             self._versions = versions
-        if self._traces is None or self._may_be_stale(self._traces, parameters, versions):
+        if self._traces is None:
             self._write(parameters)
-            for copy in self._copies if self._traces is not None else ():
-                copy.writer = self._traces
+        else:
+            self._write_if_stale(self._traces, parameters, versions)
         return self._lows if recorded else self._unrecorded
 
     def _write(self, parameters: tuple[Tensor, ...]) -> None:
@@ -94,13 +98,18 @@ class GraphWeights:
         else:
             torch._foreach_copy_(self._written, parameters)
 
-    def _may_be_stale(
-        self, traces: Traces, parameters: Sequence[Tensor], versions: Sequence[int]
-    ) -> bool:
-        """Whether a parameter may have changed since this graph last wrote the copies, or another
+    def _write_if_stale(
+        self, traces: Traces, parameters: tuple[Tensor, ...], versions: Sequence[int]
+    ) -> None:
+        """Write the copies if a parameter may have changed since this graph last did, or another
         graph wrote them since, perhaps from other memory that was a parameter's meanwhile."""
-        are_new = traces.are_new(parameters, versions)
-        return are_new or not all(copy.writer is traces for copy in self._copies)
+        seen = traces.look(parameters, versions)
+        if not traces.are_new(seen) and all(copy.writer is traces for copy in self._copies):
+            return
+        self._write(parameters)
+        traces.keep(seen, parameters)
+        for copy in self._copies:
+            copy.writer = traces
 
     def _are_of(self, parameters: Sequence[Tensor]) -> bool:
         """Whether the copies are of these: the same objects, of the same shapes. A graph is for one
@@ -113,17 +122,19 @@ class GraphWeights:
         )
 
     def _choose(self, parameters: Sequence[Tensor]) -> None:
+        if self._are_of(parameters):  # by now
+            return
         self._copies = [*map(self._store.of, parameters, self._dtypes)]
         first = {id(copy): k for k, copy in reversed([*enumerate(self._copies)])}
         self._are_first = [first[id(copy)] == k for k, copy in enumerate(self._copies)]
         self._written = [copy.written for copy in compress(self._copies, self._are_first)]
         self._lows = [copy.low for copy in self._copies]
         self._unrecorded = [copy.unrecorded for copy in self._copies]
-        self._parameters = [copy.parameter for copy in self._copies]
-        self._shapes = [*map(_shape, parameters)]
         self._versions = []
         is_kept = self._store.kept and all(map(_leaves_traces, parameters))
         self._traces = Traces() if is_kept else None
+        self._shapes = [*map(_shape, parameters)]
+        self._parameters = [copy.parameter for copy in self._copies]  # last: they are looked at
 
 
 def _leaves_traces(parameter: Tensor) -> bool:

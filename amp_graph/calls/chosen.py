@@ -1,0 +1,122 @@
+"""By which captures a model is called: its own, or those of one that is alike.
+
+Many threads may call a model at once. One of them chooses, for all; those that come to the same
+wait, and find it done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from amp_graph.backend.compiler import Compiler
+from amp_graph.calls.alike import Kind, captures_for, keep, kind_of
+from amp_graph.calls.model_graphs import ModelGraphs
+from amp_graph.capture.captures import Caller, Captures, GuardsFail
+from amp_graph.modes import without_autocast
+from amp_graph.modules import Run, forward_of, weak_method
+
+
+class Chosen:
+    """Of one model, which it does not keep alive.
+
+    captures: those that `run` calls, which is there before them; None before the first call.
+    is_stale: whether they are of no use any more.
+    around: what is put around a run.
+    settings: of Dynamo, other than usual, with which captures are made.
+    """
+
+    def __init__(self, graphs: ModelGraphs, compiler: Compiler):
+        self._graphs, self._compiler = graphs, compiler
+        self.captures: Captures | None = None
+        self.run: Run
+        self.is_stale = False
+        self.around: Callable[[Run], Run] = without_autocast
+        self.settings: Mapping[str, Any] = {}
+        self._kind: Kind | None = None
+        self._hosts: Iterator[Captures] = iter(())  # to be called by what was captured of them
+        self._choosing = threading.RLock()
+
+    @property
+    def _module(self) -> nn.Module:
+        return self._graphs.module
+
+    def begin(self) -> None:
+        """Before the first call."""
+        with self._choosing:
+            if self.captures is not None:
+                return
+            if not self._graphs.hooks.are_there():
+                self._kind = kind_of(self._module, self._compiler)
+            if self._kind is not None:
+                self._hosts = captures_for(self._kind)
+            self._be_guest()
+
+    def _be_guest(self) -> None:
+        """Be called by what was captured of the next one that is alike, if there is one."""
+        for captures in self._hosts:
+            if not captures.have_changed():
+                caller = Caller(captures, self._graphs, is_guest=True)
+                self._call_by(partial(weak_method(self._as_guest), caller), captures)
+                return
+        self.capture()
+
+    def _as_guest(self, caller: Caller, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return caller(*args, **kwargs)
+        except GuardsFail:
+            with self._choosing:
+                if self.captures is caller.captures:
+                    self._be_guest()
+        return self.run(*args, **kwargs)
+
+    def capture(self) -> None:
+        """Capture anew, from the next call on."""
+        with self._choosing:
+            captures = self._new_captures()
+            self._call_by(Caller(captures, self._graphs), captures)
+
+    def capture_instead_of(self, captures: Captures | None) -> None:
+        """The same, if it is by these that the model is still called."""
+        with self._choosing:
+            if self.captures is captures:
+                self.capture()
+
+    def capture_with(self, untried: Mapping[str, Any] | None, tried: Mapping[str, Any]) -> bool:
+        """The same, with settings that were not tried, if there are any. Whether a call may go
+        otherwise now than one in which capture failed with those that were `tried`: also if another
+        thread, for which it failed too, has changed them meanwhile."""
+        with self._choosing:
+            if self.settings is not tried:
+                return True
+            if untried is None:
+                return False
+            self.settings = untried
+            self.capture()
+            return True
+
+    def new_caller(self) -> Caller:
+        """What captures anew, for `run` to go on by."""
+        self.captures = self._new_captures()
+        return Caller(self.captures, self._graphs)
+
+    def _new_captures(self) -> Captures:
+        return Captures(self._module, self._graphs.frames.number, self.settings)
+
+    def _call_by(self, caller: Run, captures: Captures) -> None:
+        self._captured_as, self.is_stale = forward_of(self._module), False
+        self.run = self.around(caller)
+        self.captures = captures
+
+    def is_another(self) -> bool:
+        """Whether the code of the model is not what was captured."""
+        return forward_of(self._module) != self._captured_as
+
+    def share(self) -> None:
+        """Let others be called by what was captured in the first call."""
+        if self._kind is not None and self.captures is not None and self.captures.graphs:
+            keep(self._kind, self.captures)
