@@ -161,8 +161,11 @@ def takes_gradients(model: nn.Module) -> bool:
 
 def _plain(value: Any) -> types.FunctionType | None:
     """The function behind a method or property, or behind what wraps it."""
-    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-    found = inspect.unwrap(value) if isinstance(value, types.FunctionType) else value
+    if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    found = inspect.unwrap(value) if isinstance(value, types.FunctionType) else None
     return found if isinstance(found, types.FunctionType) else None
 
 
