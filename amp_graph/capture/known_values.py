@@ -39,8 +39,6 @@ from torch._dynamo.variables.user_defined import UserDefinedListVariable
 from amp_graph.capture.replaced import method_inside
 
 CONTAINERS = (list, tuple, dict)  # TorchScript has them asked for with what they hold, or raises
-
-
 CONTAINS = [n for n in ("sq_contains", "sq_contains_impl") if hasattr(GetAttrVariable, n)]
 
 
