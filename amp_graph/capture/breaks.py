@@ -19,6 +19,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from amp_graph.errors import AmpGraphError
+
 PYTHON = sysconfig.get_path("stdlib")
 PYTORCH = f"{Path(torch.__file__).parent}{os.sep}"
 HERE = f"{Path(__file__).parents[1]}{os.sep}"
@@ -44,8 +46,10 @@ def break_in(graph: fx.GraphModule) -> list[str]:
 
 
 def why_not_captured(error: Exception) -> str:
-    """Where and why Dynamo gave up on a model, with what an operator raised on fake tensors."""
-    text = str(error).strip()
+    """Where and why Dynamo gave up on a model, with what an operator raised on fake tensors; or
+    what we said of it."""
+    own = getattr(error, "inner_exception", None)
+    text = str(own if isinstance(own, AmpGraphError) else error).strip()
     reason = text.splitlines()[0] if text else type(error).__name__
     _, got, raised = text.partition(": got ")
     if got:

@@ -16,6 +16,7 @@ and for graphs that end where one is taken.
 Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
 
     GraphModule.compile_subgraph_reason      why a graph ended, as in `breaks`
+    torch.ops.higher_order.register_hook     a hook in a graph
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.cuts import run_in_parts
 from amp_graph.capture.vmap import begins_of_transforms
+from amp_graph.errors import CaptureError
 from amp_graph.modules import Run
 
 ENDED_AT = re.compile(r"autograd\.grad|\bbackward\(|\bretain_grad\(")
@@ -51,11 +53,23 @@ def compile_in_parts(
     model: nn.Module | None = None,
 ) -> Run:
     """What runs a graph of Dynamo's, of `model` if that is known, by `compile_graph`: whole, or in
-    parts where a gradient may be asked for by one of its results."""
+    parts where a gradient may be asked for by one of its results. Raises CaptureError if such a
+    result has a hook: Dynamo has it run where the result is made, which is not reached then."""
     before = cuts(module.graph)
-    if not before or not (_ends_at_gradient(module) or (model and takes_gradients(model))):
+    hooked = [*filter(_is_hooked, module.graph.output_node().all_input_nodes)]
+    is_plain = not before and not hooked
+    if is_plain or not (_ends_at_gradient(module) or (model and takes_gradients(model))):
         return compile_graph(module, [*inputs])
+    if hooked:
+        raise CaptureError(f"'{hooked[0].name}' has a hook, and a gradient may be taken by it")
     return run_in_parts(module, inputs, before, compile_graph)
+
+
+def _is_hooked(node: fx.Node) -> bool:
+    """By the operator that Dynamo has for a hook; 2.11 has a custom function, written at the line
+    where the hook is."""
+    line = str(node.meta.get("stack_trace") or "").rstrip().rpartition("\n")[2]
+    return "register_hook" in str(node.target) or "register_hook(" in line
 
 
 def _ends_at_gradient(module: fx.GraphModule) -> bool:
@@ -148,7 +162,7 @@ def takes_gradients(model: nn.Module) -> bool:
     seen: set[types.FunctionType] = set()
     while new and len(seen) < MANY:
         function = _plain(new.pop())
-        if function is None or function in seen or _is_of_library(function):
+        if function is None or function in seen or _is_library(function.__module__):
             continue
         seen.add(function)
         names = {name for code in _codes(function.__code__) for name in code.co_names}
@@ -180,15 +194,11 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 def _reached(known: Mapping[str, Any], names: set[str]) -> Iterator[types.FunctionType]:
     """The functions that go by these names here, or in a Python module that does."""
     for name in names & known.keys():
-        value = known[name]
-        values = [value]
-        if (
-            isinstance(value, types.ModuleType)
-            and value.__name__.partition(".")[0] not in LIBRARIES
-        ):
-            values = [vars(value).get(n) for n in names]
+        values = [known[name]]
+        if isinstance(known[name], types.ModuleType) and not _is_library(known[name].__name__):
+            values = [vars(known[name]).get(n) for n in names]
         yield from (v for v in values if isinstance(v, types.FunctionType))
 
 
-def _is_of_library(value: Any) -> bool:
-    return str(getattr(value, "__module__", "")).partition(".")[0] in LIBRARIES
+def _is_library(module_name: Any) -> bool:
+    return str(module_name).partition(".")[0] in LIBRARIES
