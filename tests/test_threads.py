@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _ops, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils._python_dispatch import _disable_current_modes
 
 import amp_graph
 from amp_graph.capture.frames import MAX_CAPTURES
@@ -211,27 +212,54 @@ def beside_it(model: nn.Module) -> Tensor:
     return result
 
 
-@torch.no_grad()
-def test_a_model_runs_as_ever_while_another_thread_captures() -> None:
-    served, results = evaluated(Net), []
-    expected = served(X)
+def captured_with(meanwhile: Callable[[], Any]) -> nn.Module:
+    """A model, not yet called, in whose capture something is done between two of its operators."""
 
-    @torch.library.custom_op("amp_graph_tests::beside", mutates_args=())
+    @torch.compiler.allow_in_graph
     def beside(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @beside.register_fake
-    def _(x: Tensor) -> Tensor:
-        results.append(beside_it(served))
-        return torch.empty_like(x)
+        meanwhile()
+        return x.neg()
 
     class Loaded(Net):
         def forward(self, x: Tensor) -> Tensor:
             return self.head(beside(self.body(x)))
 
-    amp_graph.convert(Loaded(), policy="bfloat16")(X)
+    return evaluated(Loaded)
+
+
+@torch.no_grad()
+def test_a_model_runs_as_ever_while_another_thread_captures() -> None:
+    served, results = evaluated(Net), []
+    expected = served(X)
+    captured_with(lambda: results.append(beside_it(served)))(X)
     assert results and all(torch.equal(result, expected) for result in results)
     assert len(amp_graph.plans(served)) == 1
+
+
+@torch.no_grad()
+def test_modes_of_a_trace_are_not_those_of_another_thread() -> None:
+    """The first run of a graph, and Dynamo, lay off modes for a while; PyTorch has one stack for
+    all threads of those that a trace above autograd is under."""
+    laid_off, is_done = threading.Event(), threading.Event()
+
+    def lay_off() -> None:
+        with _disable_current_modes():
+            laid_off.set()
+            is_done.wait()
+
+    def meanwhile() -> None:
+        if _ops.mode_stack_state_for_pre_dispatch().count() and not laid_off.is_set():
+            beside.start()
+            laid_off.wait()
+
+    stack = _ops.mode_stack_state_for_pre_dispatch
+    beside, loaded = threading.Thread(target=lay_off), captured_with(meanwhile)
+    loaded(X)
+    is_done.set()
+    beside.join()
+    (plan,) = amp_graph.plans(loaded)
+    assert plan.fallback is None and plan.low
+    assert _ops.mode_stack_state_for_pre_dispatch is stack and not stack().count()
 
 
 @torch.no_grad()

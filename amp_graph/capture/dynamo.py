@@ -5,14 +5,13 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     nn.Module._call_impl                     what `module(...)` runs, hooks included
     torch._dynamo.config                     the settings below
     torch._dynamo.optimize, its callback     to have the settings in force while it captures
-    torch._dynamo.convert_frame              whether an error comes from there
+    torch._dynamo.convert_frame              its lock, and whether an error comes from there
     torch._C._dynamo.eval_frame.reset_code   to have Dynamo forget what it captured of a model
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import traceback
 import types
 import weakref
@@ -41,7 +40,11 @@ from amp_graph.capture.recurrent import recurrent_layers_whole
 from amp_graph.capture.repeated_hooks import repeated_hooks_as_one
 from amp_graph.capture.replaced import with_entries
 from amp_graph.capture.said_once import SaidOnce
-from amp_graph.capture.surroundings import call_beside_traces, under_dispatch_modes
+from amp_graph.capture.surroundings import (
+    call_beside_traces,
+    modes_above_autograd_apart,
+    under_dispatch_modes,
+)
 from amp_graph.capture.tensor_indices import tensor_indices_known
 from amp_graph.modules import Run
 
@@ -54,7 +57,7 @@ SHARDED: type | None = None  # not every build of PyTorch has torch.distributed
 if torch.distributed.is_available():
     from torch.distributed.fsdp import FSDPModule as SHARDED
 
-_capturing = threading.RLock()
+_capturing = convert_frame.compile_lock  # Dynamo lets one thread at a time capture
 _abandoned: deque[types.CodeType] = deque()  # of calls that are no more
 
 GraphCompiler = Callable[[fx.GraphModule, list[Any]], Run]
@@ -90,6 +93,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     repeated_hooks_as_one,
     checkpointed_writes_inside,
     own_names,
+    modes_above_autograd_apart,
 )
 
 

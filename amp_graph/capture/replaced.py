@@ -27,12 +27,13 @@ def method_inside(kind: type, name: str, around: Callable[..., Any]) -> Iterator
 
 @contextlib.contextmanager
 def with_entries(table: dict[Any, Any], own: Mapping[Any, Any]) -> Iterator[None]:
-    """Within, a table has these as well, or instead of its own."""
+    """Within, a table has these as well, or instead of its own. Other threads that look up what it
+    has of its own find something at all times."""
     before = {key: table[key] for key in own if key in table}
     table.update(own)
     try:
         yield
     finally:
-        for key in own:
-            del table[key]
         table.update(before)
+        for key in own.keys() - before.keys():
+            del table[key]
