@@ -39,6 +39,7 @@ from amp_graph.capture.namespaces import own_names
 from amp_graph.capture.recurrent import recurrent_layers_whole
 from amp_graph.capture.repeated_hooks import repeated_hooks_as_one
 from amp_graph.capture.replaced import with_entries
+from amp_graph.capture.retained_gradients import retained_gradients_end_graphs
 from amp_graph.capture.said_once import SaidOnce
 from amp_graph.capture.surroundings import (
     call_beside_traces,
@@ -92,6 +93,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     tensor_indices_known,
     repeated_hooks_as_one,
     checkpointed_writes_inside,
+    retained_gradients_end_graphs,
     own_names,
     modes_above_autograd_apart,
 )
