@@ -13,6 +13,7 @@ from training import distance
 
 import amp_graph
 from amp_graph import Override, Policy
+from amp_graph.passes.scene import Scene
 
 LEVELS = ("safe", "balanced", "max")
 
@@ -124,3 +125,46 @@ def test_a_flow_field_is_as_exact_as_under_autocast(by_hand: bool, level: str) -
     assert plan.fallback is None
     for of_ours, of_autocast, reference in zip(ours, autocast, exact, strict=True):
         assert distance(of_ours, reference) <= 1.05 * distance(of_autocast, reference)
+
+
+def places(height: int, width: int) -> Tensor:
+    rows, columns = torch.arange(height).float(), torch.arange(width).float()
+    return torch.stack(torch.meshgrid(columns, rows, indexing="xy"))[None]
+
+
+class Refined(nn.Module):
+    """Places that are moved step by step, as in RAFT: nobody looks at the last ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Conv2d(3, 8, 3, padding=1)
+        self.moves = nn.Conv2d(18, 2, 3, padding=1)
+        self.weights = nn.Conv2d(18, 2, 3, padding=1)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        begin = places(*first.shape[-2:])
+        place = begin.expand(len(first), -1, -1, -1)
+        first, second = self.features(first), self.features(second)
+        for _ in range(2):
+            x, y = place.unbind(1)
+            grid = torch.stack([2 * x / (x.shape[2] - 1) - 1, 2 * y / (y.shape[1] - 1) - 1], -1)
+            seen = F.grid_sample(second, grid, align_corners=True)
+            features = torch.cat([first, seen, place - begin], 1)
+            place = place + self.moves(features)
+        return (place - begin) * self.weights(features)
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "narrow"])
+def test_a_place_that_moved_on_is_one(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Narrow streams are those of level "balanced" on GPUs."""
+    if level == "narrow":
+        monkeypatch.setattr(Scene, "narrows_streams", property(lambda scene: True))
+    torch.manual_seed(0)
+    plain = Refined()
+    policy = Policy("bfloat16", level=level if level in LEVELS else "balanced")
+    model = amp_graph.convert(copy.deepcopy(plain), policy=policy)
+    first, second = (F.interpolate(torch.randn(2, 3, 12, 16), size=(48, 64)) for _ in range(2))
+    exact = plain(first, second)
+    with torch.autocast("cpu", torch.bfloat16):
+        autocast = plain(first, second)
+    assert distance(model(first, second), exact) <= 1.05 * distance(autocast, exact)

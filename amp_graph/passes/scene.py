@@ -10,13 +10,14 @@ from functools import cached_property
 import networkx as nx
 import torch
 
-from amp_graph.flow import returned, vanishing_constants
+from amp_graph.flow import raw_values, returned, vanishing_constants
 from amp_graph.ir import Color, Level, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 
 Paints = dict[int, Paint]
 FREE = (Color.INFER, Color.CLEAR)
 PRODUCTS = frozenset(f"aten.{name}.default" for name in ("linear", "matmul", "mm", "bmm"))
+SUMS = frozenset(f"aten.{name}.Tensor" for name in ("add", "add_", "sub", "sub_"))
 COORDINATES = 4  # of a place and a time
 
 
@@ -112,7 +113,8 @@ class Scene:
     def positions(self) -> Mapping[int, int]:
         """What says where something is, with one who looks there; seen through free operators, but
         those that compute in float32 inside. So is what is computed of such values and full float32
-        alone, as the fraction by which neighbours are weighed."""
+        alone, as the fraction by which neighbours are weighed, and a place that moved on, if places
+        are counted from raw coordinates: those of the last step nobody looks at any more."""
         facts, colors = self.facts, self.colors
         pairs = [
             (value, n)
@@ -125,15 +127,26 @@ class Scene:
             return {}
         read = self._read_by(pairs, lambda n: colors[n] in FREE and n not in self.narrowed)
         of: dict[int, int | None] = {}  # all in full float32: whose position it is, if one's
+        counted = raw_values(facts, self.flow, colors, self.narrowed)
         for n, f in enumerate(facts):
+            operands = [*self.flow.predecessors(n)]
+            readers = (of[o] for o in operands if of.get(o) is not None)
             if colors[n] is Color.INFER and n in read:
                 of[n] = read[n]
             elif colors[n] is Color.DENY or not (f.reads or f.is_parameter):
                 of[n] = None
-            elif colors[n] in FREE and all(o in of for o in self.flow.predecessors(n)):
-                known = (of[o] for o in self.flow.predecessors(n))
-                of[n] = next((reader for reader in known if reader is not None), None)
+            elif colors[n] in FREE and (of.keys() >= {*operands} or self._moves_on(n, of, counted)):
+                of[n] = next(readers, None)
+            if of.get(n) is not None and not counted.isdisjoint(operands):
+                counted.add(n)
         return {n: reader for n, reader in of.items() if reader is not None}
+
+    def _moves_on(self, n: int, of: Mapping[int, int | None], counted: Collection[int]) -> bool:
+        """Whether it adds something to a position that is counted from raw coordinates."""
+        if self.colors[n] is not Color.INFER or self.facts[n].op not in SUMS:
+            return False
+        places = (o for o in self.flow.predecessors(n) if o in counted and of.get(o) is not None)
+        return any(self.facts[o].numel == self.facts[n].numel for o in places)
 
     def _reads_bounds(self, f: NodeFacts, color: Color | None) -> bool:
         if f.orders or f.op == "output":
