@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from training import assert_same_gradients, distance, twins
+from two_layers import BFLOAT16, POLICIES
 
 import amp_graph
 
@@ -55,3 +57,59 @@ def test_an_error_inside_of_autocast_leaves_it() -> None:
     with torch.autocast("cpu"):
         assert nn.Linear(8, 8)(X).dtype is torch.bfloat16
     assert nn.Linear(8, 8)(X).dtype is torch.float32
+
+
+class Speaks(nn.Module):
+    """Two graphs, which are captured by themselves wherever it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        print(end="")
+        return self.b(x)
+
+
+class Calls(nn.Module):
+    """In a region, and out of it."""
+
+    def __init__(self, enabled: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.speaks, self.last = Speaks(), nn.Linear(8, 8)
+        self.region = {"dtype": dtype, "enabled": enabled}
+
+    def forward(self, x: Tensor, outside: bool = False) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", **self.region):
+            y = self.speaks(x)
+        return y, self.speaks(x) if outside else self.last(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_what_is_captured_by_itself_in_a_region_belongs_to_it(
+    policy: amp_graph.Policy, enabled: bool, dtype: torch.dtype
+) -> None:
+    plain, model = twins(Calls(enabled, dtype), policy)
+    for outside in (False, True, False):
+        results = [each(X, outside) for each in (plain, model)]
+        for y, z in results:
+            (y.float().square().mean() + z.square().mean()).backward()
+        (y, z), (own_y, own_z) = results
+        assert own_y.dtype is y.dtype and torch.equal(own_y, y)
+        assert own_z.dtype is z.dtype and 0 < distance(own_z, z) <= BFLOAT16
+        assert_same_gradients(model, plain, BFLOAT16)
+    *first, a, b = amp_graph.plans(model)
+    assert a.low and b.low and not any(plan.fallback for plan in (*first, a, b))
+
+
+def test_autocast_around_the_call_is_no_region() -> None:
+    plain, model = twins(Speaks(), amp_graph.Policy("bfloat16"))
+    before = model(X)
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.float16, enabled=enabled):
+            assert torch.equal(model(X), before)
+    assert len(amp_graph.plans(model)) == 2 and not torch.equal(before, plain(X))

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
+from amp_graph.capture import own_regions
 from amp_graph.capture.dynamo import SETTINGS, CapturedCode, settings
 from amp_graph.capture.frames import Frames
 from amp_graph.capture.inner_gradients import compile_in_parts
@@ -32,7 +33,8 @@ PAUSE = 1e-3  # seconds
 MANY = 64  # graphs, beside Dynamo's limit of 256 for each piece of code
 
 # .caller: in whose call this thread is; .known: among how many captures it has looked one up;
-# .policy_id: what it captures
+# .policy_id: what it captures; .is_entry: whether that is what a call begins with; .is_in_region:
+# whether that is inside of an autocast region of the model's own
 _now = threading.local()
 _assembling = threading.RLock()
 
@@ -100,6 +102,10 @@ class Captures:
 
     def _compile_part(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Run:
         caller: Caller = _now.caller
+        if not _now.is_entry:
+            own_regions.hold_in_region(_now.is_in_region)
+        if _now.is_in_region:
+            own_regions.write_region(graph)
         index, built = len(self.graphs), caller.called.build(graph, example_inputs)
         self.graphs.append((graph, built))
         caller.assemble(index)
@@ -115,6 +121,7 @@ class Captures:
         called = caller.called
         chosen = {**SETTINGS, **self._own, **called.settings(), **self._logs.settings()}
         before, _now.policy_id = captured_policy_id(), called.policy_id
+        _now.is_entry, _now.is_in_region = is_first, own_regions.is_in_region()
         try:
             with settings(chosen, self._said_once), called.frames.counted():
                 if is_first and self.entered != _now.known:
@@ -155,6 +162,7 @@ class Caller:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()  # which lives while it is called
         before, _now.caller = getattr(_now, "caller", None), self
+        around = own_regions.begin()
         try:
             while True:  # each time for a capture that another thread has made
                 _now.known = self.captures.entered
@@ -166,6 +174,7 @@ class Caller:
                 self._has_returned = True
                 return result
         finally:
+            own_regions.end(around)
             _now.caller = before
 
     def may_capture(self) -> bool:

@@ -19,7 +19,7 @@ from torch.amp import is_autocast_available
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from amp_graph.capture.aten import ASKS_FOR_LOW, bodies_of
+from amp_graph.capture.aten import ASKS_FOR_LOW, IN_REGION, bodies_of
 from amp_graph.ir import LOW
 
 NARROWING = ("half", "bfloat16")  # methods that ask for a precision by their name
@@ -29,7 +29,9 @@ def widen_inputs(graph: fx.GraphModule) -> list[int]:
     """Have a graph of Dynamo's, and those inside it, take float32 where autocast, in force now,
     gives it less. Returns the positions of these inputs."""
     inputs = graph.graph.find_nodes(op="placeholder")
-    if not any(_is_under_autocast(node.meta.get("example_value")) for node in inputs):
+    if IN_REGION in graph.meta or not any(
+        _is_under_autocast(node.meta.get("example_value")) for node in inputs
+    ):
         return []
     for node in _asking(graph):
         graph.meta[ASKS_FOR_LOW] = node

@@ -3,6 +3,7 @@
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
     torch._dynamo.guards.GuardBuilder.get_guard_manager, install_guard, get_verbose_code_parts
+    torch._dynamo.guards.GuardBuilder.guard_manager, torch._dynamo.source.GlobalStateSource
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from torch._dynamo import guards
+from torch._dynamo.source import GlobalStateSource
 
 
 def hold_while(condition: Callable[[Any], bool], source: Any, said: str) -> None:
@@ -20,10 +22,25 @@ def hold_while(condition: Callable[[Any], bool], source: Any, said: str) -> None
     guards.install_guard(source.make_guard(_guard(condition, said)))
 
 
+def hold_in_state(condition: Callable[[], bool], said: str) -> None:
+    """Guard what is being captured by a condition on something that no source stands for."""
+    guards.install_guard(GlobalStateSource().make_guard(_state_guard(condition, said)))
+
+
 @lru_cache  # Dynamo knows by the function that a guard is there already
 def _guard(condition: Callable[[Any], bool], said: str) -> Callable[[Any, Any], None]:
     def guard(builder: Any, asked: Any) -> None:
         parts = guards.get_verbose_code_parts(f"{asked.name}: {said}", asked)
         builder.get_guard_manager(asked).add_lambda_guard(condition, parts, asked.user_stack)
+
+    return guard
+
+
+@lru_cache
+def _state_guard(condition: Callable[[], bool], said: str) -> Callable[[Any, Any], None]:
+    def guard(builder: Any, asked: Any) -> None:
+        parts = guards.get_verbose_code_parts(said, asked)
+        root = builder.guard_manager.root
+        root.add_lambda_guard(lambda variables: condition(), parts, asked.user_stack)
 
     return guard

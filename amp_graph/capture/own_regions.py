@@ -1,0 +1,85 @@
+"""What is captured by itself inside of an autocast region of the model's own belongs to the region.
+
+    with torch.autocast("cpu", enabled=False):          x = self.w(x)
+        y = self.inner(x)                        ->     enter_autocast("cpu", enabled=False)
+                                                        ...
+                                                        exit_autocast()
+
+So is what a module calls that ends a graph: Dynamo captures it as it is called, and its graph says
+nothing of what is around it. A model is called with autocast off, or under that which is put around
+the code between its graphs, so it is by how deep in contexts it is that a region is known.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import fx
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+
+from amp_graph.capture.aten import IN_REGION
+from amp_graph.capture.own_guards import hold_in_state
+from amp_graph.modes import autocast_devices
+
+
+class OfThread(threading.local):
+    """around: how deep in autocast contexts the model was called that this thread is in."""
+
+    around = 0
+
+
+_now = OfThread()
+
+
+def begin() -> int:
+    """At the beginning of a call of a model; what it returns is for `end`."""
+    before, _now.around = _now.around, _depth()
+    return before
+
+
+def end(before: int) -> None:
+    """At the end of that call."""
+    _now.around = before
+
+
+def is_in_region() -> bool:
+    """Whether this thread is inside of an autocast region of the model's own."""
+    return _depth() > _now.around
+
+
+def is_in_none() -> bool:
+    return not is_in_region()
+
+
+def _depth() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def hold_in_region(is_inside: bool) -> None:
+    """Guard what is being captured by where it was: inside of a region or not."""
+    if is_inside:
+        hold_in_state(is_in_region, "inside of an autocast region")
+    else:
+        hold_in_state(is_in_none, "inside of no autocast region")
+
+
+def write_region(module: fx.GraphModule) -> None:
+    """Have a graph of Dynamo's say itself under which autocast, in force now, it is."""
+    graph = module.graph
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    kinds = autocast_devices()
+    enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)] or kinds[:1]
+    with graph.inserting_before(first):
+        entered = [graph.call_function(_enter_autocast, _as_now(kind)) for kind in enabled]
+    with graph.inserting_before(graph.output_node()):
+        for node in reversed(entered):
+            graph.call_function(_exit_autocast, (node,))
+    module.recompile()
+    module.meta[IN_REGION] = True
+
+
+def _as_now(kind: str) -> tuple[str, torch.dtype, bool, bool]:
+    is_enabled, caches = torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
+    return kind, torch.get_autocast_dtype(kind), is_enabled, caches
