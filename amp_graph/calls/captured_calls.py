@@ -86,13 +86,11 @@ class CapturedCalls:
         self._runs_own: Run | None = None  # once it is not captured any more
 
     def _begin_again(self, before: Before, has_captured: bool = True) -> None:
-        """After a call that raised, or set up what later ones find: it tells nothing of the model,
-        and what Dynamo was capturing meanwhile it would never capture again."""
+        """After a call that raised, or set up what later ones find: it tells nothing of others."""
+        self._frames.try_again()
         self._frames.end_call(has_captured, before.charged)
         if self._frames.are_too_many():
             self._stop_capturing()
-        elif has_captured:
-            self._chosen.capture()
         if self._watch is not None:
             self._watch = Outside(self._lists)
 
@@ -223,8 +221,13 @@ class CapturedCalls:
         is_other = is_of_capture(error) and not isinstance(error, CAPTURED_TOO_OFTEN)
         may_help = depends_on_data(error) or (is_other and not before.has_run)
         untried = self._untried_settings() if may_help else None
+        in_force = self._chosen.in_force()
         if may_help and self._chosen.capture_with(untried, before.settings):
-            return self(*args, **kwargs)
+            try:
+                return self(*args, **kwargs)
+            except BaseException:  # of the model's own, as it is called
+                self._chosen.put_back(in_force)
+                raise
         if self._runs_own is not None:  # another thread has found that out
             return self._runs_own(*args, **kwargs)
         index = self.own_code.stand_in(f"not captured ({why_not_captured(error)})")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -19,6 +19,14 @@ from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.capture.captures import Caller, Captures, GuardsFail
 from amp_graph.modes import without_autocast
 from amp_graph.modules import Run, forward_of, weak_method
+
+
+class InForce(NamedTuple):
+    """See `Chosen`."""
+
+    captures: Captures | None
+    run: Run
+    settings: Mapping[str, Any]
 
 
 class Chosen:
@@ -98,6 +106,16 @@ class Chosen:
             self.settings = untried
             self.capture()
             return True
+
+    def in_force(self) -> InForce:
+        """What a call goes by now."""
+        with self._choosing:
+            return InForce(self.captures, self.run, self.settings)
+
+    def put_back(self, before: InForce) -> None:
+        """Go by that again, which was captured before and is as good as it was."""
+        with self._choosing:
+            self.captures, self.run, self.settings = before
 
     def new_caller(self) -> Caller:
         """What captures anew, for `run` to go on by."""

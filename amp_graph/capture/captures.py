@@ -123,7 +123,7 @@ class Captures:
         before, _now.policy_id = captured_policy_id(), called.policy_id
         _now.is_entry, _now.is_in_region = is_first, own_regions.is_in_region()
         try:
-            with settings(chosen, self._said_once), called.frames.counted():
+            with settings(chosen, self._said_once), called.frames.counted(code):
                 if is_first and self.entered != _now.known:
                     raise CapturedMeanwhile
                 yield

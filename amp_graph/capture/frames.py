@@ -8,6 +8,8 @@ with Dynamo, which is called for all of its code, after a graph break as well, a
 Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
 
     torch._dynamo.utils.counters    whether Dynamo was at work, or let the frame be, and why
+    torch._C._dynamo.eval_frame.set_code_exec_strategy, _FrameExecStrategy, _FrameAction
+                                    to have it try again what it would let be for good
 """
 
 from __future__ import annotations
@@ -18,19 +20,30 @@ import itertools
 import re
 import threading
 from collections.abc import Iterator
+from types import CodeType
 
 from torch import nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._dynamo.utils import counters
 
 MAX_CAPTURES = 16  # calls that captured something, less one for
 REPAID_BY = 4  # calls that did not
+RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
+AS_EVER = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
 _numbers = itertools.count()
 
 
 class OfThread(threading.local):
-    """How many frames were begun in the calls of one thread."""
+    """Of the calls of one thread.
+
+    begun: how many frames were.
+    raised: the code of those in which Dynamo saw an error of the model's, and left them to Python.
+    """
 
     begun = 0
+
+    def __init__(self) -> None:
+        self.raised: list[CodeType] = []
 
 
 class Frames:
@@ -50,23 +63,32 @@ class Frames:
         self.said = ""  # what Dynamo said last of what it cannot capture
 
     @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        """Around the model's callback, one thread at a time."""
+    def counted(self, code: CodeType) -> Iterator[None]:
+        """Around the model's callback for a frame of this code, one thread at a time."""
         before, reasons = counters["frames"]["total"], counters["unimplemented"].copy()
         try:
             yield
         finally:
             self.own.begun += counters["frames"]["total"] != before
             new = [r for r, count in counters["unimplemented"].items() if count > reasons[r]]
+            if any(reason.startswith(RAISED) for reason in new):
+                self.own.raised.append(code)
             self.skipped += filter(None, map(_skipped, new))
             self.said = new[-1].splitlines()[0] if new else self.said
 
     def end_call(self, has_captured: bool, charged: int) -> None:
         """A call of the model has ended, or raised, before which so many were `charged`."""
+        self.own.raised.clear()
         if not has_captured:
             self.unpaid = max(0.0, self.unpaid - 1 / REPAID_BY)
         elif self.charged == charged:
             self.charged, self.unpaid = self.charged + 1, self.unpaid + 1
+
+    def try_again(self) -> None:
+        """After a call that raised: it tells nothing of the next one, for which Dynamo would let
+        be what raised while it was captured, and what had been captured of the same code."""
+        for code in self.own.raised:
+            set_code_exec_strategy(code, AS_EVER)
 
     def are_too_many(self) -> bool:
         """Whether capturing costs more than it is worth."""

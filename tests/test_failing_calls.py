@@ -1,0 +1,90 @@
+"""Calls that raise, as a server may meet them: what was captured for good ones stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nets import low_share
+from torch import Tensor, nn
+
+import amp_graph
+
+GOOD, WRONG = torch.randn(4, 8), torch.randn(4, 5)
+WIDTH = GOOD.shape[1]
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu())
+
+
+class Checks(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] != WIDTH:
+            raise ValueError("the wrong width")
+        return super().forward(x)
+
+
+class Breaks(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        print(end="")
+        return super().forward(x)
+
+
+class ChecksBehindBreak(Checks):
+    def forward(self, x: Tensor) -> Tensor:
+        print(end="")
+        return self.checked(x)
+
+    def checked(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+class AsksForNumber(Net):
+    """One graph; two, if Dynamo is told to break at numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * x.sum().item()
+
+
+KINDS = [Net, Checks, Breaks, ChecksBehindBreak, AsksForNumber]
+ERRORS = (RuntimeError, ValueError)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_captured_stays(kind: type[Net], is_first: bool) -> None:
+    """`is_first`: the first call of all raises."""
+    expected = amp_graph.convert(kind())
+    expected(GOOD)
+    torch._dynamo.reset()
+    model = amp_graph.convert(kind())
+    if not is_first:
+        model(GOOD)
+    for _ in range(3):
+        with pytest.raises(ERRORS):
+            model(WRONG)
+        for _ in range(2):
+            model(GOOD)
+    plans = amp_graph.plans(model)
+    assert len(plans) <= len(amp_graph.plans(expected))
+    assert not any(plan.fallback for plan in plans)
+    assert low_share(model, GOOD) == 1
+
+
+def test_of_those_that_raise_some_may_be_many() -> None:
+    model = amp_graph.convert(Net())
+    for _ in range(40):
+        with pytest.raises(RuntimeError):
+            model(WRONG)
+        for _ in range(4):
+            model(GOOD)
+    (plan,) = amp_graph.plans(model)
+    assert plan.fallback is None
