@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,33 @@ def test_a_forked_process_that_trains_reports_under_its_name(tmp_path, imported)
     of_child, of_main = done.said
     assert of_child.startswith("amp_graph: actor: Linear: 1 of 1 operators in bfloat16")
     assert of_main.startswith("amp_graph: NOTHING WAS CONVERTED")
+
+
+LATE_RANKS = """
+import os, subprocess, sys, torch
+from torch import nn, distributed
+
+rank = int(os.environ.get("LOCAL_RANK", 0))
+if rank == 0:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+    other = subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "LOCAL_RANK": "1"})
+distributed.init_process_group("gloo", rank=rank, world_size=2)
+model = nn.Linear(4, 2)
+model(torch.ones(3, 4))
+left_alone = nn.Linear(4, 2).double()
+left_alone(torch.ones(3, 4).double())
+distributed.destroy_process_group()
+if rank == 0:
+    sys.exit(other.wait())
+"""
+
+
+def test_one_rank_speaks_where_a_launcher_says_the_local_one_alone(tmp_path):
+    """As Lightning starts the others, from the script itself."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = trained(tmp_path, LATE_RANKS, str(port))
+    assert done.code == 0, done.err
+    assert len([line for line in done.said if "is left as it is" in line]) == 1
+    assert len([line for line in done.said if "in bfloat16" in line]) == 1

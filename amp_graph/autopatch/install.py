@@ -163,7 +163,7 @@ class Installation:
         """Say, once, what became of the models, unless another process is to."""
         models = self.models.seen
         is_child = multiprocessing.parent_process() is not None
-        is_told = self._is_child_told_of(models) if is_child else _is_main_process()
+        is_told = self._is_child_told_of(models) if is_child else _is_main_process(self.models.rank)
         if not is_told or self._has_reported or os.getpid() != self._process:
             return
         self._has_reported = True
@@ -186,7 +186,7 @@ class Installation:
             print(f"amp_graph: {message}", file=sys.stderr)
 
     def _is_heard(self) -> bool:
-        return os.getpid() == self._process and _is_main_process()
+        return os.getpid() == self._process and _is_main_process(self.models.rank)
 
 
 class _EveryCall:
@@ -242,10 +242,13 @@ def start() -> None:
         installation.begin_child()
 
 
-def _is_main_process() -> bool:
-    """Whether this process is no child of multiprocessing, launcher or rank above 0. Not known at
+def _is_main_process(rank: int | None) -> bool:
+    """Whether this process is no child of multiprocessing, launcher or rank above 0: `rank`, if it
+    is known, or as launchers say (torchrun RANK, Lightning LOCAL_RANK alone). Not known at
     start-up: a spawned process imports torch before it says that it is one."""
-    if multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0":
+    said = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+    is_first = said == "0" if rank is None else rank == 0
+    if multiprocessing.parent_process() is not None or not is_first:
         return False
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     name = spec.name if spec else Path(sys.argv[0] if sys.argv else "").name
