@@ -8,6 +8,7 @@ import logging
 import operator
 import weakref
 from collections.abc import Callable
+from logging.handlers import BufferingHandler
 
 import numpy as np
 import pytest
@@ -95,12 +96,26 @@ def test_a_drawn_number_may_index_a_tuple() -> None:
     assert low_share(model, X) == 1
 
 
-def test_capturing_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
-    amp_graph.convert(Cropped())(X)  # Dynamo has advice
-    with pytest.raises(RuntimeError, match=r"cannot be multiplied|reduction dim"):
-        amp_graph.convert(Net())(torch.randn(4, 9))  # and would print a traceback of its own
-    assert capfd.readouterr().err == ""
-    assert not any(logging.getLogger(name).filters for name in CAPTURE_LOGS)
+class Labelled(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.profiler.record_function("labelled"):
+            return super().forward(x)
+
+
+def test_capturing_is_quiet(capfd: pytest.CaptureFixture[str], fresh_dynamo: None) -> None:
+    logs, handler = [logging.getLogger(name) for name in CAPTURE_LOGS], BufferingHandler(100)
+    for log in logs:
+        log.addHandler(handler)
+    try:
+        amp_graph.convert(Cropped())(X)  # Dynamo has advice
+        amp_graph.convert(Labelled())(X[:, :8])
+        with pytest.raises(RuntimeError, match=r"cannot be multiplied|reduction dim"):
+            amp_graph.convert(Net())(torch.randn(4, 9))  # and would print a traceback of its own
+    finally:
+        for log in logs:
+            log.removeHandler(handler)
+    assert not handler.buffer and capfd.readouterr().err == ""
+    assert not any(log.filters for log in logs)
 
 
 class Checking(nn.Module):

@@ -25,8 +25,13 @@ from torch._logging._internal import getArtifactLogger
 from amp_graph.capture.replaced import with_entries
 
 # Loggers that print a traceback where Dynamo cannot capture, before it raises the same; and advice
-# on settings where a graph ends.
-CAPTURE_LOGS = ("torch._subclasses.fake_tensor", "torch._guards", "torch._dynamo.variables.tensor")
+# on settings where a graph ends, or on labels for the profiler, which graphs leave out.
+CAPTURE_LOGS = (
+    "torch._subclasses.fake_tensor",
+    "torch._guards",
+    "torch._dynamo.variables.tensor",
+    "torch._dynamo.variables.ctx_manager",
+)
 
 # Those that say in which function a line stands. Dynamo asks that of each line which calls an
 # operator, heard or not, and for it takes the whole file apart.
