@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx, nn
@@ -33,17 +33,34 @@ PAUSE = 1e-3  # seconds
 MANY = 64  # graphs, beside Dynamo's limit of 256 for each piece of code
 
 # .caller: in whose call this thread is; .known: among how many captures it has looked one up;
-# .policy_id: what it captures; .is_entry: whether that is what a call begins with; .is_in_region:
-# whether that is inside of an autocast region of the model's own
+# .frame: what it captures
 _now = threading.local()
 _assembling = threading.RLock()
+
+
+class Frame(NamedTuple):
+    """One that is being captured.
+
+    policy_id: of the model.
+    is_entry: whether a call begins with it.
+    is_in_region: whether it is inside of an autocast region of the model's own.
+    """
+
+    policy_id: int = 0
+    is_entry: bool = False
+    is_in_region: bool = False
 
 
 @torch.compiler.assume_constant_result
 def captured_policy_id() -> int:
     """The `policy_id` of the model that this thread captures, 0 if it captures none. Dynamo asks
     while it captures, and makes no guard of the answer."""
-    return getattr(_now, "policy_id", 0)
+    return _captured().policy_id
+
+
+def _captured() -> Frame:
+    frame: Frame = getattr(_now, "frame", Frame())
+    return frame
 
 
 class GuardsFail(Exception):
@@ -102,9 +119,9 @@ class Captures:
 
     def _compile_part(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Run:
         caller: Caller = _now.caller
-        if not _now.is_entry:
-            own_regions.hold_in_region(_now.is_in_region)
-        if _now.is_in_region:
+        if not (frame := _captured()).is_entry:
+            own_regions.hold_in_region(frame.is_in_region)
+        if frame.is_in_region:
             own_regions.write_region(graph)
         index, built = len(self.graphs), caller.called.build(graph, example_inputs)
         self.graphs.append((graph, built))
@@ -120,8 +137,8 @@ class Captures:
             raise GuardsFail
         called = caller.called
         chosen = {**SETTINGS, **self._own, **called.settings(), **self._logs.settings()}
-        before, _now.policy_id = captured_policy_id(), called.policy_id
-        _now.is_entry, _now.is_in_region = is_first, own_regions.is_in_region()
+        before = _captured()
+        _now.frame = Frame(called.policy_id, is_first, own_regions.is_in_region())
         try:
             with settings(chosen, self._said_once), called.frames.counted(code):
                 if is_first and self.entered != _now.known:
@@ -129,7 +146,7 @@ class Captures:
                 yield
                 self.entered += is_first
         finally:
-            _now.policy_id = before
+            _now.frame = before
 
 
 def _run(captures: Callable[[], Captures | None], index: int, *args: Any) -> Any:
