@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import relu
 from training import assert_same_gradients, distance, twins
 from two_layers import BFLOAT16, POLICIES, Two, X
 
@@ -48,8 +49,28 @@ class IfRecorded(Two):
         return self.b(torch.tanh(self.h))
 
 
+class Overwritten(Two):
+    """What is retained is the gradient of what they are afterwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.h = self.a(x)
+        self.h.retain_grad()
+        return self.b(relu(self.h, inplace=True))
+
+
+class OverwrittenInPart(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        self.h = self.a(x)
+        part = self.h[:, :4]
+        self.h.retain_grad()
+        part.mul_(2)
+        return self.b(torch.tanh(self.h))
+
+
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("kind", [Looked, AtLast, AtAnInput, IfRecorded])
+@pytest.mark.parametrize(
+    "kind", [Looked, AtLast, AtAnInput, IfRecorded, Overwritten, OverwrittenInPart]
+)
 def test_gradients_are_retained_and_the_rest_is_captured(kind: type[Two], policy: Policy) -> None:
     plain, model = twins(kind(), policy)
     for _ in range(2):

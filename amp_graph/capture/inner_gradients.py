@@ -85,14 +85,17 @@ def cuts(graph: fx.Graph) -> list[fx.Node]:
     is made of it, where both require gradients. As few as do: a part goes on up to the first node
     that reads one of the results before it."""
     place = {node: i for i, node in enumerate(graph.nodes)}
+    written = _written(graph)
     results = [n for n in graph.output_node().all_input_nodes if _requires_grad(n)]
     results = [n for n in results if n.op not in ("placeholder", "get_attr")]
+    inputs = [n for n in graph.find_nodes(op="placeholder") if _memory(n) in written]
+    results += filter(_requires_grad, inputs)  # as they are afterwards
     if len(results) < 2:
         return []
-    written = _written(graph)
     leading = _leading_to(results, written)
     # As it is returned, a result is there when it was last written to.
     done = {n: max(map(place.__getitem__, [n, *written.get(_memory(n), ())])) for n in results}
+    done |= {n: done[x] for x in inputs if x in done for n in place if _memory(n) == _memory(x)}
     begins = begins_of_transforms(graph)
     found: list[fx.Node] = []
     since = -1
