@@ -6,8 +6,10 @@ import pytest
 import torch
 from nets import low_share
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import amp_graph
+from amp_graph.capture.frames import MAX_CAPTURES
 
 GOOD, WRONG = torch.randn(4, 8), torch.randn(4, 5)
 WIDTH = GOOD.shape[1]
@@ -79,12 +81,67 @@ def test_what_was_captured_stays(kind: type[Net], is_first: bool) -> None:
     assert low_share(model, GOOD) == 1
 
 
+class Packed(nn.Module):
+    """A layer that runs between graphs, under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rnn, self.last = nn.Linear(8, 8), nn.LSTM(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.first(x)[:, None], torch.tensor([4]))
+        _, (h, _) = self.rnn(packed)
+        return self.last(h)
+
+
+def test_what_was_captured_between_code_under_autocast_stays() -> None:
+    model = amp_graph.convert(Packed())
+    counts = []
+    for _ in range(5):
+        for _ in range(3):
+            model(GOOD)
+        with pytest.raises(RuntimeError):
+            model(GOOD.double())
+        counts.append(len(amp_graph.plans(model)))
+    assert counts[1:] == counts[1:2] * 4
+    assert low_share(model, GOOD) == 1
+
+
+@pytest.mark.parametrize("kind", [Exception, BaseException])
+def test_hooks_may_end_a_call_early(kind: type[BaseException]) -> None:
+    """As those do that are after the features of a layer."""
+    stopping = type("Stopping", (kind,), {})
+
+    def stop(*_: object) -> None:
+        raise stopping
+
+    model = amp_graph.convert(Net())
+    for _ in range(3):
+        handle = model.first.register_forward_hook(stop)
+        with pytest.raises(stopping):
+            model(GOOD)
+        handle.remove()
+        for _ in range(2):
+            model(GOOD)
+    plans = amp_graph.plans(model)
+    assert not any(plan.fallback for plan in plans) and len(plans) <= 3
+    assert low_share(model, GOOD) == 1
+
+
 def test_of_those_that_raise_some_may_be_many() -> None:
     model = amp_graph.convert(Net())
     for _ in range(40):
         with pytest.raises(RuntimeError):
             model(WRONG)
-        for _ in range(4):
-            model(GOOD)
+        model(GOOD)
     (plan,) = amp_graph.plans(model)
     assert plan.fallback is None
+
+
+def test_a_model_whose_calls_all_raise_is_no_longer_captured() -> None:
+    model = amp_graph.convert(Net())
+    with pytest.warns(amp_graph.ConversionWarning, match="one call after another raised"):
+        for _ in range(MAX_CAPTURES):
+            with pytest.raises(RuntimeError):
+                model(WRONG)
+    assert low_share(model, GOOD) == 1

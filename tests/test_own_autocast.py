@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from training import assert_same_gradients, distance, twins
 from two_layers import BFLOAT16, POLICIES
 
@@ -113,3 +115,57 @@ def test_autocast_around_the_call_is_no_region() -> None:
         with torch.autocast("cpu", torch.float16, enabled=enabled):
             assert torch.equal(model(X), before)
     assert len(amp_graph.plans(model)) == 2 and not torch.equal(before, plain(X))
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return gradient @ w.t(), x.t() @ gradient
+
+
+INSIDE: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    "checkpoint": lambda layer, x: checkpoint(layer, x, use_reentrant=False),
+    "function": lambda layer, x: Product.apply(x, layer.weight),
+    "cond": lambda layer, x: torch.cond(x.sum() > 0, layer, lambda x: layer(x) * 2, (x,)),
+}
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_graphs_inside_of_a_graph_belong_to_its_region(
+    policy: amp_graph.Policy, inside: Callable[[nn.Linear, Tensor], Tensor], breaks: bool
+) -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if breaks:
+                print(end="")
+            return inside(self.layer, x)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = Inner(), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.autocast("cpu", enabled=False):
+                y = self.inner(x * 1e6)  # beyond float16
+            return y, self.last(x)
+
+    plain, model = twins(Outer(), policy)
+    results = [each(X) for each in (plain, model)]
+    for y, z in results:
+        (y.sum() + z.sum()).backward()
+    (y, z), (own_y, own_z) = results
+    assert torch.equal(own_y, y) and 0 < distance(own_z, z) <= BFLOAT16
+    assert_same_gradients(model, plain, BFLOAT16)

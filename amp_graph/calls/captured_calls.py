@@ -25,6 +25,7 @@ from amp_graph.calls.or_else import or_else
 from amp_graph.calls.outside import Outside
 from amp_graph.calls.own_code import OwnCode
 from amp_graph.capture.breaks import depends_on_data, why_not_captured
+from amp_graph.capture.captures import Caller
 from amp_graph.capture.dynamo import (
     CAPTURED_TOO_OFTEN,
     DYNAMO_ERRORS,
@@ -85,10 +86,9 @@ class CapturedCalls:
         self._passed_on: set[type[Exception]] = {*DYNAMO_ERRORS}  # none for autocast's sake
         self._runs_own: Run | None = None  # once it is not captured any more
 
-    def _begin_again(self, before: Before, has_captured: bool = True) -> None:
-        """After a call that raised, or set up what later ones find: it tells nothing of others."""
-        self._frames.try_again()
-        self._frames.end_call(has_captured, before.charged)
+    def _begin_again(self, has_captured: bool = True) -> None:
+        """After a call that raised, which tells nothing of others."""
+        self._frames.end_failed_call(has_captured)
         if self._frames.are_too_many():
             self._stop_capturing()
         if self._watch is not None:
@@ -119,11 +119,11 @@ class CapturedCalls:
         except BaseException as error:
             self._watch = watch or self._watch
             if not isinstance(error, Exception):
+                self._frames.try_again()
                 raise
             is_ours = is_of_capture(error) or (watch is not None and Outside.breaks(error))
             if not is_ours and (kept is None or not is_of_graph(error)):
-                has_captured = self._frames.own.begun != frames
-                self._begin_again(Before(charged, settings), has_captured)
+                self._begin_again(self._frames.own.begun != frames)
                 raise
             uncaptured, watch = error, None
         if uncaptured is not None:  # outside of the handler: its error is no part of the user's own
@@ -133,15 +133,18 @@ class CapturedCalls:
             before = Before(charged, settings, has_run=self._graphs.own.runs != runs)
             result = self._run_uncaptured(uncaptured, before, args, kwargs)
         has_captured = self._frames.own.begun != frames
-        if has_captured or self._frames.unpaid or self._is_new or watch is not None:
+        is_counted = self._frames.unpaid or self._frames.failed
+        if has_captured or is_counted or self._is_new or watch is not None:
             self._look_back(Before(charged, settings, watch, hooks), has_captured)
         return result
 
     def _look_back(self, before: Before, has_captured: bool) -> None:
         """After a call: whether all that was asked for happened, and whether to go on so."""
         if before.watch is not None and self._hooks.number() > before.hooks:
-            self._watch = before.watch
-            self._begin_again(before, has_captured)
+            self._frames.end_call(has_captured, before.charged)
+            self._watch = Outside(self._lists)  # what it set up, later calls find
+            if self._frames.are_too_many():
+                self._stop_capturing()
             return
         if before.watch is not None:
             self._judge(before.watch)
@@ -202,12 +205,15 @@ class CapturedCalls:
         that are chosen, and the model's own code is faster than capturing it each time."""
         if self._runs_own is not None:
             return
-        reason = "it was captured anew again and again"
-        advice = "TORCH_LOGS=recompiles tells what changes in it at each call"
+        if self._frames.only_fail():
+            reason, advice = "one call after another raised as it was captured", ""
+        else:
+            reason = "it was captured anew again and again"
+            advice = " TORCH_LOGS=recompiles tells what changes in it at each call"
         index = self.own_code.stand_in(reason)
         self._runs_own, self._chosen.is_stale = self.own_code.run(index), True
         plan = self._record.plans[index]
-        warn(f"{self.own_code.name} is no longer captured and {plan.otherwise}. {advice}")
+        warn(f"{self.own_code.name} is no longer captured and {plan.otherwise}.{advice}")
 
     def _run_uncaptured(self, error: Exception, before: Before, args: Any, kwargs: Any) -> Any:
         """Capture with more breaks, then each size apart. If that was tried, or is not likely to
@@ -216,7 +222,7 @@ class CapturedCalls:
         captured, and the next call is."""
         cause = getattr(error, "inner_exception", None)
         if isinstance(cause, MISTAKES):
-            self._begin_again(before)
+            self._begin_again()
             raise cause from None
         is_other = is_of_capture(error) and not isinstance(error, CAPTURED_TOO_OFTEN)
         may_help = depends_on_data(error) or (is_other and not before.has_run)
@@ -236,7 +242,7 @@ class CapturedCalls:
             result = own_code(*args, **kwargs)
         except Exception:
             self._record.drop(index)
-            self._begin_again(before)
+            self._begin_again()
             raise
         if self._record.plans[index] is planned:  # else it was told that autocast fails
             warn(f"{self.own_code.name} {planned.otherwise}")
@@ -256,15 +262,15 @@ class CapturedCalls:
         autocast if it can be; else it is captured without, and goes on so."""
         calls: Any = weakref.proxy(self)  # which keeps what is returned
 
+        callers: list[Caller] = []
+
+        def make_other() -> Run:
+            callers.append(calls._chosen.new_caller())
+            return without_autocast(callers[-1])
+
         def report(reason: str) -> None:
-            calls._chosen.around = without_autocast
+            calls._chosen.around, calls._chosen.captures = without_autocast, callers[-1].captures
             calls.own_code.not_under_autocast(index, reason)
 
         under = self.own_code.under_autocast(run)
-        return or_else(
-            under,
-            lambda: without_autocast(calls._chosen.new_caller()),
-            report,
-            self.own_code.module,
-            self._passed_on,
-        )
+        return or_else(under, make_other, report, self.own_code.module, self._passed_on)

@@ -118,9 +118,8 @@ class Chosen:
             self.captures, self.run, self.settings = before
 
     def new_caller(self) -> Caller:
-        """What captures anew, for `run` to go on by."""
-        self.captures = self._new_captures()
-        return Caller(self.captures, self._graphs)
+        """What captures anew, for `run` to go on by, perhaps."""
+        return Caller(self._new_captures(), self._graphs)
 
     def _new_captures(self) -> Captures:
         return Captures(self._module, self._graphs.frames.number, self.settings)

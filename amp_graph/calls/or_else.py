@@ -24,11 +24,11 @@ def or_else(
     call and all later ones are run by the other one, unless it raises as well: then the error is
     the user's own, and so are all of its class, should it be one for such uses: it is added to
     those that are `passed_on`. If it is the first call, what it did to `model` is undone before."""
-    chosen, has_run = run, False
+    chosen, has_run, other = run, False, None
     alive = (lambda: None) if model is None else weakref.ref(model)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal chosen, has_run
+        nonlocal chosen, has_run, other
         if chosen is not run:
             return chosen(*args, **kwargs)
         kept = None if has_run or (called := alive()) is None else Kept(called)
@@ -44,7 +44,7 @@ def or_else(
             return result
         if kept is not None:
             kept.put_back()
-        other = make_other()
+        other = other or make_other()
         try:
             result = other(*args, **kwargs)
         except Exception as error:

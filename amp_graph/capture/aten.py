@@ -30,7 +30,7 @@ SET_DATA: Callable[..., Any] = (
     else set_data
 )
 SELECTIVE = "_checkpoint_context_fn"  # in the meta of a body: what selective checkpointing saves
-IN_REGION = "amp_graph_in_region"  # in the meta of a graph all of which is in such a region
+IN_REGION = "amp_graph_in_region"  # in the meta of a graph: all of it is in an autocast region
 ASKS_FOR_LOW = "amp_graph_asks_for_low"  # in the meta of a graph captured under autocast: a node
 
 

@@ -52,6 +52,7 @@ class Frames:
     number: of the model, among all that there were in the process.
     charged: calls that captured something; of several at once, which may have met the same, one.
     unpaid: those, as far as other calls have not repaid them.
+    failed: calls in a row that raised, in which something was to be captured.
     """
 
     def __init__(self) -> None:
@@ -59,6 +60,7 @@ class Frames:
         self.own = OfThread()
         self.charged = 0
         self.unpaid = 0.0
+        self.failed = 0
         self.skipped: list[str] = []  # frames that run uncaptured, and why
         self.said = ""  # what Dynamo said last of what it cannot capture
 
@@ -77,22 +79,33 @@ class Frames:
             self.said = new[-1].splitlines()[0] if new else self.said
 
     def end_call(self, has_captured: bool, charged: int) -> None:
-        """A call of the model has ended, or raised, before which so many were `charged`."""
+        """A call of the model has ended, before which so many were `charged`."""
         self.own.raised.clear()
+        self.failed = 0
         if not has_captured:
             self.unpaid = max(0.0, self.unpaid - 1 / REPAID_BY)
         elif self.charged == charged:
             self.charged, self.unpaid = self.charged + 1, self.unpaid + 1
 
+    def end_failed_call(self, has_captured: bool) -> None:
+        """One has raised."""
+        self.try_again()
+        self.failed += has_captured
+
     def try_again(self) -> None:
-        """After a call that raised: it tells nothing of the next one, for which Dynamo would let
-        be what raised while it was captured, and what had been captured of the same code."""
+        """After what raised: it tells nothing of other calls, for which Dynamo would let be what
+        raised while it was captured, and what had been captured of the same code."""
         for code in self.own.raised:
             set_code_exec_strategy(code, AS_EVER)
+        self.own.raised.clear()
 
     def are_too_many(self) -> bool:
         """Whether capturing costs more than it is worth."""
-        return self.unpaid >= MAX_CAPTURES
+        return self.unpaid >= MAX_CAPTURES or self.only_fail()
+
+    def only_fail(self) -> bool:
+        """Whether one call after another raised."""
+        return self.failed >= MAX_CAPTURES
 
     def take_skipped(self) -> list[str]:
         """Those that were skipped since this was last asked."""

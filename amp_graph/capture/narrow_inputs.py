@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.amp import is_autocast_available
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from amp_graph.capture.aten import ASKS_FOR_LOW, IN_REGION, bodies_of
+from amp_graph.capture.own_regions import in_regions
 from amp_graph.ir import LOW
 
 NARROWING = ("half", "bfloat16")  # methods that ask for a precision by their name
@@ -87,11 +87,8 @@ def _is_narrow(value: Any) -> bool:
 
 def _outside_own_regions(graph: fx.GraphModule) -> Iterator[fx.Node]:
     """The nodes for which the autocast around the graph is in force, not one of its own."""
-    depth = 0
-    for node in graph.graph.nodes:
-        depth += (node.target is _enter_autocast) - (node.target is _exit_autocast)
-        if not depth:
-            yield node
+    inside = in_regions(graph)
+    return (node for node in graph.graph.nodes if node not in inside)
 
 
 def _asking(graph: fx.GraphModule) -> Iterator[str]:

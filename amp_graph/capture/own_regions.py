@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from amp_graph.capture.aten import IN_REGION
+from amp_graph.capture.aten import IN_REGION, bodies_of
 from amp_graph.capture.own_guards import hold_in_state
 from amp_graph.modes import autocast_devices
 
@@ -63,6 +63,26 @@ def hold_in_region(is_inside: bool) -> None:
         hold_in_state(is_in_region, "inside of an autocast region")
     else:
         hold_in_state(is_in_none, "inside of no autocast region")
+
+
+def in_regions(module: fx.GraphModule) -> frozenset[fx.Node]:
+    """The nodes of a graph that are inside of regions."""
+    depth, found = int(IN_REGION in module.meta), set()
+    for node in module.graph.nodes:
+        depth += (node.target is _enter_autocast) - (node.target is _exit_autocast)
+        if depth:
+            found.add(node)
+    return frozenset(found)
+
+
+def mark_bodies(module: fx.GraphModule) -> None:
+    """Have the graphs inside of a graph know that they are in its regions."""
+    inside = in_regions(module)
+    for node in module.graph.nodes:
+        for body in bodies_of(module, node).values():
+            if node in inside:
+                body.meta[IN_REGION] = True
+            mark_bodies(body)
 
 
 def write_region(module: fx.GraphModule) -> None:

@@ -49,6 +49,7 @@ from amp_graph.capture.decompositions import DECOMPOSITIONS, moved
 from amp_graph.capture.fake import fake_mode_of
 from amp_graph.capture.grad_modes import INFERENCE_MODE, grad_modes
 from amp_graph.capture.hidden_memory import hidden_memory
+from amp_graph.capture.own_regions import mark_bodies
 from amp_graph.capture.vmap import all_left, drop_unused_detaches, inside_vmap
 from amp_graph.errors import CaptureError
 
@@ -73,8 +74,7 @@ def retrace(
     Every node of the result has `meta["val"]` (fake tensors), `meta["module_path"]` and
     `stack_trace`. `names` gives the path of a module by its id as a string, which is how Dynamo
     refers to it; a graph of a part of the model spells paths from there on, or not at all. `inputs`
-    are what it is called with, if that is known.
-    Raises CaptureError where the graph cannot be traced on fake tensors.
+    are what it is called with, if that is known. Raises CaptureError where it cannot be traced.
     """
     if ASKS_FOR_LOW in module.meta:
         asking = module.meta[ASKS_FOR_LOW]
@@ -88,6 +88,7 @@ def retrace(
         node.meta["module_path"] = _module_path(node, names or {})
         if any(tensor.is_nested for tensor in tensors_of(node)):
             raise CaptureError(f"{node.name} is a nested tensor, whose sizes are no numbers")
+    mark_bodies(traced)
     return traced
 
 

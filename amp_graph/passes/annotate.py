@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from amp_graph.capture.aten import (
     DATA,
@@ -35,6 +34,7 @@ from amp_graph.capture.aten import (
     written_operands,
 )
 from amp_graph.capture.fake import largest_number, size_hint
+from amp_graph.capture.own_regions import in_regions
 from amp_graph.ir import Color, NodeFacts, TensorFacts, dtype_name
 from amp_graph.listing import Listing
 from amp_graph.oplists import OpLists
@@ -50,11 +50,9 @@ def annotate(module: fx.GraphModule, lists: OpLists) -> dict[str, NodeFacts]:
     """Return the facts of every node, in graph order. `module` must be an ATen graph."""
     memory = _Memory(module)
     facts: dict[str, NodeFacts] = {}
-    autocast_depth = 0
+    inside = in_regions(module)
     for node in module.graph.nodes:
-        autocast_depth += (node.target is _enter_autocast) - (node.target is _exit_autocast)
-        region = OWN_AUTOCAST if autocast_depth else ""
-        facts[node.name] = _facts(node, lists, memory, region)
+        facts[node.name] = _facts(node, lists, memory, OWN_AUTOCAST if node in inside else "")
     return facts
 
 
