@@ -119,7 +119,7 @@ class CapturedCalls:
         except BaseException as error:
             self._watch = watch or self._watch
             if not isinstance(error, Exception):
-                self._frames.try_again()
+                self._begin_again(has_captured=False)
                 raise
             is_ours = is_of_capture(error) or (watch is not None and Outside.breaks(error))
             if not is_ours and (kept is None or not is_of_graph(error)):
