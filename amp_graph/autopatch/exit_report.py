@@ -16,6 +16,8 @@ from amp_graph.ir import NodeFacts
 from amp_graph.reasons import why_nothing_is_low
 
 NOT_OPERATORS = ("placeholder", "get_attr", "output", "getitem")
+PER_RUN = ("operators", "operators_low", "casts", "cast_bytes", "casts_of_unknown_size")
+SUMS = ("alike", "runs", "steps_skipped", *PER_RUN)
 
 
 def write_report(models: Sequence[Model], folder: Path | None, process: str = "") -> None:
@@ -85,7 +87,7 @@ def describe(model: Model) -> dict[str, Any]:
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
-    models = report["models"]
+    models = _alike_together(report["models"])
     if not any(m["converted"] for m in models):
         whys = "; ".join(f"{_name(m)}: {m['why']}" for m in models)
         whys = whys or "no module with parameters was called in this process"
@@ -109,6 +111,19 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         if "loss_scale" in m:
             yield f"  loss scale {m['loss_scale']:g}, {m['steps_skipped']} steps skipped"
     yield from (f"  graph break at {text}" for text in report["graph_breaks"])
+
+
+def _alike_together(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With one for all that differ in nothing but how often they ran: the layers of a model that a
+    script calls one by one, say."""
+    found: dict[str, dict[str, Any]] = {}
+    for m in models:
+        same = {name: value for name, value in m.items() if name not in SUMS}
+        per_run = [m[name] / max(1, m["runs"]) for name in PER_RUN if name in m]
+        key = json.dumps([same, per_run])
+        so_far = found.get(key, {})
+        found[key] = m | {name: m[name] + so_far.get(name, 0) for name in SUMS if name in m}
+    return [*found.values()]
 
 
 def _name(described: dict[str, Any]) -> str:

@@ -174,7 +174,8 @@ class CapturedCalls:
 
     def _tell_of_first_call(self) -> None:
         converted, name = {p.dtype for p in self._record.plans if p.converts}, self.own_code.name
-        if not converted:
+        is_told = not self._record.runs and any(plan.fallback for plan in self._record.plans)
+        if not converted and not is_told:
             warn(f"nothing of {name} was converted: {why_nothing_is_low(self._record.plans)}")
         elif self._policy.emulation == "native" and "cpu" in devices_of(self.own_code.module):
             if any(map(emulates, converted)):
