@@ -8,15 +8,8 @@ from typing import Any
 
 import torch
 
-from amp_graph.modules import Run
+from amp_graph.modules import Run, autocast_devices
 from amp_graph.results import map_tensors
-
-
-def autocast_devices() -> tuple[str, ...]:
-    """The kinds of device that code may run under autocast on; one is PyTorch's accelerator, if it
-    is registered by a package of its own."""
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu", "cuda", "mps", "xpu", *([accelerator.type] if accelerator else ()))
 
 
 def without_autocast(run: Run, device_types: Iterable[str] | None = None) -> Run:

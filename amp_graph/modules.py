@@ -60,6 +60,13 @@ def devices_of(module: nn.Module) -> frozenset[str]:
     return frozenset(p.device.type for p in module.parameters())
 
 
+def autocast_devices() -> tuple[str, ...]:
+    """The kinds of device that code may run under autocast on; one is PyTorch's accelerator, if it
+    is registered by a package of its own."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu", "cuda", "mps", "xpu", *([accelerator.type] if accelerator else ()))
+
+
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether code of the user's is given gradients of what a module, or one in it, computes."""
     return any(m._backward_hooks or m._backward_pre_hooks for m in module.modules())

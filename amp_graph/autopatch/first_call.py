@@ -23,8 +23,7 @@ from amp_graph.capture.surroundings import can_capture, wants_plain_code
 from amp_graph.convert import convert_at_first_call, is_converted, record_of, restore
 from amp_graph.errors import in_words
 from amp_graph.ir import dtype_name
-from amp_graph.modes import autocast_devices
-from amp_graph.modules import is_rerouted, unwrapped
+from amp_graph.modules import autocast_devices, is_rerouted, unwrapped
 from amp_graph.policy import Policy
 from amp_graph.training.engine import backward_pass, has_process_group
 from amp_graph.training.grad_scaler import is_grad_scaler_around

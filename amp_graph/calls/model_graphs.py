@@ -19,8 +19,8 @@ from amp_graph.capture.frames import Frames
 from amp_graph.capture.hooks import Hooks, calls_others
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.errors import warn
-from amp_graph.modes import autocast_devices, without_autocast
-from amp_graph.modules import Run, alive, path_by_id
+from amp_graph.modes import without_autocast
+from amp_graph.modules import Run, alive, autocast_devices, path_by_id
 
 
 class Graph(NamedTuple):

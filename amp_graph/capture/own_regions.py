@@ -20,7 +20,7 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from amp_graph.capture.aten import IN_REGION, bodies_of
 from amp_graph.capture.own_guards import hold_in_state
-from amp_graph.modes import autocast_devices
+from amp_graph.modules import autocast_devices
 
 
 class OfThread(threading.local):
