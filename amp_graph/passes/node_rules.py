@@ -120,11 +120,12 @@ def saturating(scene: Scene, n: int) -> Paint | None:
 
 
 def angles(scene: Scene, n: int) -> Paint | None:
-    """Positions or times by frequencies, whose phase somebody reads. Rounded, 10001 is 9984."""
+    """Positions or times by frequencies, whose phase somebody reads, and positions that moved.
+    Rounded, 10001 is 9984."""
     reader = scene.phases.get(n)
     if reader is None or scene.colors[n] not in (Color.ALLOW, Color.INFER):
         return None
-    if not scene.adds_few_terms(scene.facts[n]):
+    if not scene.adds_few_terms(scene.facts[n]) and n not in scene.displaced:
         return None
     return Paint(Color.DENY, "angle of", scene.facts[reader].name)
 

@@ -110,6 +110,21 @@ class Scene:
         return self._read_by(self._operands_of(readers), lambda n: self.colors[n] in FREE)
 
     @cached_property
+    def displaced(self) -> frozenset[int]:
+        """Raw coordinates that the model added something to, and what is computed of them by free
+        operators."""
+        raw = raw_values(self.facts, self.flow, self.colors, self.narrowed)
+        found: set[int] = set()
+        for n, f in enumerate(self.facts):
+            if self.colors[n] not in FREE or n in raw or n in self.narrowed:
+                continue
+            operands = {*self.flow.predecessors(n)}
+            added_to = (o for o in operands & raw if f.op in SUMS)
+            if not found.isdisjoint(operands) or any(self._is_as_large(o, n) for o in added_to):
+                found.add(n)
+        return frozenset(found)
+
+    @cached_property
     def positions(self) -> Mapping[int, int]:
         """What says where something is, with one who looks there; seen through free operators, but
         those that compute in float32 inside. So is what is computed of such values and full float32
@@ -146,7 +161,10 @@ class Scene:
         if self.colors[n] is not Color.INFER or self.facts[n].op not in SUMS:
             return False
         places = (o for o in self.flow.predecessors(n) if o in counted and of.get(o) is not None)
-        return any(self.facts[o].numel == self.facts[n].numel for o in places)
+        return any(self._is_as_large(o, n) for o in places)
+
+    def _is_as_large(self, n: int, other: int) -> bool:
+        return self.facts[n].numel == self.facts[other].numel
 
     def _reads_bounds(self, f: NodeFacts, color: Color | None) -> bool:
         if f.orders or f.op == "output":
