@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.variables import SkipFunctionVariable
 from torch._dynamo.variables.misc import GetAttrVariable
-from two_layers import Loop, Speaking, X
+from torch._higher_order_ops.scan import scan
+from training import distance, twins
+from two_layers import BFLOAT16, Loop, Speaking, Two, X
 
 import amp_graph
 from amp_graph.convert import record_of
@@ -147,3 +149,20 @@ def test_a_container_without_contents_is_refused_as_ever() -> None:
     model = amp_graph.convert(Loop(Wrong), policy="bfloat16")
     with pytest.raises(RuntimeError, match="contained type"):
         model(X)
+
+
+class Scanned(Two):
+    """Dynamo calls methods of what is carried by keywords."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, sums = scan(lambda so_far, x: (so_far + x, so_far * x), torch.zeros(8), self.a(x), dim=0)
+        return self.b(sums)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@torch.no_grad()
+def test_a_scan_is_captured() -> None:
+    plain, model = twins(Scanned(), amp_graph.Policy("bfloat16"))
+    assert distance(model(X), plain(X)) <= BFLOAT16
+    (plan,) = amp_graph.plans(model)
+    assert plan.fallback is None and plan.low

@@ -57,10 +57,10 @@ def known_values() -> Iterator[None]:
         yield
 
 
-def _call_method(method: Any, attribute: Any, *args: Any) -> Any:
+def _call_method(method: Any, attribute: Any, *args: Any, **kwargs: Any) -> Any:
     if attribute.is_python_constant() and isinstance(attribute.as_python_constant(), str):
-        return ConstantVariable.create(attribute.as_python_constant()).call_method(*args)
-    return method(attribute, *args)
+        return ConstantVariable.create(attribute.as_python_constant()).call_method(*args, **kwargs)
+    return method(attribute, *args, **kwargs)
 
 
 def _contains(method: Any, attribute: Any, frame: Any, item: Any) -> Any:
@@ -71,11 +71,13 @@ def _contains(method: Any, attribute: Any, frame: Any, item: Any) -> Any:
     return method(attribute, frame, item)
 
 
-def _tensor_method(method: Any, tensor: Any, frame: Any, name: str, *args: Any) -> Any:
+def _tensor_method(
+    method: Any, tensor: Any, frame: Any, name: str, *args: Any, **kwargs: Any
+) -> Any:
     if name == "tolist" and _is_ramp(tensor.as_proxy().node):
         numbers = map(ConstantVariable.create, range(*tensor.as_proxy().node.args))
         return ListVariable([*numbers], mutation_type=ValueMutationNew())
-    return method(tensor, frame, name, *args)
+    return method(tensor, frame, name, *args, **kwargs)
 
 
 def _is_ramp(node: fx.Node) -> bool:

@@ -27,8 +27,10 @@ def retained_gradients_end_graphs() -> Iterator[None]:
     """Within, Dynamo ends a graph there."""
     refuse = TensorVariable.method_attr_retain_grad
 
-    def call(method: Any, variable: Any, frame: Any, name: str, *args: Any) -> Any:
-        return refuse(variable, frame) if name == NAME else method(variable, frame, name, *args)
+    def call(method: Any, variable: Any, frame: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == NAME:
+            return refuse(variable, frame)
+        return method(variable, frame, name, *args, **kwargs)
 
     with (
         method_inside(TensorVariable, refuse.__name__, lambda method, variable, frame: None),
