@@ -15,28 +15,13 @@ from torch.autograd import Function
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 from training import assert_same_gradients, distance
-from two_layers import BFLOAT16
+from two_layers import BFLOAT16, Product
 
 import amp_graph
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(3))
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-class Product(Function):
-    """As in LoHa of peft, which takes less memory than autograd would. A graph inside, in which
-    Dynamo recorded products."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return a @ b
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_tensors
-        return gradient @ b.T, a.T @ gradient
 
 
 class HandsOn(Function):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from nets import low_share
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence
+from two_layers import Packed
 
 import amp_graph
 from amp_graph.capture.frames import MAX_CAPTURES
@@ -79,19 +79,6 @@ def test_what_was_captured_stays(kind: type[Net], is_first: bool) -> None:
     assert len(plans) <= len(amp_graph.plans(expected))
     assert not any(plan.fallback for plan in plans)
     assert low_share(model, GOOD) == 1
-
-
-class Packed(nn.Module):
-    """A layer that runs between graphs, under autocast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.rnn, self.last = nn.Linear(8, 8), nn.LSTM(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        packed = pack_padded_sequence(self.first(x)[:, None], torch.tensor([4]))
-        _, (h, _) = self.rnn(packed)
-        return self.last(h)
 
 
 def test_what_was_captured_between_code_under_autocast_stays() -> None:

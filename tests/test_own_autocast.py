@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import assert_same_gradients, distance, twins
-from two_layers import BFLOAT16, POLICIES
+from two_layers import BFLOAT16, POLICIES, Product
 
 import amp_graph
 
@@ -115,18 +115,6 @@ def test_autocast_around_the_call_is_no_region() -> None:
         with torch.autocast("cpu", torch.float16, enabled=enabled):
             assert torch.equal(model(X), before)
     assert len(amp_graph.plans(model)) == 2 and not torch.equal(before, plain(X))
-
-
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return gradient @ w.t(), x.t() @ gradient
 
 
 INSIDE: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {

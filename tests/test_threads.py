@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, _ops, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._python_dispatch import _disable_current_modes
+from two_layers import Packed
 
 import amp_graph
 from amp_graph.capture.frames import MAX_CAPTURES
@@ -50,19 +50,6 @@ class Broken(Net):
         h = self.body(x)
         print(end="")
         return self.head(h * 2 if h.sum() > 0 else h)
-
-
-class Packed(nn.Module):
-    """A layer runs between its graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.rnn, self.last = nn.Linear(8, 8), nn.LSTM(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        packed = pack_padded_sequence(self.first(x)[:, None], torch.tensor([4]))
-        _, (h, _) = self.rnn(packed)
-        return self.last(h)
 
 
 def at_once(count: int, call: Callable[[int], Any]) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn.utils.rnn import pack_padded_sequence
 from training import scaled
 
 from amp_graph import Policy
@@ -63,3 +64,31 @@ class Reverse(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return -3 * gradient
+
+
+class Product(Function):
+    """As in LoHa of peft, which takes less memory than autograd would. A graph inside, in which
+    Dynamo recorded products."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return gradient @ b.T, a.T @ gradient
+
+
+class Packed(nn.Module):
+    """A layer runs between its graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rnn, self.last = nn.Linear(8, 8), nn.LSTM(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.first(x)[:, None], torch.tensor([4]))
+        _, (h, _) = self.rnn(packed)
+        return self.last(h)

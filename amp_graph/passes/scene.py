@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -110,19 +110,27 @@ class Scene:
         return self._read_by(self._operands_of(readers), lambda n: self.colors[n] in FREE)
 
     @cached_property
+    def _raw(self) -> frozenset[int]:
+        return frozenset(raw_values(self.facts, self.flow, self.colors, self.narrowed))
+
+    @cached_property
     def displaced(self) -> frozenset[int]:
         """Raw coordinates that the model added something to, and what is computed of them by free
         operators."""
-        raw = raw_values(self.facts, self.flow, self.colors, self.narrowed)
         found: set[int] = set()
-        for n, f in enumerate(self.facts):
-            if self.colors[n] not in FREE or n in raw or n in self.narrowed:
+        for n, color in enumerate(self.colors):
+            if color not in FREE or n in self._raw or n in self.narrowed:
                 continue
-            operands = {*self.flow.predecessors(n)}
-            added_to = (o for o in operands & raw if f.op in SUMS)
-            if not found.isdisjoint(operands) or any(self._is_as_large(o, n) for o in added_to):
+            if not found.isdisjoint(self.flow.predecessors(n)) or self._adds_to(n, self._raw):
                 found.add(n)
         return frozenset(found)
+
+    def _adds_to(self, n: int, places: Container[int]) -> bool:
+        """Whether it is a sum of one of these, which is no smaller than the sum, and of more."""
+        if self.facts[n].op not in SUMS:
+            return False
+        size = self.facts[n].numel
+        return any(o in places and self.facts[o].numel == size for o in self.flow.predecessors(n))
 
     @cached_property
     def positions(self) -> Mapping[int, int]:
@@ -142,7 +150,7 @@ class Scene:
             return {}
         read = self._read_by(pairs, lambda n: colors[n] in FREE and n not in self.narrowed)
         of: dict[int, int | None] = {}  # all in full float32: whose position it is, if one's
-        counted = raw_values(facts, self.flow, colors, self.narrowed)
+        counted: set[int] = set()  # of these, from raw coordinates
         for n, f in enumerate(facts):
             operands = [*self.flow.predecessors(n)]
             readers = (of[o] for o in operands if of.get(o) is not None)
@@ -150,21 +158,13 @@ class Scene:
                 of[n] = read[n]
             elif colors[n] is Color.DENY or not (f.reads or f.is_parameter):
                 of[n] = None
-            elif colors[n] in FREE and (of.keys() >= {*operands} or self._moves_on(n, of, counted)):
+            elif colors[n] in FREE and all(o in of for o in operands):
                 of[n] = next(readers, None)
-            if of.get(n) is not None and not counted.isdisjoint(operands):
+            elif colors[n] is Color.INFER and self._adds_to(n, counted):
+                of[n] = next(readers)
+            if of.get(n) is not None and any(o in counted or o in self._raw for o in operands):
                 counted.add(n)
         return {n: reader for n, reader in of.items() if reader is not None}
-
-    def _moves_on(self, n: int, of: Mapping[int, int | None], counted: Collection[int]) -> bool:
-        """Whether it adds something to a position that is counted from raw coordinates."""
-        if self.colors[n] is not Color.INFER or self.facts[n].op not in SUMS:
-            return False
-        places = (o for o in self.flow.predecessors(n) if o in counted and of.get(o) is not None)
-        return any(self._is_as_large(o, n) for o in places)
-
-    def _is_as_large(self, n: int, other: int) -> bool:
-        return self.facts[n].numel == self.facts[other].numel
 
     def _reads_bounds(self, f: NodeFacts, color: Color | None) -> bool:
         if f.orders or f.op == "output":
