@@ -117,11 +117,12 @@ class Conversion(StandIn):
 
     @never_captured(reason="a model converted by amp_graph captures its own graphs")
     def _mixed_call(self, *args: Any, **kwargs: Any) -> Any:
-        if is_rerouted(self.module):
-            return plain_code(self.module)(*args, **kwargs)
+        module = self.module
+        if is_rerouted(module):
+            return plain_code(module)(*args, **kwargs)
         self.is_awaited &= not torch.is_grad_enabled()
-        if wants_plain_code() or is_estimate(self.module):
-            return plain_code(self.module)(*args, **kwargs)
+        if wants_plain_code() or is_estimate(module):
+            return plain_code(module)(*args, **kwargs)
         if not can_capture():
             return self._calls.own_code.run()(*args, **kwargs)
         if self.scale is not None and torch.is_grad_enabled():

@@ -77,6 +77,7 @@ SETTINGS: dict[str, Any] = {
     "use_numpy_random_stream": True,  # else NumPy's random functions draw other numbers
     "skip_nnmodule_hook_guards": False,  # else hooks added after the first call never run
     "fail_on_recompile_limit_hit": True,  # say so, rather than fall back to float32 silently
+    "record_runtime_overhead": False,  # else each call of a graph tells a profiler when it begins
     "optimize_ddp": False,  # else Dynamo cuts graphs at DDP's buckets, for backends that need it
 }
 

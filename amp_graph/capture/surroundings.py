@@ -62,8 +62,8 @@ def wants_plain_code() -> bool:
     many a backward."""
     if torch._C._get_tracing_state() is not None or _is_fx_tracing():
         return True
-    stack = torch._C._functorch.get_interpreter_stack() or ()
-    return any(interpreter.key() == TransformType.Grad for interpreter in stack)
+    stack = torch._C._functorch.get_interpreter_stack()
+    return stack is not None and any(i.key() == TransformType.Grad for i in stack)
 
 
 def _is_fx_tracing() -> bool:

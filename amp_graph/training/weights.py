@@ -92,11 +92,12 @@ class GraphWeights:
     def _write(self, parameters: tuple[Tensor, ...]) -> None:
         if len(self._written) < len(parameters):
             parameters = tuple(compress(parameters, self._are_first))
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                torch._foreach_copy_(self._written, parameters)
-        else:
+        records = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # `no_grad` takes as long again as the copies of a few
+        try:
             torch._foreach_copy_(self._written, parameters)
+        finally:
+            torch._C._set_grad_enabled(records)
 
     def _write_if_stale(
         self, traces: Traces, parameters: tuple[Tensor, ...], versions: Sequence[int]
