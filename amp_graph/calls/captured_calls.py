@@ -89,8 +89,7 @@ class CapturedCalls:
     def _begin_again(self, has_captured: bool = True) -> None:
         """After a call that raised, which tells nothing of others."""
         self._frames.end_failed_call(has_captured)
-        if self._frames.are_too_many():
-            self._stop_capturing()
+        self._stop_if_too_many()
         if self._watch is not None:
             self._watch = Outside(self._lists)
 
@@ -143,8 +142,7 @@ class CapturedCalls:
         if before.watch is not None and self._hooks.number() > before.hooks:
             self._frames.end_call(has_captured, before.charged)
             self._watch = Outside(self._lists)  # what it set up, later calls find
-            if self._frames.are_too_many():
-                self._stop_capturing()
+            self._stop_if_too_many()
             return
         if before.watch is not None:
             self._judge(before.watch)
@@ -156,8 +154,7 @@ class CapturedCalls:
             return
         if self._is_watched:
             self._watch = Outside(self._lists)
-        if self._frames.are_too_many():
-            self._stop_capturing()
+        self._stop_if_too_many()
 
     def _tell(self) -> None:
         """Of what was skipped and, after the first call, of that: of several at once it is the one
@@ -201,20 +198,22 @@ class CapturedCalls:
             self._chosen.around = partial(weak_method(self._autocast_around), index=index)
             self._chosen.is_stale = True
 
-    def _stop_capturing(self) -> None:
-        """Something of Python is another at call after call, a list that grows, say, or the layers
-        that are chosen, and the model's own code is faster than capturing it each time."""
-        if self._runs_own is not None:
+    def _stop_if_too_many(self) -> None:
+        """Capture no more, if something of Python is another at call after call, a list that grows,
+        say, or the layers that are chosen: the model's own code is faster than capturing it."""
+        if self._runs_own is not None or not self._frames.are_too_many():
             return
         if self._frames.only_fail():
             reason, advice = "one call after another raised as it was captured", ""
         else:
             reason = "it was captured anew again and again"
-            advice = " TORCH_LOGS=recompiles tells what changes in it at each call"
+            advice = ". TORCH_LOGS=recompiles tells what changes in it at each call"
+            if self._frames.changed:
+                advice += f"; before the last it was {self._frames.changed}"
         index = self.own_code.stand_in(reason)
         self._runs_own, self._chosen.is_stale = self.own_code.run(index), True
         plan = self._record.plans[index]
-        warn(f"{self.own_code.name} is no longer captured and {plan.otherwise}.{advice}")
+        warn(f"{self.own_code.name} is no longer captured and {plan.otherwise}{advice}")
 
     def _run_uncaptured(self, error: Exception, before: Before, args: Any, kwargs: Any) -> Any:
         """Capture with more breaks, then each size apart. If that was tried, or is not likely to

@@ -8,6 +8,8 @@ with Dynamo, which is called for all of its code, after a graph break as well, a
 Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
 
     torch._dynamo.utils.counters    whether Dynamo was at work, or let the frame be, and why
+    torch._dynamo.utils.get_compilation_metrics
+                                    which guard failed, for which it was at work again
     torch._C._dynamo.eval_frame.set_code_exec_strategy, _FrameExecStrategy, _FrameAction
                                     to have it try again what it would let be for good
 """
@@ -24,7 +26,7 @@ from types import CodeType
 
 from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, get_compilation_metrics
 
 MAX_CAPTURES = 16  # calls that captured something, less one for
 REPAID_BY = 4  # calls that did not
@@ -63,6 +65,7 @@ class Frames:
         self.failed = 0
         self.skipped: list[str] = []  # frames that run uncaptured, and why
         self.said = ""  # what Dynamo said last of what it cannot capture
+        self.changed = ""  # the guard that failed last, and its line: "`len(module.seen) == 2` (net.py:7 in f)"
 
     @contextlib.contextmanager
     def counted(self, code: CodeType) -> Iterator[None]:
@@ -71,7 +74,9 @@ class Frames:
         try:
             yield
         finally:
-            self.own.begun += counters["frames"]["total"] != before
+            if counters["frames"]["total"] != before:
+                self.own.begun += 1
+                self.changed = _failed_guard() or self.changed
             new = [r for r, count in counters["unimplemented"].items() if count > reasons[r]]
             if any(reason.startswith(RAISED) for reason in new):
                 self.own.raised.append(code)
@@ -111,6 +116,17 @@ class Frames:
         """Those that were skipped since this was last asked."""
         skipped, self.skipped = self.skipped, []
         return skipped
+
+
+def _failed_guard() -> str:
+    """Of the newest of those that the last capture found, if there were any."""
+    metrics = get_compilation_metrics()
+    reason = metrics[-1].recompile_reason if metrics else None
+    found = re.match(r"\d+/\d+: (.*?)(?:\s+#.*# (\S+:\d+ in \S+).*)?$", reason or "", re.MULTILINE)
+    if found is None:
+        return ""
+    guard, line = found.groups()
+    return f"`{guard}` ({line.rpartition('/')[2]})" if line else f"`{guard}`"
 
 
 def skipped_before(model: nn.Module) -> list[str]:
