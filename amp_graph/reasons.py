@@ -78,7 +78,7 @@ def why_nothing_is_low(plans: Sequence[Plan]) -> str:
         return "nothing of it was captured"
     fallbacks = [plan.fallback for plan in plans if plan.fallback]
     if fallbacks:
-        return "; ".join(fallbacks)
+        return "; ".join(dict.fromkeys(fallbacks))
     reasons = Counter(
         short_reason(part, f.name)
         for plan in plans

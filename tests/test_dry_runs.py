@@ -46,3 +46,36 @@ def test_a_call_that_asks_what_sizes_come_of_it_decides_nothing(start):
     (seen,) = installation.models.seen
     assert [*seen.record.runs.values()] == [1]
     assert "matmul" in seen.record.plans[0].low
+
+
+class Tracking(nn.Module):
+    """As of Keras: what it has for weights becomes parameters where somebody asks for them, and is
+    a stand-in while it is asked for sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.variable = torch.randn(3, 8)
+        self.value = self.variable
+
+    def named_parameters(self, *args, **kwargs):
+        if not hasattr(self, "weight"):
+            self.weight = nn.Parameter(self.value)
+        return super().named_parameters(*args, **kwargs)
+
+    def forward(self, x):
+        return x @ self.value.T
+
+    def ask(self, x):
+        self.value = torch.empty_like(self.variable, device="meta")
+        try:
+            return self(x.to("meta")).shape
+        finally:
+            self.value = self.variable
+
+
+def test_a_call_that_asks_for_sizes_makes_no_parameters(start):
+    installation, model = start(), Tracking()
+    assert model.ask(torch.ones(5, 8)) == (5, 3)
+    assert not model._parameters and not installation.models.seen
+    model(torch.randn(5, 8))
+    assert model.weight.device.type == "cpu" and amp_graph.is_converted(model)

@@ -96,7 +96,9 @@ class Models:
             return True  # no model, but a weight that is read, perhaps to be kept
         try:
             inner = unwrapped(module)
-            if not any(p.is_floating_point() for p in inner.parameters()):
+            # Keras, asked in a dry run, keeps what stands in for its parameters.
+            asked = nn.Module if _is_on_meta_device(given) else type(inner)
+            if not any(p.is_floating_point() for _, p in asked.named_parameters(inner)):
                 return False
             is_ready = can_capture() and not any(map(is_lazy, inner.parameters()))
             if is_ready and not _is_being_built() and not _is_dry_run(inner, given):
@@ -207,8 +209,11 @@ def _is_being_built() -> bool:
 def _is_dry_run(module: nn.Module, given: Any) -> bool:
     """Whether a module that is not on the meta device is given tensors that are, by code that asks
     what sizes come of them and has stand-ins for its parameters (Keras)."""
-    tensors = (x for x in tree_leaves(given) if isinstance(x, torch.Tensor))
-    return any(x.is_meta for x in tensors) and not _is_on_meta(module)
+    return _is_on_meta_device(given) and not _is_on_meta(module)
+
+
+def _is_on_meta_device(given: Any) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_leaves(given))
 
 
 def _goes_on_alone(part: nn.Module, model: Model) -> bool:

@@ -4,6 +4,7 @@
     the same, emulated                   ->   that of widened values, rounded
     tag_activation_checkpoint(body, x)   ->   torch.utils.checkpoint.checkpoint(body, x)
     autograd_function_apply(f, b, x)     ->   a torch.autograd.Function of f and b
+    flex_attention(q, k, v, f, ...)      ->   the same, compiled by itself (see `flex_attention`)
     (-1) ** n                            ->   pow(-1, n)
 
 The Python bindings of the ATen operators do the same as the overloads that a graph names, and take
@@ -28,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_graph.backend.custom_function import applied, can_apply, differentiable, second_halves
 from amp_graph.backend.emulation import in_float32, nothing_emulated
+from amp_graph.backend.flex_attention import compiled_attention
 from amp_graph.capture.aten import CAST, SELECTIVE, written_operands
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -47,6 +49,7 @@ def eager(
     for half in second_halves(module.graph):
         replaced[half] = differentiable(replaced[half])
     called = {n.name: c for n in module.graph.nodes if (c := _called_for(module, n)) is not None}
+    called |= compiled_attention(module)
     for node in filter(emulated, module.graph.nodes):
         called[node.name] = in_float32(called.get(node.name, node.target))
     if not called and all(replaced[name] is body for name, body in bodies.items()):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 CAST = torch.ops.aten._to_copy.default
 CLAMP = torch.ops.aten.clamp.default
+FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 # `x.data`, as Dynamo 2.11 - 2.15 spells it.
 DATA: Callable[..., Any] = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
@@ -32,6 +35,12 @@ SET_DATA: Callable[..., Any] = (
 SELECTIVE = "_checkpoint_context_fn"  # in the meta of a body: what selective checkpointing saves
 IN_REGION = "amp_graph_in_region"  # in the meta of a graph: all of it is in an autocast region
 ASKS_FOR_LOW = "amp_graph_asks_for_low"  # in the meta of a graph captured under autocast: a node
+
+
+def is_operator(node: fx.Node) -> bool:
+    """Whether the lists may speak for a node. Of those with bodies for flex_attention alone:
+    it computes more than its bodies do."""
+    return isinstance(node.target, OpOverload) or node.target is FLEX_ATTENTION
 
 
 def op_name(node: fx.Node) -> str:
@@ -59,9 +68,12 @@ def device_of(node: fx.Node) -> str:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """The operands of an operator by the names its schema gives them."""
-    assert isinstance(node.target, OpOverload)
-    names = (a.name for a in node.target._schema.arguments)
+    """The operands of an operator by the names its schema or signature gives them."""
+    if isinstance(node.target, OpOverload):
+        names = [a.name for a in node.target._schema.arguments]
+    else:
+        assert is_operator(node)
+        names = [*inspect.signature(node.target).parameters]  # type: ignore[arg-type]
     return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
@@ -77,6 +89,19 @@ def dtype_position(node: fx.Node) -> int | None:
         return None
     names = [a.name for a in node.target._schema.arguments]
     return names.index("dtype") if "dtype" in names else None
+
+
+def module_path(node: fx.Node, names: Mapping[str, str]) -> str:
+    """The path of the innermost module that a node is of. `names`: see `retrace`."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    key, (path, *_) = list(stack.items())[-1]
+    known = names.get(key.partition("@")[0])
+    if known is not None:
+        return known
+    path = re.sub(r"\._modules\['([^']*)'\]|\[['\"]?([^'\"\]]*)['\"]?\]", r".\1\2", str(path))
+    return path.partition(".")[2].removeprefix("module").removeprefix("self").strip(".")
 
 
 def storages(node: fx.Node) -> list[Any]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -82,15 +81,15 @@ class CannotReplay(Exception):
 def replay(node: fx.Node, args: Any, kwargs: Any) -> Any:
     """What the operator returns for fake operands. Where it has no rule for symbolic sizes, the
     dtypes are read at the sizes seen when captured and given to the captured results."""
-    assert isinstance(node.target, OpOverload)
+    operator: Callable[..., Any] = node.target  # type: ignore[assignment]
     try:
-        return node.target(*args, **kwargs)
+        return operator(*args, **kwargs)
     except Exception as error:
         if not _has_symbols((args, kwargs)):
             raise CannotReplay from error
     try:
         args, kwargs = tree_map(concrete, (args, kwargs))
-        dtypes = [t.dtype for t in tree_leaves(node.target(*args, **kwargs))]
+        dtypes = [t.dtype for t in tree_leaves(operator(*args, **kwargs))]
     except Exception as error:
         raise CannotReplay from error
     captured, spec = tree_flatten(node.meta["val"])

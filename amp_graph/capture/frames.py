@@ -65,7 +65,7 @@ class Frames:
         self.failed = 0
         self.skipped: list[str] = []  # frames that run uncaptured, and why
         self.said = ""  # what Dynamo said last of what it cannot capture
-        self.changed = ""  # the guard that failed last, and its line: "`len(module.seen) == 2` (net.py:7 in f)"
+        self.changed = ""  # the guard that failed last: "`len(module.seen) == 2` (net.py:7 in f)"
 
     @contextlib.contextmanager
     def counted(self, code: CodeType) -> Iterator[None]:

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +41,7 @@ from amp_graph.capture.aten import (
     SET_DATA,
     SET_GRAD_ENABLED,
     get_attribute,
+    module_path,
     set_attribute,
     tensors_of,
 )
@@ -50,6 +50,7 @@ from amp_graph.capture.fake import fake_mode_of
 from amp_graph.capture.grad_modes import INFERENCE_MODE, grad_modes
 from amp_graph.capture.hidden_memory import hidden_memory
 from amp_graph.capture.own_regions import mark_bodies
+from amp_graph.capture.tensor_indices import as_read_by
 from amp_graph.capture.vmap import all_left, drop_unused_detaches, inside_vmap
 from amp_graph.errors import CaptureError
 
@@ -85,23 +86,11 @@ def retrace(
     finally:
         retracer.leave_autocast()
     for node in traced.graph.nodes:
-        node.meta["module_path"] = _module_path(node, names or {})
+        node.meta["module_path"] = module_path(node, names or {})
         if any(tensor.is_nested for tensor in tensors_of(node)):
             raise CaptureError(f"{node.name} is a nested tensor, whose sizes are no numbers")
     mark_bodies(traced)
     return traced
-
-
-def _module_path(node: fx.Node, names: Mapping[str, str]) -> str:
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    key, (path, *_) = list(stack.items())[-1]
-    known = names.get(key.partition("@")[0])
-    if known is not None:
-        return known
-    path = re.sub(r"\._modules\['([^']*)'\]|\[['\"]?([^'\"\]]*)['\"]?\]", r".\1\2", str(path))
-    return path.partition(".")[2].removeprefix("module").removeprefix("self").strip(".")
 
 
 def trace(function: Callable[..., Any], args: Sequence[Any]) -> fx.GraphModule:
@@ -233,7 +222,7 @@ class _Retracer:
     def attribute(self, node: fx.Node) -> Any:
         value = get_attribute(self.module, str(node.target))
         if isinstance(value, fx.GraphModule):
-            self.root.add_module(str(node.target), _retrace_body(value, self.names))
+            self.root.add_module(str(node.target), _retrace_body(value, self.names, node.users))
             return None
         set_attribute(self.root, str(node.target), value)
         return self.as_fake(value)
@@ -292,9 +281,12 @@ class _Retracer:
                     local[node].meta["val"] = self.as_fake(value)
 
 
-def _retrace_body(body: fx.GraphModule, names: Mapping[str, str]) -> fx.GraphModule:
-    """A body that cannot be retraced runs as it is."""
+def _retrace_body(
+    body: fx.GraphModule, names: Mapping[str, str], users: Iterable[fx.Node]
+) -> fx.GraphModule:
+    """A body that cannot be retraced runs as it is. `users`: what runs it."""
     try:
-        return retrace(body, names)
+        with as_read_by(users):
+            return retrace(body, names)
     except Exception:
         return body

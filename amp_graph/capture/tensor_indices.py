@@ -6,6 +6,8 @@
 Without Dynamo that is what PyTorch does: such an index takes one of a dimension before all others
 are looked at. Dynamo asks for the number while it captures, which it does not know, unless it is
 the only index and a number already. A write to such a place (`x[t] = 0`) ends the graph as ever.
+In functions that a user gives `flex_attention` such a number stands for many (`bias[head]`), and
+takes as many places.
 
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
@@ -13,18 +15,23 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
     torch._dynamo.variables.TensorVariable.ndim, ..., .dtype
     torch._dynamo.variables.SliceVariable, SymNodeVariable, TupleVariable    indices
     torch._C._functorch.is_batchedtensor    whether a value in a graph stands for many, of a vmap
+    torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex
+                                            the mode that such functions run under
+    torch.overrides._get_current_function_mode
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo.config as dynamo_config
+from torch import fx
 from torch._C._functorch import is_batchedtensor
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._dynamo.variables import (
     BuiltinVariable,
     ConstantVariable,
@@ -33,7 +40,9 @@ from torch._dynamo.variables import (
     TupleVariable,
 )
 from torch._dynamo.variables.tensor import SymNodeVariable
+from torch.overrides import _get_current_function_mode
 
+from amp_graph.capture.aten import FLEX_ATTENTION
 from amp_graph.capture.replaced import method_inside
 
 MASKS = (torch.bool, torch.uint8)
@@ -46,6 +55,12 @@ class _Indices(NamedTuple):
     others: list[Any]
 
 
+def as_read_by(users: Iterable[fx.Node]) -> contextlib.AbstractContextManager[Any]:
+    """Within, indices are taken as in a function that is for these operators."""
+    is_for_many = any(user.target is FLEX_ATTENTION for user in users)
+    return TransformGetItemToIndex() if is_for_many else contextlib.nullcontext()
+
+
 def tensor_indices_known() -> contextlib.AbstractContextManager[None]:
     """Within, Dynamo goes on with a number that depends on data."""
     return method_inside(BuiltinVariable, "call_function", _call_function)
@@ -53,7 +68,7 @@ def tensor_indices_known() -> contextlib.AbstractContextManager[None]:
 
 def _call_function(method: Any, builtin: Any, frame: Any, args: Any, kwargs: Any) -> Any:
     is_index = builtin.fn is operator.getitem and len(args) == 2
-    if is_index and dynamo_config.capture_scalar_outputs:
+    if is_index and dynamo_config.capture_scalar_outputs and not _is_for_many():
         part, key = args
         found = _indices(part.realize(), key.realize())
         if found is not None:
@@ -64,6 +79,10 @@ def _call_function(method: Any, builtin: Any, frame: Any, args: Any, kwargs: Any
                 return part
             args = [part, TupleVariable(found.others)]
     return method(builtin, frame, args, kwargs)
+
+
+def _is_for_many() -> bool:
+    return isinstance(_get_current_function_mode(), TransformGetItemToIndex)
 
 
 def _number(frame: Any, index: Any) -> Any:

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
-from amp_graph.capture.aten import CAST, get_attribute, op_name, tensors_of
+from amp_graph.capture.aten import CAST, get_attribute, is_operator, op_name, tensors_of
 from amp_graph.inspection.flops import flops_of
 from amp_graph.inspection.spelling import byte_count, input_kind, shapes
 from amp_graph.inspection.spelling import op_name as short_op
@@ -140,7 +139,7 @@ class _Writer:
         self.labels = {name: facts.label for name, facts in plan.facts.items()}
         self.listings: dict[str, Listing] = {}
         for node in module.graph.nodes:
-            found = lists.lookup(node.target) if isinstance(node.target, OpOverload) else None
+            found = lists.lookup(node.target) if is_operator(node) else None
             if found is not None:
                 self.listings[node.name] = found
         self.casts: dict[tuple[str, torch.dtype], list[Cast]] = defaultdict(list)
@@ -262,7 +261,7 @@ class _Writer:
 
 def _is_float_operator(node: fx.Node, facts: NodeFacts) -> bool:
     """Whether it is an operator on float32 tensors, for which there is a precision to have."""
-    return isinstance(node.target, OpOverload) and bool(facts.reads or facts.numel)
+    return is_operator(node) and bool(facts.reads or facts.numel)
 
 
 def _kind(facts: NodeFacts) -> str:

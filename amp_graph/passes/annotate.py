@@ -27,6 +27,7 @@ from amp_graph.capture.aten import (
     device_of,
     dtype_position,
     get_attribute,
+    is_operator,
     op_name,
     operands_named,
     storages,
@@ -57,7 +58,7 @@ def annotate(module: fx.GraphModule, lists: OpLists) -> dict[str, NodeFacts]:
 
 
 def _facts(node: fx.Node, lists: OpLists, memory: _Memory, region: str) -> NodeFacts:
-    listing = lists.lookup(node.target) if isinstance(node.target, OpOverload) else None
+    listing = lists.lookup(node.target) if is_operator(node) else None
     if node.target in (operator.getitem, DATA):
         color: Color | None = Color.CLEAR
     else:
@@ -156,7 +157,7 @@ def _scalars(node: fx.Node, listing: Listing | None) -> Iterator[float]:
 def _fixed(node: fx.Node) -> str:
     if node.op in ("placeholder", "get_attr", "output"):
         return node.op
-    if isinstance(node.target, HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator) and not is_operator(node):
         return "higher-order operator: its body is converted by itself"
     if node.target is SET_DATA:
         return "puts a tensor into other memory"

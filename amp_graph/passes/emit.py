@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.aten import (
@@ -30,6 +29,7 @@ from amp_graph.capture.aten import (
     arguments,
     dtype_position,
     get_attribute,
+    is_operator,
     operands_named,
     set_attribute,
     tensors_of,
@@ -118,7 +118,7 @@ class _Emitter:
 
     def write(self, node: fx.Node, precision: torch.dtype) -> None:
         """Write one node that gets its float32 operands in `precision`."""
-        if not isinstance(node.target, OpOverload):
+        if not is_operator(node):
             args, kwargs = self.emitted_operands(node, precision, _tuples(node))
             self.append(node, args, kwargs, _value_of(node, args))
             return

@@ -7,8 +7,10 @@ under an explicit scaler, ours or PyTorch's, do not scale inside their graphs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -164,11 +166,28 @@ def is_grad_scaler_stepping(frame: FrameType | None) -> bool:
     return False
 
 
+_around: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
+
+
 def is_grad_scaler_around() -> bool:
-    """Whether the process holds an enabled scaler. Walks all objects once: tens of milliseconds."""
-    return any(scaler.is_enabled() for scaler in _instances())
+    """Whether the process holds an enabled scaler. Those that are there when it is first asked are
+    found among all objects, in tens of milliseconds; later ones are noted as they are made."""
+    _note_all()
+    return any(scaler.is_enabled() for scaler in [*_around.values()])
 
 
-def _instances() -> Iterator[Any]:
+@functools.cache
+def _note_all() -> None:
+    for kind in EXPLICIT:
+        kind.__init__ = _noting(kind.__init__)  # type: ignore[method-assign]
     # By type(): isinstance() would ask proxies for their __class__, which may run anything.
-    return (o for o in gc.get_objects() if issubclass(type(o), EXPLICIT))
+    _around.update((id(o), o) for o in gc.get_objects() if issubclass(type(o), EXPLICIT))
+
+
+def _noting(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        _around[id(self)] = self
+
+    return noting

@@ -1,0 +1,89 @@
+"""`flex_attention` in a graph that runs operator by operator is compiled by itself.
+
+    flex_attention(q, k, v, score_mod, ...)   ->   torch.compile of that, with `score_mod` inside
+
+The operator is for compilers, which put what the user's functions do to each score into one kernel
+of attention; run as it is, it makes a tensor of all scores, in float32. Users therefore compile
+`torch.nn.attention.flex_attention`, as it tells them to. What is captured of their model calls the
+operator, and says no more of that.
+
+Layers whose functions compute the same share what is compiled, as they would share the user's.
+
+On CPU torch 2.11 compiles what overwrites other memory if there are two threads or more, and kills
+the process; 2.13 and 2.15 do not. There the operator runs as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx
+
+from amp_graph.backend.guarded import Guarded
+from amp_graph.capture.aten import FLEX_ATTENTION, arguments, device_of, get_attribute
+from amp_graph.errors import warn
+from amp_graph.modules import Run
+
+CPU_IS_SOUND = torch.__version__ >= "2.13"
+
+
+def compiled_attention(module: fx.GraphModule) -> Mapping[str, Run]:
+    """What to call for the nodes of a graph that are `flex_attention`, by their names."""
+    made: dict[Any, Run] = {}
+    found = {}
+    for node in module.graph.find_nodes(op="call_function", target=FLEX_ATTENTION):
+        if device_of(node) == "cpu" and not CPU_IS_SOUND:
+            continue
+        of = arguments(node)
+        score_mod, mask_mod = (
+            get_attribute(module, body.target) for body in (of["score_mod"], of["block_mask"][-1])
+        )
+        read = frozenset(user.args[1] for user in node.users)
+        key = _form(score_mod), _form(mask_mod), read
+        if key not in made:
+            made[key] = _compiled(score_mod, mask_mod, read)
+        found[node.name] = made[key]
+    return found
+
+
+def _form(body: fx.GraphModule) -> Any:
+    """What the bodies have in common that compute the same. One with constants is by itself."""
+    if body.graph.find_nodes(op="get_attr"):
+        return id(body)
+    form, numbers = [], {node: k for k, node in enumerate(body.graph.nodes)}
+    for node in body.graph.nodes:
+        operands = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
+        form.append((node.op, "" if node.op == "placeholder" else node.target, str(operands)))
+    return tuple(form)
+
+
+def _compiled(score_mod: fx.GraphModule, mask_mod: fx.GraphModule, read: frozenset[Any]) -> Run:
+    """`read`: which of the results are. On CPU what is compiled has no others (torch 2.13)."""
+
+    def attend(*args: Any) -> Any:
+        q, k, v, _, block_mask, scale, options, of_scores, of_mask = args
+
+        def score(*values: Any) -> Any:
+            return score_mod(*values, *of_scores)
+
+        def mask(*values: Any) -> Any:
+            return mask_mod(*values, *of_mask)
+
+        results = FLEX_ATTENTION(q, k, v, score, (*block_mask[:-1], mask), scale, options)
+        return [result if i in read else None for i, result in enumerate(results)]
+
+    code = attend.__code__.replace()  # its own: Dynamo counts how often it compiles one
+    own = FunctionType(code, attend.__globals__, attend.__name__, None, attend.__closure__)
+    guarded = Guarded(torch.compile(own), FLEX_ATTENTION, (), _say_why)
+
+    def flex_attention(*args: Any) -> Any:
+        return guarded(*args)
+
+    return flex_attention
+
+
+def _say_why(reason: str) -> None:
+    warn(f"flex_attention is not compiled, and makes a tensor of all scores: {reason}")
