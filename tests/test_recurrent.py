@@ -99,3 +99,29 @@ def test_a_compiled_layer_has_its_steps() -> None:
     for length in (3, 4):
         compare(plain, model, length, tolerance=1e-2)
     assert [plan.uncompiled for plan in amp_graph.plans(model)] == [None, None]
+
+
+class Started(nn.Module):
+    """Begins with a state that code between graphs, under autocast, left in low precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.layer = nn.Linear(4, 5), nn.GRU(4, 5, batch_first=True)
+
+    @torch.compiler.disable
+    def started(self, x: Tensor) -> Tensor:
+        return self.start(x[:, 0])[None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, self.started(x))[0]
+
+
+def test_a_state_may_come_from_under_autocast() -> None:
+    model, x = Started(), torch.randn(2, 7, 4)
+    exact = model(x)
+    amp_graph.convert(model, policy="bfloat16")
+    for _ in range(2):  # code between graphs is under autocast from the second on
+        found = model(x)
+    assert torch.allclose(found, exact, atol=0.02)
+    assert found.dtype is torch.float32
+    assert not any("not captured (" in str(p.fallback) for p in amp_graph.plans(model))

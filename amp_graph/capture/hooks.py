@@ -49,6 +49,10 @@ class Hooks:
     def are_there(self) -> bool:
         return self._are_there
 
+    def are_for_all(self) -> bool:
+        """Whether there are hooks for all modules, in the call that `have_changed` was asked of."""
+        return bool(self._for_all)
+
     def have_changed(self) -> bool:
         """Whether what was captured is of no use any more. To be asked before each call."""
         for_all = _for_all_modules()

@@ -24,6 +24,7 @@ from torch._C import DispatchKey
 from torch._ops import OpOverload
 
 from amp_graph.cpu import emulates
+from amp_graph.ir import LOW
 
 aten = torch.ops.aten
 LAYERS = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
@@ -84,14 +85,17 @@ def results(
     batch_first: bool,
 ) -> tuple[Tensor, ...]:
     """Tensors like those that the layer returns, from fake ones: sizes, strides, dtype, device, and
-    a gradient if any operand needs one."""
+    a gradient if any operand needs one. Of operands of several dtypes there are none but under
+    autocast, which has them in one."""
     states = [hx] if isinstance(hx, Tensor) else list(hx)
     operands = [input, *states, *params]
-    if len({t.dtype for t in operands}) > 1:
+    dtypes = {t.dtype for t in operands}
+    is_cast = dtypes <= {torch.float32, *LOW} and torch.is_autocast_enabled(input.device.type)
+    if len(dtypes) > 1 and not is_cast:
         raise RuntimeError("the operands of a recurrent layer have several dtypes")
     touched = torch.stack([t.sum() for t in operands]).sum()
     batch, time = input.shape[:2] if batch_first else (input.shape[1], input.shape[0])
     width = states[0].shape[2] * (2 if bidirectional else 1)
-    output = input.new_empty(time, batch, width) + touched
-    last = [input.new_empty(state.shape) + touched for state in states]
+    output = input.new_empty(time, batch, width, dtype=touched.dtype) + touched
+    last = [input.new_empty(state.shape, dtype=touched.dtype) + touched for state in states]
     return output.transpose(0, 1) if batch_first else output, *last
