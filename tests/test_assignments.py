@@ -242,6 +242,20 @@ def test_a_tensor_put_where_it_is_costs_no_graph(function: Callable[[Tensor], Te
     assert plan.fallback is None and plan.converts
 
 
+def test_neither_does_a_layer_that_is_converted_to_what_it_is() -> None:
+    """As the routers of Switch transformers are in each call."""
+
+    class Converts(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            self.a.to(x.dtype)
+            return self.b(self.a(x))
+
+    plain, model = twins(Converts(), "bfloat16")
+    assert_trains_alike(model, plain)
+    (plan,) = amp_graph.plans(model)
+    assert plan.fallback is None and plan.converts
+
+
 @IGNORING_AUTOCAST
 def test_a_tensor_put_back_is_another_assignment() -> None:
     class PutsBack(Two):

@@ -54,18 +54,37 @@ def _idle(graph: fx.Graph) -> set[fx.Node]:
     """Those of `x.data` as it was, like that of `w.data = w.data.to(device)` where it is there."""
     idle: set[fx.Node] = set()
     own = {}  # by the id of a value that is `x.data`, x; gone with the next assignment to it
+    assigned = set()
     for node in graph.nodes:
         if node.target is DATA and "example_value" in node.meta:
             own[id(node.meta["example_value"])] = node.args[0]
         elif node.target is SPELLED:
             x, y = node.all_input_nodes[0], node.all_input_nodes[-1]
-            if own.get(id(y.meta.get("example_value"))) is x:
+            is_own = own.get(id(y.meta.get("example_value"))) is x
+            if is_own or (x not in assigned and _is_as_it_was(x, y)):
                 idle.add(node)
             else:
+                assigned.add(x)
                 own = {value: other for value, other in own.items() if other is not x}
         elif _is_uncount(node) and node.args[0] in idle:
             idle.add(node)
     return idle
+
+
+def _is_as_it_was(x: fx.Node, y: fx.Node) -> bool:
+    """Whether a value is an alias of all of an input. Not to be told where the fake tensor of the
+    input has the memory that is assigned to it, as up to torch 2.13."""
+    if SPELLED is torch.Tensor.set_:
+        return False
+    before, value = x.meta.get("example_value"), y.meta.get("example_value")
+    if not (type(before) is type(value) is FakeTensor):
+        return False
+    return _laid_out(before) == _laid_out(value)
+
+
+def _laid_out(value: Tensor) -> tuple[Any, ...]:
+    memory = value.untyped_storage()._cdata
+    return memory, value.dtype, value.shape, value.stride(), value.storage_offset()
 
 
 def _is_uncount(node: fx.Node) -> bool:
