@@ -15,6 +15,7 @@ the process; 2.13 and 2.15 do not. There the operator runs as it is.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
@@ -35,7 +36,8 @@ def compiled_attention(module: fx.GraphModule) -> Mapping[str, Run]:
     made: dict[Any, Run] = {}
     found = {}
     for node in module.graph.find_nodes(op="call_function", target=FLEX_ATTENTION):
-        if device_of(node) == "cpu" and not CPU_IS_SOUND:
+        is_unsound = device_of(node) == "cpu" and not CPU_IS_SOUND
+        if is_unsound or any(user.target is not operator.getitem for user in node.users):
             continue
         of = arguments(node)
         score_mod, mask_mod = (

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
+from amp_graph.capture.aten import SET_GRAD_ENABLED
 from amp_graph.training.traces import Traces
 
 _version, _shape = attrgetter("_version"), attrgetter("shape")
@@ -93,11 +94,11 @@ class GraphWeights:
         if len(self._written) < len(parameters):
             parameters = tuple(compress(parameters, self._are_first))
         records = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # `no_grad` takes as long again as the copies of a few
+        SET_GRAD_ENABLED(False)  # as `no_grad` does, in a dozen calls of Python
         try:
             torch._foreach_copy_(self._written, parameters)
         finally:
-            torch._C._set_grad_enabled(records)
+            SET_GRAD_ENABLED(records)
 
     def _write_if_stale(
         self, traces: Traces, parameters: tuple[Tensor, ...], versions: Sequence[int]
