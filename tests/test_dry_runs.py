@@ -79,3 +79,19 @@ def test_a_call_that_asks_for_sizes_makes_no_parameters(start):
     assert not model._parameters and not installation.models.seen
     model(torch.randn(5, 8))
     assert model.weight.device.type == "cpu" and amp_graph.is_converted(model)
+
+
+class KerasTensor:
+    """By what is called so Keras asks for sizes while a model is put together."""
+
+    shape, dtype = (5, 8), "float32"
+
+
+def test_neither_does_one_on_a_description(start, capsys):
+    class Described(Layer):
+        def forward(self, x):
+            return super().forward(torch.ones(x.shape)) if isinstance(x, KerasTensor) else x
+
+    installation, model = start(), Described()
+    assert model(KerasTensor()).shape == (5, 3)
+    assert not installation.models.seen and not capsys.readouterr().err

@@ -97,7 +97,7 @@ class Models:
         try:
             inner = unwrapped(module)
             # Keras, asked in a dry run, keeps what stands in for its parameters.
-            asked = nn.Module if _is_on_meta_device(given) else type(inner)
+            asked = nn.Module if _are_described(given) else type(inner)
             if not any(p.is_floating_point() for _, p in asked.named_parameters(inner)):
                 return False
             is_ready = can_capture() and not any(map(is_lazy, inner.parameters()))
@@ -207,13 +207,17 @@ def _is_being_built() -> bool:
 
 
 def _is_dry_run(module: nn.Module, given: Any) -> bool:
-    """Whether a module that is not on the meta device is given tensors that are, by code that asks
-    what sizes come of them and has stand-ins for its parameters (Keras)."""
-    return _is_on_meta_device(given) and not _is_on_meta(module)
+    """Whether a module that is not on the meta device is asked by Keras what sizes come of what it
+    is given, and has stand-ins for its parameters."""
+    return _are_described(given) and not _is_on_meta(module)
 
 
-def _is_on_meta_device(given: Any) -> bool:
-    return any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_leaves(given))
+def _are_described(given: Any) -> bool:
+    """Whether there are tensors of which no more is there than what they are like."""
+    return any(
+        x.is_meta if isinstance(x, torch.Tensor) else type(x).__name__ == "KerasTensor"
+        for x in tree_leaves(given)
+    )
 
 
 def _goes_on_alone(part: nn.Module, model: Model) -> bool:
