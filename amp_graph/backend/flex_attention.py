@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from amp_graph.backend.guarded import Guarded
+from amp_graph.backend.inductor import inductor
 from amp_graph.capture.aten import FLEX_ATTENTION, arguments, device_of, get_attribute
 from amp_graph.errors import warn
 from amp_graph.modules import Run
@@ -79,7 +80,7 @@ def _compiled(score_mod: fx.GraphModule, mask_mod: fx.GraphModule, read: frozens
 
     code = attend.__code__.replace()  # its own: Dynamo counts how often it compiles one
     own = FunctionType(code, attend.__globals__, attend.__name__, None, attend.__closure__)
-    guarded = Guarded(torch.compile(own), FLEX_ATTENTION, (), _say_why)
+    guarded = Guarded(torch.compile(own, backend=inductor), FLEX_ATTENTION, (), _say_why)
 
     def flex_attention(*args: Any) -> Any:
         return guarded(*args)

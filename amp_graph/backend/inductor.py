@@ -80,6 +80,15 @@ def compile_graph(
     return run_on_what_is_read
 
 
+def inductor(module: fx.GraphModule, inputs: list[Any]) -> Any:
+    """A backend for `torch.compile` that compiles the backward pass at once, too."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with config.patch(SETTINGS):
+        return compile_fx(module, inputs)
+
+
 def _example(low: Tensor, requires_grad: bool) -> Tensor:
     """A fake weight as the boundary will hand it in. `low` was made without autograd."""
     return low.detach().requires_grad_(requires_grad)
