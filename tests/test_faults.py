@@ -119,7 +119,7 @@ def test_a_body_that_cannot_be_retraced_does_not_keep_the_rest_back(
 ) -> None:
     torch._dynamo.reset()
     retrace_module = sys.modules["amp_graph.capture.retrace"]
-    monkeypatch.setattr(retrace_module, "_retrace_body", lambda body, names: body)
+    monkeypatch.setattr(retrace_module, "_retrace_body", lambda body, names, users: body)
     case = next(c for c in zoo.cases() if c.name == name)
     args, kwargs = case.batch(0, 0)
     model = amp_graph.convert(case.make())
