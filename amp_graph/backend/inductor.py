@@ -7,14 +7,14 @@ This happens inside of Dynamo's call of its backend, where `torch.compile` calls
 guards, symbolic sizes and fake tensors are those of that capture. The boundary of the graph, where
 weights are refreshed and gradients scaled, stays outside.
 
-Names of PyTorch used here that are not documented, and the versions they were seen to work on:
+Names of PyTorch used here that are not documented; seen to work on 2.11, 2.13 and 2.15:
 
-    torch._inductor.compile_fx.compile_fx     2.11, 2.13   the documentation of backends names it
-    torch._functorch.config                   2.11, 2.13   the two settings below
+    torch._inductor.compile_fx.compile_fx     the documentation of backends names it
+    torch._functorch.config                   the two settings below
     GraphModule.meta["dynamo_compile_id"], ._param_name_to_source, Node._dynamo_source,
     Node.meta["tensor_dict"]["_dynamo_static_input_type"]
-                                              2.11, 2.13   how Dynamo tells AOTAutograd where inputs
-        come from, to guard that they are distinct, and which stay at one address (CUDA graphs)
+        how Dynamo tells AOTAutograd where inputs come from, to guard that they are distinct, and
+        which stay at one address (CUDA graphs)
 """
 
 from __future__ import annotations
