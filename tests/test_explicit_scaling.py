@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from training import (
 
 import amp_graph
 from amp_graph import AmpGraphError, GradScaler
+from amp_graph.training import grad_scaler
 
 SCALERS = [lambda **k: torch.amp.GradScaler("cpu", **k), GradScaler]
 
@@ -239,3 +241,16 @@ def test_the_state_of_a_disabled_scaler_is_taken_by_a_disabled_one() -> None:
     scaler = GradScaler(enabled=False)
     scaler.load_state_dict(torch.amp.GradScaler("cpu", enabled=False).state_dict())
     torch.amp.GradScaler("cpu", enabled=False).load_state_dict(scaler.state_dict())
+
+
+def test_new_models_do_not_walk_all_objects_for_scalers(start: Any) -> None:
+    """As code that wraps a network anew at each step would make happen there (torchdiffeq)."""
+    start()
+    Mlp()(X)  # the first
+    with mock.patch.object(grad_scaler.gc, "get_objects", side_effect=AssertionError):
+        model = Mlp()
+        model(X)
+        scaler, late = torch.amp.GradScaler("cpu"), Mlp()
+        late(X)
+    assert amp_graph.is_converted(model) and not amp_graph.is_converted(late)
+    del scaler

@@ -16,7 +16,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 import amp_graph
 from amp_graph.autopatch import first_call
 from amp_graph.autopatch.exit_report import describe
-from amp_graph.training import grad_scaler
 
 X = torch.randn(4, 8)
 
@@ -198,19 +197,6 @@ def test_precision_of_the_scripts_own_goes_first(start, way):
     assert out.dtype is (torch.float32 if scaler else torch.bfloat16)
     uses = "a GradScaler" if scaler else "torch.autocast"
     assert decided(installation) == {"Sequential": f"the script uses {uses}"}
-
-
-def test_new_models_do_not_walk_all_objects(start):
-    """As code that wraps a network anew at each step would make happen there (torchdiffeq)."""
-    start()
-    net()(X)  # the first
-    with mock.patch.object(grad_scaler.gc, "get_objects", side_effect=AssertionError):
-        model = net()
-        model(X)
-        scaler, late = torch.amp.GradScaler("cpu"), net()
-        late(X)
-    assert amp_graph.is_converted(model) and not amp_graph.is_converted(late)
-    del scaler
 
 
 def test_a_model_that_comes_under_autocast_later_is_left_to_it(start, capsys):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from nets import Net, low_share
 from torch import nn
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -15,8 +17,12 @@ from torch.nn.modules.module import (
     register_module_full_backward_pre_hook,
 )
 from torch.utils.hooks import RemovableHandle
+from training import distance
+from two_layers import BFLOAT16
 
 import amp_graph
+from amp_graph.capture import captures
+from amp_graph.convert import record_of
 
 X = torch.randn(4, 8)
 
@@ -157,3 +163,28 @@ def test_hooks_that_ask_for_a_gradient_are_captured_once() -> None:
         handle.remove()
     model(X)
     assert seen == [True, False]
+
+
+def test_what_cannot_be_captured_under_hooks_for_all_modules_is_tried_again_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As under a FLOP counter, whose hooks run code that is not the model's."""
+    built, model = captures.compile_in_parts, Net()
+
+    def fails_under_hooks(*args: Any) -> Any:
+        if torch_module._has_any_global_hook():
+            raise RuntimeError("not with these hooks")
+        return built(*args)
+
+    monkeypatch.setattr(captures, "compile_in_parts", fails_under_hooks)
+    exact = model(X)
+    amp_graph.convert(model, policy="bfloat16")
+    hook = register_module_forward_hook(lambda *args: None)
+    try:
+        for _ in range(2):
+            assert distance(model(X), exact) <= BFLOAT16
+    finally:
+        hook.remove()
+    assert distance(model(X), exact) <= BFLOAT16
+    assert [plan.fallback for plan in amp_graph.plans(model)] == [None]
+    assert record_of(model).runs.total() == 1

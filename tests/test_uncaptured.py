@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from training import assert_same_gradients, distance
 
 import amp_graph
-from amp_graph.capture import captures
-from amp_graph.convert import record_of
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
@@ -285,28 +283,3 @@ def test_a_model_that_cannot_run_under_a_mode_runs() -> None:
     amp_graph.convert(model)
     for _ in range(2):
         torch.testing.assert_close(model(x), expected, rtol=2e-2, atol=2e-2)
-
-
-def test_what_fails_under_hooks_for_all_modules_is_tried_again_without(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As under a FLOP counter, whose hooks run code that is not the model's."""
-    built, model = captures.compile_in_parts, Packed()
-
-    def fails_under_hooks(*args: Any) -> Any:
-        if torch.nn.modules.module._has_any_global_hook():
-            raise RuntimeError("not with these hooks")
-        return built(*args)
-
-    monkeypatch.setattr(captures, "compile_in_parts", fails_under_hooks)
-    exact = model(X)
-    amp_graph.convert(model, policy="bfloat16")
-    hook = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
-    try:
-        for _ in range(2):
-            assert distance(model(X), exact) <= BFLOAT16
-    finally:
-        hook.remove()
-    assert distance(model(X), exact) <= BFLOAT16
-    assert [plan.fallback for plan in amp_graph.plans(model)] == [None]
-    assert record_of(model).runs.total() == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -96,9 +96,7 @@ class Models:
             return True  # no model, but a weight that is read, perhaps to be kept
         try:
             inner = unwrapped(module)
-            # Keras, asked in a dry run, keeps what stands in for its parameters.
-            asked = nn.Module if _are_described(given) else type(inner)
-            if not any(p.is_floating_point() for _, p in asked.named_parameters(inner)):
+            if not any(p.is_floating_point() for p in _parameters(inner, given)):
                 return False
             is_ready = can_capture() and not any(map(is_lazy, inner.parameters()))
             if is_ready and not _is_being_built() and not _is_dry_run(inner, given):
@@ -210,6 +208,14 @@ def _is_dry_run(module: nn.Module, given: Any) -> bool:
     """Whether a module that is not on the meta device is asked by Keras what sizes come of what it
     is given, and has stand-ins for its parameters."""
     return _are_described(given) and not _is_on_meta(module)
+
+
+def _parameters(module: nn.Module, given: Any) -> Iterator[nn.Parameter]:
+    """Those that a module has by now. Keras, which lists them in a way of its own, would keep what
+    stands in for them if it were asked in a dry run."""
+    if type(module).named_parameters is not nn.Module.named_parameters and _are_described(given):
+        return (p for _, p in nn.Module.named_parameters(module))
+    return module.parameters()
 
 
 def _are_described(given: Any) -> bool:

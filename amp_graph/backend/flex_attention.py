@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch import fx
 from amp_graph.backend.guarded import Guarded
 from amp_graph.backend.inductor import inductor
 from amp_graph.capture.aten import FLEX_ATTENTION, arguments, device_of, get_attribute
+from amp_graph.capture.dynamo import with_own_code
 from amp_graph.errors import warn
 from amp_graph.modules import Run
 
@@ -78,8 +78,7 @@ def _compiled(score_mod: fx.GraphModule, mask_mod: fx.GraphModule, read: frozens
         results = FLEX_ATTENTION(q, k, v, score, (*block_mask[:-1], mask), scale, options)
         return [result if i in read else None for i, result in enumerate(results)]
 
-    code = attend.__code__.replace()  # its own: Dynamo counts how often it compiles one
-    own = FunctionType(code, attend.__globals__, attend.__name__, None, attend.__closure__)
+    own = with_own_code(attend, attend.__name__)
     guarded = Guarded(torch.compile(own, backend=inductor), FLEX_ATTENTION, (), _say_why)
 
     def flex_attention(*args: Any) -> Any:

@@ -49,9 +49,6 @@ def compile_graph(
     traced: what Dynamo called its backend with.
     settings: of Inductor.
     """
-    from torch._functorch import config
-    from torch._inductor.compile_fx import compile_fx
-
     if lifted.graph.graph.find_nodes(op="call_function", target=set_data):  # at once, as it traces
         raise CaptureError("tensors are put into other memory (`x.data = y`)")
     module = _described(copy.deepcopy(lifted.graph), traced.graph)
@@ -61,8 +58,8 @@ def compile_graph(
         inputs.append(_example(node.meta["val"], traced.inputs[position].requires_grad))
     read = _without_unread_parameters(module.graph)
     module.recompile()
-    with config.patch(SETTINGS), recurrent_layers_in_steps():
-        run = without_autocast(compile_fx, lifted.devices)(
+    with recurrent_layers_in_steps():
+        run = without_autocast(inductor, lifted.devices)(
             module, [inputs[i] for i in read], config_patches=dict(settings)
         )
 
@@ -80,13 +77,13 @@ def compile_graph(
     return run_on_what_is_read
 
 
-def inductor(module: fx.GraphModule, inputs: list[Any]) -> Any:
-    """A backend for `torch.compile` that compiles the backward pass at once, too."""
+def inductor(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+    """Inductor, as a backend for `torch.compile`, with SETTINGS."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
     with config.patch(SETTINGS):
-        return compile_fx(module, inputs)
+        return compile_fx(module, inputs, **options)
 
 
 def _example(low: Tensor, requires_grad: bool) -> Tensor:

@@ -106,8 +106,7 @@ class CapturedCode:
 
     Dynamo skips frames of torch.nn itself, so that a bare nn.Sequential or nn.LSTM would never
     be captured; its `entry` is a frame outside torch.nn that calls into it. That code object and
-    its name are its own: Dynamo counts recompilations per object, and knows by name which sizes
-    have changed, of another model's inputs too, so `number` is the module's. Hooks of the module
+    its name are its own, and `number` is the module's (see `with_own_code`). Hooks of the module
     are captured with it, save those of FSDP. Captures are made inside of `capturing`, which takes
     the code of the frame.
     """
@@ -123,13 +122,7 @@ class CapturedCode:
         def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             return inner(module, *args, **kwargs)
 
-        own = types.FunctionType(
-            forward.__code__.replace(co_name=f"forward_{number}"),
-            forward.__globals__,
-            forward.__name__,
-            forward.__defaults__,
-            forward.__closure__,
-        )
+        own = with_own_code(forward, f"forward_{number}")
         self.entry = own.__code__
         context: Any = torch._dynamo.optimize(backend=compile_graph)
         context.callback = _inside_of(capturing, context.callback)
@@ -153,6 +146,18 @@ class CapturedCode:
     def _without_hooks(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         with under_dispatch_modes():
             return self._compiled(module, *args, **kwargs)
+
+
+def with_own_code(function: Any, name: str) -> types.FunctionType:
+    """The function with a code object of its own, of this name: Dynamo counts recompilations per
+    object, and knows by name which sizes have changed."""
+    return types.FunctionType(
+        function.__code__.replace(co_name=name),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
 
 
 def _forward_alone(module: nn.Module) -> Callable[..., Any]:
