@@ -39,10 +39,10 @@ class Attention(nn.Module):
         q, k, v = (
             part.unflatten(2, (HEADS, -1)).transpose(1, 2) for part in self.inner(x).chunk(3, -1)
         )
-        found = flex_attention(q, k, v, **self.told(x.shape[1]))
+        found = flex_attention(q, k, v, **self.told(x.shape[1], x.device))
         return x + self.outer(found.transpose(1, 2).flatten(2))
 
-    def told(self, size: int) -> dict[str, Any]:
+    def told(self, size: int, device: torch.device) -> dict[str, Any]:
         if self.kind == "distance":
             return {"score_mod": lambda score, b, h, i, j: score - (i - j).abs() / 10}
         if self.kind == "learned":
@@ -51,7 +51,7 @@ class Attention(nn.Module):
         def are_in_one(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return self.document[i] == self.document[j]
 
-        return {"block_mask": create_block_mask(are_in_one, None, None, size, size, device="cpu")}
+        return {"block_mask": create_block_mask(are_in_one, None, None, size, size, device)}
 
 
 class Deep(nn.Sequential):
@@ -60,7 +60,7 @@ class Deep(nn.Sequential):
 
 
 def in_autocast(model: nn.Module, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(x.device.type, torch.bfloat16):
         return model(x)
 
 
@@ -89,6 +89,8 @@ def test_what_users_do_to_scores_is_captured(kind: str, uncompiled: None) -> Non
     assert plan.fallback is None
     assert "flex_attention" in plan.low
     assert distance(found, exact) <= 1.1 * distance(theirs, exact)
+    linear, scores = 2 * 2 * PLACES * 64 * (192 + 64), 2 * 2 * 2 * PLACES * PLACES * 64
+    assert amp_graph.explain(ours).data.modules[0].figures.flops.total == linear + scores
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -164,3 +166,17 @@ def test_where_it_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
             found = ours(x)
     assert distance(found, exact) <= 1.1 * distance(theirs, exact)
     assert amp_graph.plans(ours)[0].fallback is None
+
+
+@pytest.mark.cuda  # not yet run on a device
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["distance", "learned", "documents"])
+def test_on_cuda(kind: str, dtype: str) -> None:
+    model, x = Deep(kind).cuda(), torch.randn(2, PLACES, 64, device="cuda")
+    exact = gradients(copy.deepcopy(model), x, nn.Module.__call__)
+    theirs = gradients(copy.deepcopy(model), x, in_autocast)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", amp_graph.ConversionWarning)
+        found = gradients(amp_graph.convert(model, policy=dtype), x, nn.Module.__call__)
+    assert distance(found, exact) <= 1.1 * distance(theirs, exact)

@@ -2,6 +2,7 @@
 
 The operator runs on fake tensors of the sizes seen when captured, and everything that it comes
 down to is counted. Kernels without a formula count nothing, as in torch's own counter.
+`flex_attention` counts all scores, those too that are masked, as in torch's own since 2.13.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from amp_graph.capture.aten import FLEX_ATTENTION, is_operator
 from amp_graph.capture.fake import concrete
 from amp_graph.capture.logs import quiet_logs
 
@@ -32,13 +33,15 @@ FORMULAS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attentio
 
 def flops_of(node: fx.Node) -> int:
     """How many floating-point operations one run of the node takes; 0 if it cannot be said."""
-    if not isinstance(node.target, OpOverload):
+    if not is_operator(node):
         return 0
     counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
     # Sizes that depend on data are assumed, each by itself, and may not fit one another.
     with FakeTensorMode(), quiet_logs(), contextlib.suppress(Exception), torch.no_grad():
         values = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
         args, kwargs = tree_map(concrete, values)
+        if node.target is FLEX_ATTENTION:  # which would compute all that it has bodies for
+            return attention_flops(*(operand.shape for operand in args[:3]))
         with counter:
             node.target(*args, **kwargs)
     return int(counter.get_total_flops())
