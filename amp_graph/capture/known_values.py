@@ -57,6 +57,14 @@ def known_values() -> Iterator[None]:
         yield
 
 
+def constants(args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]] | None:
+    """The arguments of a call, if all are known while it is captured."""
+    if not all(value.is_python_constant() for value in (*args, *kwargs.values())):
+        return None
+    named = {name: value.as_python_constant() for name, value in kwargs.items()}
+    return [value.as_python_constant() for value in args], named
+
+
 def _call_method(method: Any, attribute: Any, *args: Any, **kwargs: Any) -> Any:
     if attribute.is_python_constant() and isinstance(attribute.as_python_constant(), str):
         return ConstantVariable.create(attribute.as_python_constant()).call_method(*args, **kwargs)

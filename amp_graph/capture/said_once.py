@@ -29,7 +29,9 @@ from torch._dynamo.variables import ConstantVariable, SkipFunctionVariable, Vari
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.misc import LoggingLoggerVariable
 
+from amp_graph.capture.known_values import constants
 from amp_graph.capture.replaced import with_entries
+from amp_graph.capture.warning_filters import FiltersInside
 
 # How often Python shows a warning, by what the filters say: not at all, once, or each time.
 NEVER, ONCE, ALWAYS = range(3)
@@ -65,7 +67,7 @@ class SaidOnce:
 
     def __init__(self) -> None:
         self._filters: Sequence[Any] = ()
-        self._inside: Sequence[Any] = ()
+        self._inside = FiltersInside(())
         self._left_out: dict[Warned, int] = {}
         self._to_say: dict[Hashable, Callable[[], Any]] = {}
 
@@ -84,8 +86,9 @@ class SaidOnce:
                 warnings.catch_warnings(),
             ):
                 warnings.filterwarnings("ignore", module=r"torch\.")
-                self._inside = warnings.filters
-                yield
+                self._inside = FiltersInside(warnings.filters)
+                with self._inside.known():
+                    yield
         finally:
             to_say, self._to_say = self._to_say, {}
         for say in to_say.values():
@@ -104,9 +107,11 @@ class SaidOnce:
 
     def leaves_out(self, warned: Warned, registry: Any) -> bool:
         """Whether a warning need not be in the graph. In a `warnings.catch_warnings()` of the
-        model's, which Dynamo enters, it has to be."""
+        model's it has to be, unless a filter of the model's keeps it from being shown."""
+        if self._inside.are_own:
+            return warned.shown(self._inside.own(warnings.filters)) is NEVER
         shown = warned.shown(self._filters)
-        if shown is ALWAYS or warnings.filters is not self._inside:
+        if shown is ALWAYS:
             return False
         self._left_out[warned] = shown
         if not registry.get((warned.text, warned.category, warned.line)):
@@ -148,7 +153,7 @@ class _Warn(SkipFunctionVariable):
         self.said = said
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:
-        given = _constants(args, kwargs)
+        given = constants(args, kwargs)
         if given and self._is_left_out(tx, *given[0], **given[1]):
             return ConstantVariable.create(None)
         return super().call_function(tx, args, kwargs)
@@ -181,15 +186,7 @@ class _Logger(LoggingLoggerVariable):
         self.said = said
 
     def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> VariableTracker:
-        given = _constants(args, kwargs)
+        given = constants(args, kwargs)
         if given and self.said.leaves_out_call(getattr(self.value, name, None), *given):
             return ConstantVariable.create(None)
         return super().call_method(tx, name, args, kwargs)
-
-
-def _constants(args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]] | None:
-    """The arguments of a call, if all are known while it is captured."""
-    if not all(value.is_python_constant() for value in (*args, *kwargs.values())):
-        return None
-    named = {name: value.as_python_constant() for name, value in kwargs.items()}
-    return [value.as_python_constant() for value in args], named
