@@ -27,8 +27,9 @@ from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan, TensorFacts
 from amp_graph.numerics.calibrate import Calibration, calibrate
 from amp_graph.numerics.compare import Comparison, compare
 from amp_graph.numerics.nonfinite import NonFinite, find_nonfinite
+from amp_graph.override import Override
 from amp_graph.plans.plan_file import load_plan, save_plan
-from amp_graph.policy import Override, Policy
+from amp_graph.policy import Policy
 from amp_graph.training.grad_scaler import GradScaler, scale_loss
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.loss_scale import LossScale

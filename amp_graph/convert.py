@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import takewhile
 from types import FunctionType
 from typing import Any, TypeVar, overload
@@ -18,7 +18,7 @@ from amp_graph.backend.record import Record
 from amp_graph.calls.conversion import Conversion, conversion_of, found_conversion
 from amp_graph.capture.fake import is_estimate
 from amp_graph.capture.inner_gradients import compile_in_parts
-from amp_graph.errors import AmpGraphError, PlanError, PolicyError, did_you_mean, warn
+from amp_graph.errors import AmpGraphError, PolicyError, did_you_mean, warn
 from amp_graph.ir import Plan, dtype_name
 from amp_graph.modules import devices_of, unwrapped
 from amp_graph.plans.pins import Saved
@@ -63,8 +63,8 @@ def convert(
     Parameters, `state_dict`, class, attributes and output dtypes stay as they are. The model is
     captured at its first call and again for new kinds of input, or at once on `example_inputs`
     (positional arguments as a sequence, keyword arguments as a mapping). The policy is
-    "float16", "bfloat16", a `Policy`, or None: float16 on CUDA, bfloat16 elsewhere. Of a wrapper
-    such as DistributedDataParallel the module inside is converted.
+    "float16", "bfloat16", a `Policy`, or None: float16 on CUDA and MPS, bfloat16 elsewhere. Of a
+    wrapper such as DistributedDataParallel the module inside is converted.
 
     In float16 gradients are scaled inside the graphs, and optimizers skip a step whose gradients
     overflowed. That holds for every `torch.optim.Optimizer` that steps the model's parameters.
@@ -112,7 +112,7 @@ def convert_at_first_call(model: nn.Module, policy: Policy) -> None:
 
 def _convert(model: nn.Module, policy: Policy, saved: Saved | None, example_inputs: Any) -> None:
     if saved is not None:
-        policy = in_dtype_of(saved, policy)
+        policy = policy.following(saved)
     conversion = Conversion(model, policy, saved)
     conversion.open()
     try:
@@ -123,17 +123,6 @@ def _convert(model: nn.Module, policy: Policy, saved: Saved | None, example_inpu
     except BaseException:  # whoever mends what raised, and converts again, is to get all of it
         conversion.close()
         raise
-
-
-def in_dtype_of(saved: Saved, policy: Policy) -> Policy:
-    """The policy with the low precision of the saved plans, which it may not contradict."""
-    dtypes = {plan.dtype for plan in saved.plans}
-    if policy.dtype is None:
-        return replace(policy, dtype=saved.plans[0].dtype) if len(dtypes) == 1 else policy
-    if dtypes != {policy.dtype}:
-        found = ", ".join(sorted(map(dtype_name, dtypes)))
-        raise PlanError(f"{saved.origin}: is in {found}, and the policy asks for {policy.dtype}")
-    return policy
 
 
 def restore(model: Model) -> Model:
@@ -203,8 +192,9 @@ def backend(
 ) -> Callable[..., Any]:
     """The backend of `torch.compile(model, backend="amp_graph", options={"dtype": "float16"})`.
 
-    A mode, which is Inductor's notion, compiles with Inductor. Raises PolicyError for an option
-    that is no field of a Policy.
+    A mode, which is Inductor's notion, compiles with Inductor. Gradients are not scaled: in float16
+    use a GradScaler. Raises PolicyError for an option that is no field of a Policy, and for
+    `output_dtype` and `loss_scale`, which are of a whole model.
     """
     given = {"compiler": "inductor", "compiler_options": mode} if mode else options or {}
     names = [field.name for field in fields(Policy)]
@@ -213,7 +203,11 @@ def backend(
             raise PolicyError(
                 f"options: {name!r} is no field of amp_graph.Policy.{did_you_mean(name, names)}"
             )
-    compile_graph = Compiler(Policy(**given)).compile_graph
+    policy = Policy(**given)
+    for name in ("output_dtype", "loss_scale"):
+        if name in given and getattr(policy, name) is not None:
+            raise PolicyError(f"options: {name!r} is for convert(), which knows the whole model")
+    compile_graph = Compiler(policy).compile_graph
     return compile_in_parts(graph_module, example_inputs, compile_graph)
 
 

@@ -32,7 +32,6 @@ from amp_graph.backend.decide import Lifted, Traced, decide
 from amp_graph.calls.conversion import found_conversion
 from amp_graph.capture.aten import CAST
 from amp_graph.capture.fake import fake_mode_of
-from amp_graph.convert import in_dtype_of
 from amp_graph.errors import AmpGraphError, PolicyError
 from amp_graph.modules import unwrapped
 from amp_graph.plans.plan_file import PlanSource, as_plans
@@ -67,7 +66,7 @@ def export(
         policy, saved = conversion.policy, saved or conversion.compiler.saved
     chosen = as_policy(policy)
     if saved is not None:
-        chosen = in_dtype_of(saved, chosen)
+        chosen = chosen.following(saved)
     if chosen.output_dtype is not None:
         raise PolicyError("output_dtype: a program returns the dtypes of the model; leave it out")
     given: Any = tuple(args) if isinstance(args, list) else args

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -126,6 +126,12 @@ class NodeFacts:
         return self.memory != self.name
 
     @property
+    def has_precision(self) -> bool:
+        """Whether it is an operator on float32 tensors; what runs a body is none."""
+        is_operator = "." in self.op or bool(self.group)  # higher-order ones print without a dot
+        return is_operator and bool(self.reads or self.numel)
+
+    @property
     def numel(self) -> int:
         """Elements of the float32 tensors it returns."""
         return sum(t.numel for t in self.tensors if t.dtype is torch.float32)
@@ -226,6 +232,14 @@ class Plan:
     fallback: str | None = None
     autocast: bool = False
     uncompiled: str | None = None
+
+    def as_captured(self, reason: str) -> Plan:
+        """The plan of the same graph where it runs as it was captured, for a reason."""
+        return replace(self._without_low(), fallback=reason)
+
+    def _without_low(self) -> Plan:
+        bodies = {name: body._without_low() for name, body in self.bodies.items()}
+        return replace(self, low=frozenset(), casts=(), bodies=bodies)
 
     def parts(self) -> Iterator[Plan]:
         """The plan itself, and the plans of all bodies inside of it."""

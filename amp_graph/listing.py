@@ -9,7 +9,7 @@ ops = ["aten.softmax"]
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from amp_graph.errors import ListError, did_you_mean
@@ -18,20 +18,6 @@ from amp_graph.ir import LEVELS, Color, Level
 T = TypeVar("T")
 
 OTHER_DEVICES = "other"
-FLAGS = (
-    *("bounded", "widens", "promotes", "orders", "saturates", "reads_phase"),
-    *("exact", "own_gradients", "optional"),
-)
-LISTS = ("ops", "metadata_args", "position_args")
-KEYS: dict[str, tuple[type, ...]] = {
-    "why": (str,),
-    "storage": (str, dict),
-    "low_args": (list, dict),
-    **dict.fromkeys(FLAGS, (bool,)),
-    **dict.fromkeys(LISTS, (list,)),
-}
-DENY_ONLY = frozenset({"bounded", "widens", "storage"})
-NOT_IN_LISTING = frozenset({"ops", "optional", "storage", "low_args"})
 
 
 @dataclass(frozen=True)
@@ -83,6 +69,27 @@ class Listing:
         if low_args is not None:
             return argument in low_args
         return argument not in self.metadata_args
+
+    def knowing(self, shipped: Listing) -> Listing:
+        """This listing of a user's, with what the shipped one knows of the operator where this one
+        says nothing. Whether its tensors may be low is for the user to say."""
+        known = KNOWN if self.color is Color.DENY else KNOWN - DENY_ONLY
+        return replace(self, **{k: getattr(self, k) or getattr(shipped, k) for k in known})
+
+
+FLAGS = (*(f.name for f in fields(Listing) if f.type == "bool"), "optional")
+LISTS = ("ops", "metadata_args", "position_args")
+KEYS: dict[str, tuple[type, ...]] = {
+    "why": (str,),
+    "storage": (str, dict),
+    "low_args": (list, dict),
+    **dict.fromkeys(FLAGS, (bool,)),
+    **dict.fromkeys(LISTS, (list,)),
+}
+DENY_ONLY = frozenset({"bounded", "widens", "storage"})
+NOT_IN_LISTING = frozenset({"ops", "optional", "storage", "low_args"})
+SAID_BY_ALL = frozenset({"color", "group", "why", "file", "bounded", "storage"})
+KNOWN = frozenset(f.name for f in fields(Listing)) - SAID_BY_ALL
 
 
 def _on(device_type: str, by_device: Mapping[str, T]) -> T | None:

@@ -49,7 +49,7 @@ class OpLists:
     def lookup(self, op: Any) -> Listing | None:
         """The listing of an `OpOverload` or `HigherOrderOperator`; None when on no list."""
         if op not in self._found:
-            found = (self.entries[n] for n in _spellings(str(op)) if n in self.entries)
+            found = (self.entries[n] for n in spellings(str(op)) if n in self.entries)
             self._found[op] = next(found, None)
         return self._found[op]
 
@@ -57,7 +57,7 @@ class OpLists:
         """The entries that decide about an operator, or one overload, named as entries are."""
         is_overload = name.count(".") > 1
         found: dict[str, Listing] = {}
-        for form in _spellings(name if is_overload else f"{name}."):
+        for form in spellings(name if is_overload else f"{name}."):
             if form in self.entries:
                 return found | {form: self.entries[form]}
             if form.endswith("."):  # all overloads
@@ -68,28 +68,34 @@ class OpLists:
         """False when `op`, an overload or its name, is known to fail in `dtype` on such a device,
         forward or backward."""
         missing = self.no_kernel.get((device_type, dtype))
-        return not missing or missing.isdisjoint(_spellings(str(op)))
+        return not missing or missing.isdisjoint(spellings(str(op)))
 
     def merged(self, user: UserLists) -> OpLists:
         """These lists with the user's on top: a user's entry hides every shipped one it covers.
 
-        What a shipped listing knows of an operator's arguments still holds after a user moved
-        the operator to another list.
+        What a shipped listing knows of an operator still holds after a user moved it to another
+        list (`Listing.knowing`).
 
         Raises ListError when the user's lists are malformed, contradict one another, or name
         an operator the installed torch does not have.
         """
         mine = _read_user(user)
         kept = {n: listing for n, listing in self.entries.items() if not _covered(n, mine)}
-        return OpLists({**kept, **_with_argument_facts(mine, self.entries)}, self.no_kernel)
+        for name, listing in mine.items():
+            shipped = self.entries.get(name) or self.entries.get(name.rpartition(".")[0])
+            kept[name] = listing.knowing(shipped) if shipped else listing
+        return OpLists(kept, self.no_kernel)
 
     def without(self, color: str, op: str) -> OpLists:
         """These lists with an operator taken off one. Raises ListError if it is not on it."""
-        name = op if op.count(".") else f"aten.{op}"
+        name = full_name(op, known_names()) or op
         listing = self.entries.get(name)
         if listing is None or listing.color.value != color:
-            on = f"on the {listing.color.value} list" if listing else "on no list"
-            raise ListError(f"{op!r} cannot be taken off the {color} list: it is {on}")
+            found = self.entries_for(name).items()
+            on = ", ".join(f"{entry!r} is on the {e.color.value} list" for entry, e in found)
+            raise ListError(
+                f"{op!r} cannot be taken off the {color} list: {on or 'it is on no list'}"
+            )
         return replace(self, entries={n: e for n, e in self.entries.items() if n != name})
 
 
@@ -115,7 +121,7 @@ def _shipped_folder() -> Traversable:
     return sibling if sibling.is_dir() else importlib.resources.files("amp_graph.allow_deny_lists")
 
 
-def _spellings(name: str) -> tuple[str, ...]:
+def spellings(name: str) -> tuple[str, ...]:
     """The entries that may speak for the overload `name`, the most specific first."""
     if "." not in name:  # higher-order operators print without their namespace
         return (f"higher_order.{name}",)
@@ -123,6 +129,11 @@ def _spellings(name: str) -> tuple[str, ...]:
     if not packet.endswith("_") or packet.endswith("__"):
         return name, packet
     return name, packet, f"{packet[:-1]}.{overload}", packet[:-1]
+
+
+def full_name(name: str, known: Names) -> str | None:
+    """An operator or overload as entries spell it, with "aten."; None if there is none."""
+    return next((full for full in (name, f"aten.{name}") if full in known), None)
 
 
 def known_names() -> Names:
@@ -168,10 +179,9 @@ def _resolve(
     """The full names of those operators that exist, or may once their library is imported."""
     namespaces = {name.partition(".")[0] for name in known}
     for name in names:
-        if name in known:
-            yield name
-        elif f"aten.{name}" in known:
-            yield f"aten.{name}"
+        full = full_name(name, known)
+        if full is not None:
+            yield full
         elif optional and name.partition(".")[0] not in namespaces:
             yield name
         elif strict and not optional:
@@ -225,26 +235,4 @@ def _read_user(user: UserLists) -> dict[str, Listing]:
 def _covered(name: str, mine: Mapping[str, Listing]) -> bool:
     """Whether a user's entry speaks for the shipped entry `name`, an overload or in-place form."""
     overload = name if name.count(".") > 1 else f"{name}."
-    return any(n.rstrip(".") in mine for n in _spellings(overload))
-
-
-def _with_argument_facts(
-    mine: Mapping[str, Listing], shipped: Mapping[str, Listing]
-) -> dict[str, Listing]:
-    """The user's listings, with what the shipped ones know of arguments where they say nothing."""
-    merged = {}
-    for name, listing in mine.items():
-        old = shipped.get(name) or shipped.get(name.rpartition(".")[0]) or listing
-        merged[name] = replace(
-            listing,
-            low_args=listing.low_args or old.low_args,
-            metadata_args=listing.metadata_args or old.metadata_args,
-            position_args=listing.position_args or old.position_args,
-            promotes=listing.promotes or old.promotes,
-            orders=listing.orders or old.orders,
-            saturates=listing.saturates or old.saturates,
-            reads_phase=listing.reads_phase or old.reads_phase,
-            exact=listing.exact or old.exact,
-            own_gradients=listing.own_gradients or old.own_gradients,
-        )
-    return merged
+    return any(n.rstrip(".") in mine for n in spellings(overload))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from amp_graph.errors import PolicyError, did_you_mean
+from amp_graph.errors import PlanError, PolicyError, did_you_mean
 from amp_graph.ir import LOW_DTYPES, Color, Level, NodeFacts, dtype_name
-from amp_graph.oplists import OpLists, UserLists, known_names, load_lists
+from amp_graph.oplists import OpLists, UserLists, load_lists
+from amp_graph.override import Override, inside
+from amp_graph.plans.pins import Saved
 from amp_graph.training.loss_scale import LossScale
 
 OUTPUT_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -23,63 +24,15 @@ FLOAT16_DEVICES = frozenset({"cuda", "mps"})  # elsewhere float16 arithmetic is 
 
 
 @dataclass(frozen=True)
-class Override:
-    """A colour for all nodes that match every criterion given; it beats the lists.
-
-    module: glob over module paths ("encoder.*.attn"); a path matches with all below it.
-    op: operator as reports spell it, "aten.gelu" or "aten.gelu.default".
-    name: glob over node names.
-    where: a function of NodeFacts that returns whether the node matches.
-    """
-
-    color: Color | str
-    module: str | None = None
-    op: str | None = None
-    name: str | None = None
-    where: Callable[[NodeFacts], bool] | None = None
-
-    def __post_init__(self) -> None:
-        legal = [c.value for c in Color if c is not Color.KEEP]
-        if getattr(self.color, "value", self.color) not in legal:
-            raise PolicyError(f"override colour {self.color!r}: choose one of {', '.join(legal)}")
-        object.__setattr__(self, "color", Color(self.color))
-        if not any((self.module, self.op, self.name, self.where)):
-            raise PolicyError("an override needs module=, op=, name= or where= to match nodes by")
-        if self.op is not None:
-            _check_operator(str(self.op))
-
-    def matches(self, facts: NodeFacts) -> bool:
-        if self.module is not None and not _inside(facts.module_path, self.module):
-            return False
-        if self.op is not None and not (f"{facts.op}.").startswith(f"{self.op}."):
-            return False
-        if self.name is not None and not fnmatch.fnmatchcase(facts.name, self.name):
-            return False
-        try:
-            return self.where is None or bool(self.where(facts))
-        except Exception as error:
-            place = f" at {facts.source}" if facts.source else ""
-            raise PolicyError(
-                f"Override({self}) raised {type(error).__name__}: {error} for {facts.op} "
-                f"{facts.label!r}{place}; it gets an amp_graph.ir.NodeFacts"
-            ) from error
-
-    def __str__(self) -> str:
-        given = {"module": self.module, "op": self.op, "name": self.name}
-        text = ", ".join(f"{k}={v}" for k, v in given.items() if v is not None)
-        return f"{text or 'where=' + getattr(self.where, '__name__', 'predicate')}"
-
-
-@dataclass(frozen=True)
 class Policy:
     """How to convert one model.
 
     dtype: "float16", "bfloat16", the torch dtype, or None: float16 where the device has fast
-        float16 (CUDA), bfloat16 elsewhere.
+        float16 (CUDA, MPS), bfloat16 elsewhere.
     lists: the user's operator lists, merged over the shipped ones: a TOML file, a mapping such
         as {"deny": ["aten.gelu"]}, or several of them.
     overrides: exceptions for single nodes or modules; the first that matches wins.
-    unlisted: (colour, operator) pairs to take off the shipped lists.
+    removed: (colour, operator) pairs to take off the shipped lists.
     keep_float32: globs of module paths that stay in float32 altogether.
     output_dtype: the dtype of the model's float32 outputs, "bfloat16" or torch.bfloat16, say; None
         keeps float32.
@@ -103,7 +56,7 @@ class Policy:
     dtype: torch.dtype | str | None = None
     lists: UserLists | None = None
     overrides: tuple[Override, ...] = ()
-    unlisted: tuple[tuple[str, str], ...] = ()
+    removed: tuple[tuple[str, str], ...] = ()
     keep_float32: tuple[str, ...] = ()
     output_dtype: torch.dtype | str | None = None
     loss_scale: LossScale | float | str | None = "dynamic"
@@ -118,13 +71,8 @@ class Policy:
             object.__setattr__(self, "dtype", _low_dtype(self.dtype))
         object.__setattr__(self, "level", _level(self.level))
         object.__setattr__(self, "lists", _anchored(self.lists))
-        if isinstance(self.keep_float32, str):
-            object.__setattr__(self, "keep_float32", (self.keep_float32,))
-        if isinstance(self.overrides, Override):
-            object.__setattr__(self, "overrides", (self.overrides,))
-        for override in self.overrides:
-            if not isinstance(override, Override):
-                raise PolicyError(f"overrides must hold Override objects, not {override!r}")
+        for name, kind in (("keep_float32", str), ("overrides", Override), ("removed", tuple)):
+            object.__setattr__(self, name, _all_of(kind, name, getattr(self, name)))
         if self.output_dtype is not None:
             object.__setattr__(self, "output_dtype", _output_dtype(self.output_dtype))
         if isinstance(self.loss_scale, (int, float)) and not isinstance(self.loss_scale, bool):
@@ -157,9 +105,16 @@ class Policy:
                 f"not {self.compiler_options!r}"
             )
         try:
-            self.inductor_settings()
+            settings = self.inductor_settings()
         except RuntimeError as error:
             raise PolicyError(f"compiler_options: {error}") from None
+        known = torch._inductor.list_options()
+        for name in settings:
+            if str(name).replace("-", "_") not in known:
+                raise PolicyError(
+                    f"compiler_options: Inductor has no setting {name!r}."
+                    f"{did_you_mean(str(name), known)}"
+                )
 
     def dtype_for(self, device_types: Iterable[str]) -> torch.dtype:
         """The low precision for a graph on these devices."""
@@ -167,6 +122,17 @@ class Policy:
             return self.dtype
         fast = FLOAT16_DEVICES.intersection(device_types)
         return torch.float16 if fast else torch.bfloat16
+
+    def following(self, saved: Saved) -> Policy:
+        """This policy in the low precision of saved graphs, which it may not contradict. Code
+        without a graph may be in another. Raises PlanError."""
+        dtypes = {plan.dtype for plan in saved.plans if plan.facts}
+        asked = dtypes if self.dtype is None else {self.dtype}
+        if len(dtypes | asked) > 1:
+            found = " and ".join(sorted(map(dtype_name, dtypes)))
+            asks = "one low precision" if self.dtype is None else self.dtype
+            raise PlanError(f"{saved.origin}: is in {found}, and the policy asks for {asks}")
+        return replace(self, dtype=dtypes.pop()) if dtypes else self
 
     def loss_scale_for(self, dtype: torch.dtype) -> LossScale | None:
         """How gradients are scaled in graphs of this low precision; None: they are not."""
@@ -188,7 +154,7 @@ class Policy:
             if override.matches(facts):
                 return Color(override.color), str(override)
         for glob in self.keep_float32:
-            if _inside(facts.module_path, glob):
+            if inside(facts.module_path, glob):
                 return Color.DENY, f"keep_float32={glob}"
         return None
 
@@ -197,11 +163,11 @@ class Policy:
         globs = [(f"keep_float32={glob!r}", glob) for glob in self.keep_float32]
         modules = [o.module for o in self.overrides if o.module is not None]
         globs += [(f"Override(module={glob!r})", glob) for glob in modules]
-        return [(given, g) for given, g in globs if not any(_inside(path, g) for path in paths)]
+        return [(given, g) for given, g in globs if not any(inside(path, g) for path in paths)]
 
     def load_lists(self) -> OpLists:
         lists = load_lists()
-        for color, op in self.unlisted:
+        for color, op in self.removed:
             lists = lists.without(color, op)
         return lists if self.lists is None else lists.merged(self.lists)
 
@@ -222,7 +188,22 @@ def _anchored(lists: Any) -> Any:
     may have gone to another folder meanwhile."""
     if isinstance(lists, str | Path):
         return Path(lists).absolute()
-    return [_anchored(given) for given in lists] if isinstance(lists, list | tuple) else lists
+    if isinstance(lists, list | tuple):
+        return [_anchored(given) for given in lists]
+    if not isinstance(lists, Mapping | None):
+        raise PolicyError(f"lists must be a TOML file, a mapping or several of them, not {lists!r}")
+    return lists
+
+
+def _all_of(kind: type, name: str, given: Any) -> tuple[Any, ...]:
+    """One or several of a kind, as a tuple."""
+    several = (given,) if isinstance(given, kind) and kind is not tuple else given
+    if not isinstance(several, Sequence):
+        raise PolicyError(f"{name} must be several {kind.__name__}, not {given!r}")
+    for each in several:
+        if not isinstance(each, kind):
+            raise PolicyError(f"{name} must hold {kind.__name__} objects, not {each!r}")
+    return tuple(several)
 
 
 def _low_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -240,29 +221,9 @@ def _output_dtype(dtype: torch.dtype | str) -> torch.dtype:
     return found
 
 
-def _check_operator(op: str) -> None:
-    """Refuse an operator that no node can have; other libraries' may be registered later."""
-    known = known_names()
-    is_missing = op.startswith(("aten.", "aten::")) and op not in known
-    if is_missing or f"aten.{op}" in known:
-        name = op.replace("::", ".") if is_missing else f"aten.{op}"
-        raise PolicyError(
-            f"Override(op={op!r}): torch {torch.__version__} has no operator of this name."
-            f"{did_you_mean(name, known)}"
-        )
-
-
 def _level(level: Level | str) -> Level:
     try:
         return Level(level)
     except ValueError:
         legal = ", ".join(each.value for each in Level)
         raise PolicyError(f"unknown level {level!r}: choose one of {legal}") from None
-
-
-def _inside(path: str, glob: str) -> bool:
-    """Whether a module path, or a module above it, matches."""
-    parts = path.split(".")
-    return any(
-        fnmatch.fnmatchcase(".".join(parts[:length]), glob) for length in range(1, len(parts) + 1)
-    )

@@ -71,6 +71,12 @@ def short_reason(plan: Plan, name: str) -> str:
     return f"{paint.rule}: {paint.because}" if paint.because else paint.rule
 
 
+def unlisted(plan: Plan) -> list[str]:
+    """The operators of a graph that stay in float32 because no list knows them."""
+    rules = {name: paint.rule for name, paint in plan.paints.items()}
+    return sorted({f.op for n, f in plan.facts.items() if rules.get(n) == "on no list"})
+
+
 def why_nothing_is_low(plans: Sequence[Plan]) -> str:
     """What keeps most of the operators on the allow list from running in low precision, if none
     does."""

@@ -86,7 +86,7 @@ WRONG = {
     "LOSS_SCALE  ": ("inf", "AMP_GRAPH_LOSS_SCALE=inf: choose dynamic, none or a number above 0"),
     "LISTS": ("no.toml", "no.toml: cannot be read"),
     "DENYLIST_ADD": ("aten.no_such", "group 'AMP_GRAPH_DENYLIST_ADD'"),
-    "ALLOWLIST_REMOVE": ("aten.gelu", "it is on the infer list"),
+    "ALLOWLIST_REMOVE": ("aten.gelu", "'aten.gelu' is on the infer list"),
     "DUMP": (__file__, f"AMP_GRAPH_DUMP={__file__}: there is a file; give a folder"),
     "DTYP": ("float16", "AMP_GRAPH_DTYP is not known; there are AMP_GRAPH_ENABLE, "),
 }

@@ -145,6 +145,7 @@ def test_output_dtype_and_keep_float32() -> None:
     model, x = amp_graph.convert(Net(), policy=policy), torch.randn(4, 8)
     assert model(x).dtype is torch.bfloat16
     assert low_share(model, x) == 0.5
+    assert torch.func.vmap(model.eval())(x[:, None]).dtype is torch.bfloat16  # not captured
 
 
 def test_default_dtype_follows_the_device() -> None:
@@ -167,6 +168,21 @@ def test_backend_by_name() -> None:
     misspelt = torch.compile(Net(), backend="amp_graph", options={"dtyp": "bfloat16"})
     with pytest.raises(Exception, match=r"'dtyp' is no field of .*Did you mean 'dtype'"):
         misspelt(x)
+    scaled = torch.compile(Net(), backend="amp_graph", options={"loss_scale": 128.0})
+    with pytest.raises(Exception, match=r"'loss_scale' is for convert"):
+        scaled(x)
+
+
+def test_module_paths_of_the_backend_begin_in_the_model() -> None:
+    """However the code that is compiled calls it."""
+    policy = {"dtype": "bfloat16", "keep_float32": ("second",)}
+    module_of_others = Net()
+
+    @torch.compile(backend="amp_graph", options=policy)
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return module_of_others(x)
+
+    assert low_share(call, torch.randn(4, 8)) == 0.5
 
 
 def test_nothing_to_convert_says_why() -> None:

@@ -50,6 +50,14 @@ def test_what_cannot_be_converted(model: Any, message: str) -> None:
         lambda: amp_graph.convert(nn.Linear(2, 2), policy=torch.float64),
         lambda: amp_graph.convert(nn.Linear(2, 2), policy=7),  # type: ignore[arg-type]
         lambda: Policy(overrides=("deny",)),  # type: ignore[arg-type]
+        lambda: Policy(overrides=None),  # type: ignore[arg-type]
+        lambda: Policy(keep_float32=(3,)),  # type: ignore[arg-type]
+        lambda: Policy(keep_float32=None),  # type: ignore[arg-type]
+        lambda: Policy(lists=3),  # type: ignore[arg-type]
+        lambda: Policy(removed="deny"),  # type: ignore[arg-type]
+        lambda: Policy(compiler="inductor", compiler_options={"max_autotunee": True}),
+        lambda: Override("deny", module=3),  # type: ignore[arg-type]
+        lambda: Override("deny", where="x"),  # type: ignore[arg-type]
         lambda: Override("purple", op="aten.add"),
         lambda: Override("deny"),
         lambda: Override("deny", op="aten.gelu.defualt"),

@@ -8,9 +8,14 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 import zoo
 from cuda_graphs import on_cuda
 from grappler import captured_plans
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
 
 from amp_graph.backend.rewrite import rewrite
 from amp_graph.ir import Color, Level
@@ -33,3 +38,18 @@ def test_every_level_passes_all_checks(name: str) -> None:
                 assert part.fallback is None
                 allowed = {n for n, p in part.paints.items() if p.color is Color.ALLOW}
                 assert allowed <= part.low
+
+
+@pytest.mark.parametrize("half", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_a_constant_on_the_cpu_leaves_streams_narrow(half: float | Tensor) -> None:
+    def stream(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + F.linear(F.layer_norm(x, (64,), scale), w) * half
+        return F.linear(x, w)
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = [torch.empty(s, device="cuda") for s in ((8, 64), (64, 64), (64,))]
+        captured = make_fx(stream, pre_dispatch=True)(*inputs)
+    policy = Policy("bfloat16")
+    _, plan = rewrite(captured, policy, policy.load_lists())
+    assert {"add", "add_1"} <= plan.low

@@ -244,6 +244,34 @@ def test_the_suggestions_free_what_they_say() -> None:
     assert not any("aten.exp" in s.what for s in after.suggestions)
 
 
+class Promoting(nn.Module):
+    """Sums with a float32 value, each promoted by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.layer = nn.Embedding(4, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        place = self.places(torch.arange(4))
+        sums = [F.gelu(self.layer(x + n)) + place for n in range(3)]
+        return self.layer(sums[0]) + self.layer(sums[1]) + self.layer(sums[2])
+
+
+def test_a_suggestion_names_all_that_it_would_free() -> None:
+    x, policy = torch.randn(4, 8), Policy("bfloat16")
+    for _ in range(2):
+        model = amp_graph.convert(Promoting(), policy=policy)
+        model(x)
+        found = amp_graph.explain(model).data
+        promoted = [s for s in found.suggestions if s.what.startswith("embedding")]
+        if promoted:
+            assert promoted[0].nodes == 3
+            before, how = found, promoted[0].how.partition("Policy(overrides=")[2][:-1]
+            policy = Policy("bfloat16", overrides=eval(how))
+    low, was = (f.modules[0].figures.operators.low for f in (found, before))
+    assert not promoted and low - was == 3
+
+
 def test_a_notebook_shows_names_as_text() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:

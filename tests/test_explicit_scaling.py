@@ -27,7 +27,7 @@ from training import (
 
 import amp_graph
 from amp_graph import AmpGraphError, GradScaler
-from amp_graph.training import grad_scaler
+from amp_graph.training import explicit_scalers
 
 SCALERS = [lambda **k: torch.amp.GradScaler("cpu", **k), GradScaler]
 
@@ -132,6 +132,10 @@ def test_ours_is_torch_s_step_by_step() -> None:
             scaler.step(optimizer)
             scaler.update()
             states.append(scaler.get_scale())
+            if len(states) == 20:
+                scaler.set_growth_factor(3.0)
+                scaler.set_backoff_factor(0.25)
+                scaler.set_growth_interval(2)
         runs.append((states, snapshot(model, optimizer)))
     assert runs[0][0] == runs[1][0]
     assert same(runs[0][1], runs[1][1])
@@ -247,7 +251,7 @@ def test_new_models_do_not_walk_all_objects_for_scalers(start: Any) -> None:
     """As code that wraps a network anew at each step would make happen there (torchdiffeq)."""
     start()
     Mlp()(X)  # the first
-    with mock.patch.object(grad_scaler.gc, "get_objects", side_effect=AssertionError):
+    with mock.patch.object(explicit_scalers.gc, "get_objects", side_effect=AssertionError):
         model = Mlp()
         model(X)
         scaler, late = torch.amp.GradScaler("cpu"), Mlp()

@@ -12,6 +12,7 @@ import torch
 import zoo
 from counting import MatmulCounter
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import amp_graph
 from amp_graph import ConversionWarning
@@ -148,7 +149,15 @@ class Averaging(Net):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("make", [Net, Dropping, Averaging])
+class Checkpointing(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(checkpoint(self.inner, x, use_reentrant=False))
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x @ x.mT @ x
+
+
+@pytest.mark.parametrize("make", [Net, Dropping, Averaging, Checkpointing])
 def test_an_emitted_graph_that_does_not_run(
     make: type[Net], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +181,7 @@ def test_an_emitted_graph_that_does_not_run(
     monkeypatch.setattr(rewrite_module, "verify", lambda *args: None)
     with pytest.warns(ConversionWarning, match="planted in the emitted graph"):
         assert_same_run(plain, converted)
+    assert not any(plan.converts for plan in amp_graph.plans(converted))
 
 
 def _fail() -> None:

@@ -177,8 +177,8 @@ def test_long_operand_lists_and_many_readers_are_cut():
         """\
 graph in bfloat16: 13 nodes
   casts         1, moving 6.0 MiB
-  on no list    aten.stack (float32 as captured)
 
+colour  precision  node                                                               shape         module  line  why
         cast       hidden_states_0 -> float16 for stack, d and 2 more                 6.0 MiB                     saturating
         float32    stack = aten.stack(hidden_states_0, hidden_states_1, ... 10 more)  (12, 64, 32)""",
     )
@@ -196,7 +196,6 @@ def test_symbolic_shapes_and_several_results():
         """\
 graph in bfloat16: 2 nodes
   casts         0, moving 0 B
-  on no list    aten.chunk (float32 as captured)
 
 colour  precision  node                   shape               module  line  why
 ------  ---------  ---------------------  ------------------  ------  ----  ---

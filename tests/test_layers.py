@@ -10,11 +10,11 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "amp_graph"
 # Each imports from those before it in the list, and within itself.
 LAYERS = [
-    "errors", "modules", "results",
+    "errors", "kept", "modules", "results",
     "ir", "plans",
     "cpu", "flow", "listing", "watched",
     "capture", "oplists", "reasons", "training",
-    "modes", "policy",
+    "modes", "override", "policy",
     "passes",
     "backend",
     "calls",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import xml.etree.ElementTree
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import zoo
@@ -62,6 +64,20 @@ class Uncaptured(nn.Module):
 def test_what_cannot_be_captured_is_not_reported_as_exact(look: Any) -> None:
     with pytest.raises(amp_graph.AmpGraphError, match="Uncaptured cannot be captured"):
         look(Uncaptured(), inputs(), policy="bfloat16")
+
+
+class Augmenting(Net):
+    """Draws from the generators of Python and of NumPy."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(x, scale) + random.random() + float(np.random.rand())
+
+
+def test_both_runs_draw_the_same_numbers() -> None:
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    found = amp_graph.compare(nn.DataParallel(Augmenting().eval()), inputs(), policy="bfloat16")
+    assert found.outputs < 0.02
+    assert states == (random.getstate(), np.random.get_state()[1].tolist())
 
 
 def test_exponents() -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_graph
 
+NAN = float("nan")
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
@@ -142,6 +143,31 @@ def test_a_loss_outside_of_the_graph() -> None:
     found = amp_graph.find_nonfinite(model, torch.randn(4, 8), loss=lambda y: (y - y).sqrt().sum())
     assert found is not None
     assert (found.phase, found.node) == ("backward", "the loss")
+    found = amp_graph.find_nonfinite(model, torch.randn(4, 8), loss=lambda y: y.sum() * 0 + NAN)
+    assert found is not None
+    assert (found.phase, found.node, found.graph) == ("forward", "the loss", None)
+
+
+class TakesGradient(nn.Module):
+    """Its graph runs under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        slope = torch.func.grad(lambda y: y.square().sum())(x)
+        return self.layer(x * 3e4) + slope
+
+
+def test_code_that_no_graph_stands_for() -> None:
+    model, x = amp_graph.convert(TakesGradient(), policy="float16"), torch.ones(4, 8)
+    with torch.no_grad():
+        model.layer.weight.fill_(1.0)
+    found = amp_graph.find_nonfinite(model, x)
+    assert found is not None
+    assert (found.kind, found.graph, found.in_float32) == ("inf", None, False)
+    assert str(found).startswith("first inf in forward: value from code outside of the graphs")
 
 
 def test_the_model_stays_as_it_was() -> None:

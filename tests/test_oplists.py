@@ -211,6 +211,16 @@ def test_what_is_known_of_arguments_survives_a_move(lists):
     assert listing.low_args == {"other": ("input",)}
     assert not listing.storage
     assert not listing.bounded
+    group = {"why": "small", "bounded": True, "ops": ["aten.sum"]}
+    assert lists.merged({"deny": {"mine": group}}).lookup(ATEN.sum.dim_IntList).widens
+    assert not lists.merged({"allow": ["aten.sum"]}).lookup(ATEN.sum.dim_IntList).widens
+
+
+def test_an_overload_that_another_entry_speaks_for_is_not_taken_off(lists):
+    with pytest.raises(ListError, match=r"'aten\.pow' is on the deny list"):
+        lists.without("deny", "pow.Scalar")
+    with pytest.raises(ListError, match="it is on no list"):
+        lists.without("deny", "mine.own")
 
 
 def test_several_sources_merge(lists, tmp_path):

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import amp_graph
 from amp_graph import PolicyError
 from amp_graph.ir import Color
-from amp_graph.policy import Override, Policy
+from amp_graph.override import Override
+from amp_graph.policy import Policy
 
 
 def mlp(x, w):
@@ -66,6 +67,13 @@ def test_a_predicate_that_raises_is_told_of(example_inputs):
 def test_the_first_override_that_matches_wins():
     result = with_overrides(Override("allow", name="allow2"), Override("deny", op="aten.matmul"))
     assert [result.is_low(f"allow{i}") for i in (1, 2, 3)] == [False, True, False]
+
+
+def test_an_override_by_operator_is_for_the_operator_in_place_too():
+    for op in ("aten.relu", "aten.relu.default", "aten.relu_"):
+        policy = Policy("bfloat16", overrides=Override("deny", op=op))
+        result = run(lambda x, w: (x @ w).relu_() @ w, W, W, policy=policy)
+        assert not result.is_low("relu_")
 
 
 def test_override_to_allow_and_to_a_free_colour():

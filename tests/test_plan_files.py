@@ -16,6 +16,7 @@ import zoo
 from nets import Net, low_share
 from saved_plans import edit, save_net_plan
 from torch import nn
+from two_layers import Packed
 
 import amp_graph
 from amp_graph import ConversionWarning, Override, PlanError, Policy
@@ -216,6 +217,31 @@ def test_a_colour_that_cannot_be(saved: Path, x: torch.Tensor) -> None:
 def test_another_precision_than_the_policys(saved: Path) -> None:
     with pytest.raises(PlanError, match="is in bfloat16, and the policy asks for"):
         amp_graph.convert(Net(), policy="float16", plan=saved)
+
+
+def test_code_without_a_graph_is_of_no_precision(tmp_path: Path) -> None:
+    """A layer that is not captured runs in bfloat16, where gradients need no scale."""
+    x, file = torch.randn(4, 8), tmp_path / "plan.json"
+    model = amp_graph.convert(Packed(), policy="float16")
+    model(x)
+    assert {p.dtype for p in amp_graph.plans(model)} == {torch.float16, torch.bfloat16}
+    amp_graph.save_plan(amp_graph.plans(model), file)
+    for policy in ("float16", None):
+        follows = amp_graph.convert(Packed(), policy=policy, plan=file)
+        follows(x)
+        assert {p.dtype for p in amp_graph.plans(follows) if p.facts} == {torch.float16}
+
+
+def test_no_plan_at_all(tmp_path: Path) -> None:
+    model = amp_graph.convert(Net())
+    for use in (
+        lambda: amp_graph.save_plan(amp_graph.plans(model), tmp_path / "plan.json"),
+        lambda: amp_graph.convert(Net(), plan=()),
+    ):
+        with pytest.raises(PlanError, match="a model has plans once it was called"):
+            use()
+    with pytest.raises(PlanError, match="several Plans, not int"):
+        amp_graph.convert(Net(), plan=3)
 
 
 def test_calibration_keeps_what_the_plan_in_use_denies(saved: Path) -> None:

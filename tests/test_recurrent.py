@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 import amp_graph
 from amp_graph.capture.recurrent import KEY, LAYERS, PYTORCHS, recurrent_layers_whole
-from amp_graph.policy import Override, Policy
+from amp_graph.override import Override
+from amp_graph.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

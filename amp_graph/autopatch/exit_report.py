@@ -12,10 +12,8 @@ from amp_graph.autopatch.script_models import Model, folded
 from amp_graph.convert import is_converted
 from amp_graph.inspection import render
 from amp_graph.inspection.dump import dump
-from amp_graph.ir import NodeFacts
 from amp_graph.reasons import why_nothing_is_low
 
-NOT_OPERATORS = ("placeholder", "get_attr", "output", "getitem")
 PER_RUN = ("operators", "operators_low", "casts", "cast_bytes", "casts_of_unknown_size")
 SUMS = ("alike", "runs", "steps_skipped", *PER_RUN)
 
@@ -57,7 +55,7 @@ def describe(model: Model) -> dict[str, Any]:
     for graph, plan in enumerate(model.record.plans):
         runs = model.record.runs[graph]
         for part in plan.parts():
-            operators = [f.name for f in part.facts.values() if _is_operator(f)]
+            operators = [f.name for f in part.facts.values() if f.has_precision]
             low += runs * sum(name in part.low for name in operators)
             total += runs * len(operators)
         casts += runs * len(plan.casts_inside)
@@ -129,8 +127,3 @@ def _alike_together(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _name(described: dict[str, Any]) -> str:
     name, alike = described["model"], described["alike"]
     return f"{name} ({alike} alike)" if alike > 1 else str(name)
-
-
-def _is_operator(facts: NodeFacts) -> bool:
-    """Whether a node computes on or returns float32 tensors."""
-    return facts.op not in NOT_OPERATORS and bool(facts.reads or facts.numel)

@@ -26,7 +26,7 @@ from amp_graph.ir import dtype_name
 from amp_graph.modules import autocast_devices, is_rerouted, unwrapped
 from amp_graph.policy import Policy
 from amp_graph.training.engine import backward_pass, has_process_group
-from amp_graph.training.grad_scaler import is_grad_scaler_around
+from amp_graph.training.explicit_scalers import is_grad_scaler_around
 
 AUTOCAST = "the script uses torch.autocast"
 ON_META = "its parameters are on the meta device"

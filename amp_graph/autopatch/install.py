@@ -1,6 +1,6 @@
 """The patch of PyTorch, and the variables that say how models are converted.
 
-One name of PyTorch is patched: `nn.Module._compiled_call_impl`, a class attribute that
+One name of PyTorch is patched for it: `nn.Module._compiled_call_impl`, a class attribute that
 `module(...)` looks at before anything else, and that is None where `nn.Module.compile` was not
 used (torch 2.11 to 2.15). A descriptor in its place sees every call that Dynamo does not inline;
 Dynamo itself does not look there.
@@ -44,7 +44,7 @@ LAUNCHERS = (
 
 VARIABLES = {
     "AMP_GRAPH_ENABLE": "1 converts, 0 or nothing leaves everything alone",
-    "AMP_GRAPH_DTYPE": "float16 or bfloat16 (float16 on CUDA, else bfloat16)",
+    "AMP_GRAPH_DTYPE": "float16 or bfloat16 (float16 on CUDA and MPS, else bfloat16)",
     "AMP_GRAPH_LISTS": f"operator lists to put on top: TOML files, separated by '{os.pathsep}'",
     **{
         f"AMP_GRAPH_{color.upper()}LIST_{change}": f"operators to {verb} that list, by commas"
@@ -83,7 +83,7 @@ class Settings:
         policy = Policy(
             dtype=_choice(given, "AMP_GRAPH_DTYPE", ("", "float16", "bfloat16")) or None,
             lists=[*lists, *([added] if any(added.values()) else [])] or None,
-            unlisted=tuple((c, op) for c in COLORS for op in removed[c]),
+            removed=tuple((c, op) for c in COLORS for op in removed[c]),
             keep_float32=tuple(_items(given, "AMP_GRAPH_SKIP")),
             loss_scale=_loss_scale(given.get("AMP_GRAPH_LOSS_SCALE", "")),
             level=_choice(given, "AMP_GRAPH_LEVEL", ("", *LEVELS)) or "balanced",

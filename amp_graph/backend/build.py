@@ -18,7 +18,7 @@ from torch._dynamo.exc import RestartAnalysis
 from amp_graph.backend.decide import Decision, Lifted, Traced, devices_of_inputs
 from amp_graph.backend.eager import code_of, eager
 from amp_graph.backend.emulation import emulated_nodes
-from amp_graph.backend.inductor import compile_graph as inductor
+from amp_graph.backend.inductor import compile_graph
 from amp_graph.capture.grad_modes import mode_after, recorded_nodes
 from amp_graph.capture.retrace import changes_modes
 from amp_graph.errors import in_words
@@ -96,7 +96,7 @@ class Builder:
             parameters = dict.fromkeys(parameters, False)
             try:
                 settings = self._policy.inductor_settings()
-                compiled = inductor(lifted, by_operator.forward, traced, settings)
+                compiled = compile_graph(lifted, by_operator.forward, traced, settings)
             except RestartAnalysis:
                 raise
             except Exception as error:

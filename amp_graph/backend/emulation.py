@@ -27,7 +27,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from amp_graph.capture.aten import tensors_of
+from amp_graph.capture.aten import arguments, tensors_of
 from amp_graph.cpu import emulates
 from amp_graph.ir import LOW, Color
 from amp_graph.oplists import OpLists
@@ -64,9 +64,8 @@ def _draws(node: fx.Node) -> bool:
         return True
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    names = [a.name for a in target._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    dropout = [name for name in names if name.startswith("dropout")]
+    given = arguments(node)
+    dropout = [a.name for a in target._schema.arguments if a.name.startswith("dropout")]
     is_training = bool(given.get("train", True))
     return not dropout or (is_training and any(map(given.get, dropout)))
 

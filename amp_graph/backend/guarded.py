@@ -14,7 +14,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_graph.errors import NO_FAILURES, in_words
-from amp_graph.modules import KeptRandomState, Run
+from amp_graph.kept import KeptRandomState
+from amp_graph.modules import Run
 
 
 class Guarded:

@@ -37,8 +37,7 @@ class Record:
                 del self.plans[index]
 
     def fall_back(self, index: int, reason: str) -> None:
-        plan = self.plans[index]
-        self.plans[index] = replace(plan, low=frozenset(), casts=(), fallback=reason)
+        self.plans[index] = self.plans[index].as_captured(reason)
         warn(f"graph {index} runs as it was captured, in its own precision: {reason}")
 
     def not_under_autocast(self, index: int, what: str, reason: str) -> None:

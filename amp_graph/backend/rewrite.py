@@ -17,7 +17,7 @@ from amp_graph.passes.paint import paint
 from amp_graph.passes.place_casts import place_casts
 from amp_graph.passes.split_attention import may_split, split_attention
 from amp_graph.passes.verify import verify
-from amp_graph.plans.pins import Pins, Saved, honoured, pinned, pins_for
+from amp_graph.plans.pins import Pins, Saved, check_honoured, pinned, pins_for
 from amp_graph.policy import Policy
 
 
@@ -46,8 +46,8 @@ def rewrite(
         paints = paint(facts, flow, lists, policy, dtype, refused=refused)
         if pins is not None:
             saved = pinned(paints, pins)
-            repainted = paint(facts, flow, lists, policy, dtype, saved, refused)
-            paints = honoured(repainted, paints, pins)
+            fresh, paints = paints, paint(facts, flow, lists, policy, dtype, saved, refused)
+            check_honoured(paints, fresh, pins)
         low, _ = place_casts(facts, flow, paints, dtype)
         emitted = emit(captured, facts, paints, low, dtype, lists, new_bodies)
         if not emitted.refused:

@@ -18,12 +18,12 @@ from amp_graph.capture.captures import captured_policy_id
 from amp_graph.capture.fake import is_estimate
 from amp_graph.capture.surroundings import can_capture, is_exporting, wants_plain_code
 from amp_graph.errors import AmpGraphError
+from amp_graph.kept import unchanged
 from amp_graph.modules import (
     Run,
     call_with,
     is_rerouted,
     plain_code,
-    unchanged,
     unwrapped,
     weak_method,
 )
@@ -124,10 +124,11 @@ class Conversion(StandIn):
         if wants_plain_code() or is_estimate(module):
             return plain_code(module)(*args, **kwargs)
         if not can_capture():
-            return self._calls.own_code.run()(*args, **kwargs)
-        if self.scale is not None and torch.is_grad_enabled():
-            self.scale.begin_forward()
-        result = self._calls(*args, **kwargs)
+            result = self._calls.own_code.run()(*args, **kwargs)
+        else:
+            if self.scale is not None and torch.is_grad_enabled():
+                self.scale.begin_forward()
+            result = self._calls(*args, **kwargs)
         if self.policy.output_dtype is None:
             return result
         return map_tensors(self._as_output, result)

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from amp_graph.errors import NO_FAILURES, in_words
-from amp_graph.modules import Kept, Run
+from amp_graph.kept import Kept
+from amp_graph.modules import Run
 
 
 def or_else(

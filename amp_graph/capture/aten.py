@@ -101,7 +101,7 @@ def module_path(node: fx.Node, names: Mapping[str, str]) -> str:
     if known is not None:
         return known
     path = re.sub(r"\._modules\['([^']*)'\]|\[['\"]?([^'\"\]]*)['\"]?\]", r".\1\2", str(path))
-    return path.partition(".")[2].removeprefix("module").removeprefix("self").strip(".")
+    return path.partition(".")[2].partition(".")[2]  # what it is found by: L.self
 
 
 def storages(node: fx.Node) -> list[Any]:

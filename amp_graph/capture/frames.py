@@ -70,18 +70,20 @@ class Frames:
     @contextlib.contextmanager
     def counted(self, code: CodeType) -> Iterator[None]:
         """Around the model's callback for a frame of this code, one thread at a time."""
-        before, reasons = counters["frames"]["total"], counters["unimplemented"].copy()
+        before = counters["frames"]["total"]
+        breaks, reasons = counters["graph_break"].copy(), counters["unimplemented"].copy()
         try:
             yield
         finally:
             if counters["frames"]["total"] != before:
                 self.own.begun += 1
                 self.changed = _failed_guard() or self.changed
-            new = [r for r, count in counters["unimplemented"].items() if count > reasons[r]]
+            new = [*(counters["unimplemented"] - reasons)]
             if any(reason.startswith(RAISED) for reason in new):
                 self.own.raised.append(code)
             self.skipped += filter(None, map(_skipped, new))
-            self.said = new[-1].splitlines()[0] if new else self.said
+            said = [*(counters["graph_break"] - breaks), *new]
+            self.said = said[-1].splitlines()[0] if said else self.said
 
     def end_call(self, has_captured: bool, charged: int) -> None:
         """A call of the model has ended, before which so many were `charged`."""

@@ -16,7 +16,8 @@ from amp_graph.commands.factory import Subject, subject
 from amp_graph.convert import convert
 from amp_graph.errors import AmpGraphError
 from amp_graph.ir import LOW_DTYPES
-from amp_graph.modules import call_with, unchanged
+from amp_graph.kept import unchanged
+from amp_graph.modules import call_with
 from amp_graph.policy import Policy
 
 out = Console(width=None if sys.stdout.isatty() else 120)

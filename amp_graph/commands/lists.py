@@ -9,7 +9,7 @@ from rich.text import Text
 
 from amp_graph.commands.command import Command, out
 from amp_graph.errors import did_you_mean
-from amp_graph.oplists import OpLists, load_lists
+from amp_graph.oplists import OpLists, full_name, known_names, load_lists
 
 
 def _lists_arguments(parser: ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def _groups(lists: OpLists) -> Table:
 
 def _say_where(name: str, lists: OpLists) -> bool:
     """Print where an operator stands; whether it is on a list."""
-    full = name if name.startswith(("aten.", "higher_order.")) or "." in name else f"aten.{name}"
+    full = full_name(name, known_names()) or name
     found = lists.entries_for(full)
     for entry, listing in found.items():
         named = entry if _packet(entry) == _packet(full) else f"{full} follows {entry}"

@@ -61,9 +61,12 @@ def _compare(args: Namespace) -> int:
 
 
 def _bound(text: str) -> float:
-    bound = float(text)
+    try:
+        bound = float(text)
+    except ValueError:
+        bound = -1.0
     if not bound >= 0:
-        raise ArgumentTypeError(f"must not be negative or NaN, but is {text}")
+        raise ArgumentTypeError(f"must be a number, not negative or NaN, but is {text}")
     return bound
 
 

@@ -28,7 +28,7 @@ from amp_graph.listing import Listing
 from amp_graph.oplists import OpLists
 from amp_graph.passes.annotate import tensor_facts
 from amp_graph.passes.written_casts import is_switch
-from amp_graph.reasons import Reason, chain, short_reason
+from amp_graph.reasons import Reason, chain, short_reason, unlisted
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class Node:
     module: str = ""
     source: str = ""
     code: str = ""
+    rule: str = ""
+    because: str = ""
     why: str = ""
     chain: tuple[Reason, ...] = ()
     operands: tuple[str, ...] = ()
@@ -106,9 +108,8 @@ def annotated_graph(
         for n, body in plan.bodies.items()
     }
     nodes = tuple(writer.node(n) for n in emitted.graph.nodes)
-    unlisted = sorted({n.op for n in nodes if n.why.startswith("on no list")})
     dtype = dtype_name(plan.dtype)
-    why_not = plan.otherwise, tuple(unlisted), plan.uncompiled
+    why_not = plan.otherwise, tuple(map(short_op, unlisted(plan))), plan.uncompiled
     return AnnotatedGraph(name, dtype, nodes, bodies, *why_not)
 
 
@@ -179,13 +180,15 @@ class _Writer:
             module=facts.module_path,
             source=facts.source,
             code=facts.code,
+            rule=paint.rule if paint else "",
+            because=paint.because if paint else "",
             why=short_reason(plan, name),
             chain=chain(plan, name, self.listings, self.labels),
             operands=_names(node.all_input_nodes),
             readers=_names(node.users),
             numbers=facts.scalars,
             low=name in plan.low or any(t.dtype in LOW for t in floats),
-            is_float=_is_float_operator(node, facts),
+            is_float=facts.has_precision,
             bytes=own,
             traffic=2 * (facts.numel + operands) if computes else 0,
             flops=flops_of(node),
@@ -257,11 +260,6 @@ class _Writer:
 
     def _precision(self, name: str) -> str:
         return dtype_name(self.plan.dtype) if name in self.plan.low else "float32"
-
-
-def _is_float_operator(node: fx.Node, facts: NodeFacts) -> bool:
-    """Whether it is an operator on float32 tensors, for which there is a precision to have."""
-    return is_operator(node) and bool(facts.reads or facts.numel)
 
 
 def _kind(facts: NodeFacts) -> str:

@@ -22,7 +22,7 @@ from amp_graph.inspection.spelling import (
     shapes,
 )
 from amp_graph.ir import Cast, Color, NodeFacts, Plan, dtype_name
-from amp_graph.reasons import short_reason
+from amp_graph.reasons import short_reason, unlisted
 
 HEADINGS = ("colour", "precision", "node", "shape", "module", "line", "why")
 NODE_WIDTH = 72  # a longer list of operands is cut to this many columns
@@ -72,15 +72,9 @@ def _facts_in_brief(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.bodies:
         moved = byte_count(_inner_bytes(plan))
         yield "inner graphs", f"{', '.join(plan.bodies)}; casts moving {moved}"
-    unlisted = _unlisted(plan)
-    if unlisted:
-        yield "on no list", f"{', '.join(unlisted)} (float32 as captured)"
-
-
-def _unlisted(plan: Plan) -> list[str]:
-    """Operators that no list knows although float32 tensors take part in them."""
-    candidates = (f for f in plan.facts.values() if f.color is None and not f.fixed)
-    return sorted({op_name(f.op) for f in candidates if f.op not in (*INPUT_OPS, "output")})
+    found = unlisted(plan)
+    if found:
+        yield "on no list", f"{', '.join(map(op_name, found))} (float32 as captured)"
 
 
 def _table(plan: Plan) -> Iterator[str]:

@@ -112,7 +112,7 @@ def report_data(model: AnnotatedModel) -> ReportData:
 
 
 def figures_of(node: Node) -> Figures:
-    if not node.is_float or node.op == "getitem":
+    if not node.is_float:
         return Figures()
     low = int(node.low)
     stored_low = node.storage in ("float16", "bfloat16")

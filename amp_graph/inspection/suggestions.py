@@ -8,6 +8,7 @@ read and write less, and the floating-point operations that would become cheaper
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -65,10 +66,10 @@ def suggestions(
 
 def _key(node: Node, root: Node) -> tuple[str, str] | None:
     """Which change would free the node, and which decision it shares with others."""
-    rule = root.why.partition(":")[0]
+    rule = root.rule
     if rule == "on no list":
         return "unlisted", root.op
-    if node.why.startswith("promoted by"):
+    if node.rule == "promoted by":
         return "promoted", root.name
     if rule == "listed" and node is not root:
         return "spread", root.op
@@ -108,11 +109,15 @@ def _spread(found: Found) -> tuple[str, str]:
 
 
 def _promoted(found: Found) -> tuple[str, str]:
-    node, root = found[0]
+    root = found[0][1]
+    names = [node.name for node, _ in found]
+    if len(names) == 1:
+        overrides = f'(Override("allow", name="{names[0]}"),)'
+    else:
+        overrides = f'[Override("allow", name=n) for n in {json.dumps(names)}]'
     return (
         f"{root.label}{_at(root)} holds full float32, and operators that also read it follow",
-        f'if its last digits do not matter: Policy(overrides=(Override("allow", '
-        f'name="{node.name}"),))',
+        f"if its last digits do not matter: Policy(overrides={overrides})",
     )
 
 
@@ -125,15 +130,16 @@ def _user_cast(found: Found) -> tuple[str, str]:
 
 
 def _override(found: Found) -> tuple[str, str]:
-    reason = found[0][1].why.partition(": ")[2]
-    return f"an override keeps operators in float32: {reason}", "narrow or remove the override"
+    root = found[0][1]
+    what = f"an override keeps operators in float32: {root.because}"
+    return what, "narrow or remove the override"
 
 
 def _constant(found: Found) -> tuple[str, str]:
     root = found[0][1]
-    number = root.why.partition(": ")[2]
     return (
-        f"the constant {number} of {root.label}{_at(root)} is out of the low precision's range",
+        f"the constant {root.because} of {root.label}{_at(root)} is out of the low precision's "
+        f"range",
         "use a constant within it, such as -1e4 or -inf for a mask",
     )
 

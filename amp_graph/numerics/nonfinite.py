@@ -8,8 +8,8 @@ gradient or an infinite parameter never is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from amp_graph.ir import Plan, dtype_name
 from amp_graph.numerics.rerun import Batch, Loss, Observer, Outcome, Place, Rerun, rerun_of
 
 NAN, PLUS, MINUS = "NaN", "inf", "-inf"
+OUTSIDE = "code outside of the graphs"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class NonFinite:
     node: who computed it; in backward, the operator whose derivative gave the gradient.
     value: whose value or gradient it is; an operator, cast, input or parameter.
     kind: NaN, inf or -inf. dtype: that of the value.
+    graph: the index of its plan; None for code outside of the graphs, which is not looked into.
     in_float32: the float32 run has it at the same place, so precision is not the cause.
     """
 
@@ -42,7 +44,7 @@ class NonFinite:
     module: str
     source: str
     code: str
-    graph: int
+    graph: int | None
     in_float32: bool
 
     def __str__(self) -> str:
@@ -77,10 +79,13 @@ def find_nonfinite(
     rerun = rerun_of(model, policy)
     mixed = _Flags()
     outcome = rerun.run("mixed", batch, loss, mixed, loss_scale=loss_scale)
-    if not mixed.found or _is_finite(outcome):
+    unseen = next(_not_finite(outcome), None)
+    if unseen is None:
         return None
     plain = _Flags()
-    rerun.run("float32", batch, loss, plain, loss_scale=loss_scale)
+    in_float32 = rerun.run("float32", batch, loss, plain, loss_scale=loss_scale)
+    if not mixed.found:
+        return replace(unseen, in_float32=any(_not_finite(in_float32)))
     for finding in mixed.found:
         faults = (k for k in finding.kinds if k == NAN or finding.is_never_meant)
         kind = next((k for k in finding.kinds if not plain.has(finding, k)), next(faults, None))
@@ -146,10 +151,9 @@ class _Flags(Observer):
         return kind in self.gradients.get(place, (frozenset(), 0.0))[0]
 
     def _note(self, phase: str, place: Place, kinds: frozenset[str], dtype: torch.dtype) -> None:
-        ordered = tuple(k for k in (NAN, PLUS, MINUS) if k in kinds)
         valued = self.nodes[place]
         node = self._culprit(place, valued) if phase == "backward" else valued
-        self.found.append(_Finding(phase, place, node, valued, ordered, dtype))
+        self.found.append(_Finding(phase, place, node, valued, _in_order(kinds), dtype))
 
     def _culprit(self, place: Place, node: fx.Node) -> fx.Node:
         """The reader whose derivative gave the gradient; of several, that with the largest
@@ -172,6 +176,10 @@ def _kinds(tensor: torch.Tensor) -> frozenset[str]:
     return frozenset(kind for kind, test in tests.items() if bool(test(tensor).any()))
 
 
+def _in_order(kinds: frozenset[str]) -> tuple[str, ...]:
+    return tuple(kind for kind in (NAN, PLUS, MINUS) if kind in kinds)
+
+
 def _own_numbers(node: fx.Node) -> frozenset[str]:
     """The infinities among an operator's own arguments."""
     numbers = (a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, float))
@@ -180,10 +188,16 @@ def _own_numbers(node: fx.Node) -> frozenset[str]:
     )
 
 
-def _is_finite(outcome: Outcome) -> bool:
-    results = [*outcome.outputs, *outcome.gradients.values()]
-    results += [] if outcome.loss is None else [outcome.loss]
-    return all(bool(torch.isfinite(t).all()) for t in results)
+def _not_finite(outcome: Outcome) -> Iterator[NonFinite]:
+    """What a run gave that is not finite, as if it came from code outside of the graphs."""
+    results = [("forward", OUTSIDE, "an output", tensor) for tensor in outcome.outputs]
+    if outcome.loss is not None:
+        results.append(("forward", "the loss", "the loss", outcome.loss))
+    results += [("backward", OUTSIDE, name, g) for name, g in outcome.gradients.items()]
+    for phase, node, value, tensor in results:
+        for kind in _in_order(_kinds(tensor)):
+            dtype = dtype_name(tensor.dtype)
+            yield NonFinite(phase, node, "no graph", value, kind, dtype, "", "", "", None, False)
 
 
 def _told(rerun: Rerun, finding: _Finding, kind: str, in_float32: bool) -> NonFinite:

@@ -29,9 +29,10 @@ from amp_graph.capture.aten import get_attribute
 from amp_graph.capture.captures import Caller, Captures
 from amp_graph.capture.dynamo import is_of_capture
 from amp_graph.capture.frames import Frames
-from amp_graph.errors import AmpGraphError, ConversionWarning, in_words
+from amp_graph.errors import AmpGraphError, CaptureError, ConversionWarning, in_words
 from amp_graph.ir import Plan
-from amp_graph.modules import Run, call_with, path_by_id, plain_code, unchanged
+from amp_graph.kept import unchanged
+from amp_graph.modules import Run, call_with, path_by_id, plain_code, unwrapped
 from amp_graph.numerics.outputs import default_loss, floating
 from amp_graph.plans.pins import Saved
 from amp_graph.policy import Policy, as_policy
@@ -159,7 +160,7 @@ class Rerun:
 
     def _outcome(self, output: Any, loss: Loss, scale: float) -> Outcome:
         outputs = tuple(t.detach().clone() for t in floating(output))
-        value = _tensor(loss(output)) if floating(output) else None
+        value = _scalar(loss(output)) if floating(output) else None
         if value is None or not value.requires_grad:
             return Outcome(outputs, None if value is None else value.detach(), {})
         named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
@@ -192,10 +193,12 @@ class Rerun:
         return plan
 
 
-def _tensor(loss: Any) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor):
-        raise AmpGraphError(f"loss must return a scalar tensor, not {type(loss).__name__}")
-    return loss
+def _scalar(loss: Any) -> torch.Tensor:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss
+    is_tensor = isinstance(loss, torch.Tensor)
+    found = f"one of shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__
+    raise AmpGraphError(f"loss must return a scalar tensor, not {found}")
 
 
 def _own_error(model: nn.Module, batch: Batch) -> Exception | None:
@@ -209,8 +212,8 @@ def _own_error(model: nn.Module, batch: Batch) -> Exception | None:
     return None
 
 
-def _not_captured(model: nn.Module) -> AmpGraphError:
-    return AmpGraphError(
+def _not_captured(model: nn.Module) -> CaptureError:
+    return CaptureError(
         f"{type(model).__name__} cannot be captured, so there is no graph to look into; converted, "
         f"it runs its own code under autocast"
     )
@@ -285,7 +288,9 @@ def hash_of(name: str) -> int:
 
 
 def rerun_of(model: nn.Module, policy: Policy | str | torch.dtype | None = None) -> Rerun:
-    """A rerun of a model, converted or not. A converted one brings its own policy and plans."""
+    """A rerun of a model, converted or not, without a data-parallel wrapper. A converted one brings
+    its own policy and plans."""
+    model = unwrapped(model)
     conversion = found_conversion(model)
     if conversion is not None and policy is None:
         return Rerun(model, conversion.policy, conversion.compiler.saved)

@@ -199,7 +199,8 @@ class Scene:
         """Whether a sum of float32 and low precision may be low, unlike in PyTorch's promotion:
         not in float16, whose range a stream may outgrow, nor on CPU, where layer norms stay in
         float32 and would each cast it."""
-        on_cpu = any(t.device == "cpu" for f in self.facts for t in f.tensors)
+        # A constant of no dimension may be on the CPU in any graph.
+        on_cpu = any(t.device == "cpu" for f in self.facts if not f.is_scalar for t in f.tensors)
         return self.level is Level.BALANCED and self.dtype is torch.bfloat16 and not on_cpu
 
     @cached_property

@@ -87,8 +87,8 @@ def pinned(fresh: Mapping[str, Paint], pins: Pins) -> dict[str, Paint]:
     return found
 
 
-def honoured(painted: dict[str, Paint], fresh: Mapping[str, Paint], pins: Pins) -> dict[str, Paint]:
-    """`painted` unless a colour that was edited in the saved plan did not come about."""
+def check_honoured(painted: Mapping[str, Paint], fresh: Mapping[str, Paint], pins: Pins) -> None:
+    """Raises PlanError if a colour that was edited in the saved plan did not come about."""
     for name, saved in pins.paints.items():
         now = painted[name]
         if pins.exact and saved.color is not now.color and saved.color is not fresh[name].color:
@@ -97,7 +97,6 @@ def honoured(painted: dict[str, Paint], fresh: Mapping[str, Paint], pins: Pins) 
                 f"{pins.origin}: '{name}' cannot be {saved.color.value}, it is "
                 f"{now.color.value} ({reason}). Set it back to {fresh[name].color.value}."
             )
-    return painted
 
 
 def _check_agreement(plans: Sequence[tuple[int, Plan]], origin: str) -> None:

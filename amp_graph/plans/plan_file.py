@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 
 from amp_graph.errors import PlanError
 from amp_graph.ir import Plan
@@ -97,8 +96,11 @@ def as_plans(plan: PlanSource) -> Saved:
     if isinstance(plan, (str, Path)):
         return Saved(load_plan(plan), str(plan))
     plans = (plan,) if isinstance(plan, Plan) else plan
-    if isinstance(plans, nn.Module) or not all(isinstance(p, Plan) for p in plans):
+    is_several = isinstance(plans, Sequence) and all(isinstance(p, Plan) for p in plans)
+    if not is_several:
         raise PlanError(f"a plan is a file, a Plan or several Plans, not {type(plan).__name__}")
+    if not plans:
+        raise PlanError("there is no plan: a model has plans once it was called")
     return Saved(tuple(plans))
 
 

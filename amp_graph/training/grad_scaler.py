@@ -1,17 +1,13 @@
 """Explicit loss scaling, for scripts written that way.
 
-`GradScaler` has the methods of `torch.amp.GradScaler` and the state machine of `LossScale`. Models
-under an explicit scaler, ours or PyTorch's, do not scale inside their graphs.
+`GradScaler` has the methods of `torch.amp.GradScaler` and the state machine of `LossScale`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,6 +115,15 @@ class GradScaler:
     def get_growth_interval(self) -> int:
         return self._config.growth_interval
 
+    def set_growth_factor(self, new_factor: float) -> None:
+        self._config = replace(self._config, growth_factor=new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        self._config = replace(self._config, backoff_factor=new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        self._config = replace(self._config, growth_interval=new_interval)
+
     def is_enabled(self) -> bool:
         return self._enabled
 
@@ -141,53 +146,11 @@ def scale_loss(loss: Tensor, optimizer: Optimizer | Sequence[Optimizer]) -> Iter
     """Apex's `with scale_loss(loss, optimizer) as scaled: scaled.backward()`.
 
     The graphs of converted models scale by themselves, so the loss is handed out as it is; after
-    the block, as with Apex, gradients are true, and the optimizer skips the step on overflow.
+    the block, as with Apex, gradients are true, and the optimizer skips the step on overflow. For a
+    model that is not converted nothing is scaled: see `GradScaler`.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise AmpGraphError(f"scale_loss takes optimizers, not {type(each).__name__}")
     yield loss
-
-
-EXPLICIT = (GradScaler, torch.amp.GradScaler)
-STEPS = GradScaler.step.__code__, torch.amp.GradScaler.step.__code__
-STEP_DEPTH = 16  # frames between a scaler's step() and an optimizer's hooks, wrappers included
-
-
-def is_grad_scaler_stepping(frame: FrameType | None) -> bool:
-    """Whether the call in this frame comes from an enabled scaler's `step`."""
-    for _ in range(STEP_DEPTH):
-        if frame is None:
-            return False
-        if frame.f_code in STEPS:
-            return bool(frame.f_locals["self"].is_enabled())
-        frame = frame.f_back
-    return False
-
-
-_around: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
-
-
-def is_grad_scaler_around() -> bool:
-    """Whether the process holds an enabled scaler. Those that are there when it is first asked are
-    found among all objects, in tens of milliseconds; later ones are noted as they are made."""
-    _note_all()
-    return any(scaler.is_enabled() for scaler in [*_around.values()])
-
-
-@functools.cache
-def _note_all() -> None:
-    for kind in EXPLICIT:
-        kind.__init__ = _noting(kind.__init__)  # type: ignore[method-assign]
-    # By type(): isinstance() would ask proxies for their __class__, which may run anything.
-    _around.update((id(o), o) for o in gc.get_objects() if issubclass(type(o), EXPLICIT))
-
-
-def _noting(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        _around[id(self)] = self
-
-    return noting

@@ -26,7 +26,7 @@ from amp_graph.errors import OverflowAbort
 from amp_graph.training.caution import Caution, Exposed, Factors, are_wanted
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.engine import backward_pass, is_captured, sent
-from amp_graph.training.grad_scaler import is_grad_scaler_around
+from amp_graph.training.explicit_scalers import is_grad_scaler_around
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, number, save_state
 from amp_graph.training.outcome import Outcome
 from amp_graph.training.spills import Spills

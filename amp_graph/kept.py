@@ -1,0 +1,102 @@
+"""What a call of a model changes by the way, kept and put back."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+
+class KeptRandomState:
+    """The state of random numbers, as it is now: PyTorch's, Python's, and NumPy's if it is used."""
+
+    def __init__(self) -> None:
+        self._pythons = random.getstate()
+        self._numpy: Any = sys.modules.get("numpy")
+        self._numpys = self._numpy and self._numpy.random.get_state()
+        self._on_cpu = torch.get_rng_state()
+        device = torch.accelerator.current_accelerator()
+        others: Any = torch.get_device_module(device) if device else None
+        is_used = hasattr(others, "get_rng_state_all") and others.is_initialized()
+        self._on_others = others.get_rng_state_all() if is_used else []
+        self._others = others
+
+    def put_back(self) -> None:
+        random.setstate(self._pythons)
+        if self._numpys:
+            self._numpy.random.set_state(self._numpys)
+        torch.set_rng_state(self._on_cpu)
+        if self._on_others:
+            self._others.set_rng_state_all(self._on_others)
+
+
+class Kept:
+    """What calls of a model change by the way, as it is now: buffers, attributes such as a count of
+    steps, random state and, if asked for, parameters (averages of others, say). Not what is in a
+    list or object that is an attribute."""
+
+    def __init__(self, model: nn.Module, parameters: bool = False):
+        of_modules: list[Any] = [m._buffers for m in model.modules()]
+        # The first call of a lazy module completes it.
+        of_modules += [vars(m) for m in model.modules() if not _is_lazy(m)]
+        # Those of a TorchScript module are held by what only looks like one.
+        self._held = [(held, dict(held)) for held in of_modules if isinstance(held, dict)]
+        self._values = _copies(tensor for held in of_modules for tensor in held.values())
+        dense = (p for p in model.parameters() if p.layout is torch.strided and not p.is_meta)
+        self._parameters = _copies(dense if parameters else ())
+        self._random = KeptRandomState()
+
+    def put_back(self) -> None:
+        # A graph of the caller's may still need the others as they are.
+        written = ((p, value) for p, value in self._parameters if not torch.equal(p, value))
+        for tensor, value in (*self._values, *written):
+            # To leave inference mode turns recording on.
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                tensor.copy_(value)
+        for held, kept in self._held:
+            for name in held.keys() - kept.keys():
+                del held[name]
+            held.update(kept)
+        self._random.put_back()
+
+
+def _copies(values: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tensors that can be written to, and what is in them now."""
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    held = (t for t in tensors if not is_lazy(t) and not _is_freed(t) and not _is_expanded(t))
+    return [(t, t.detach().clone()) for t in held]
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Whether its memory was given back, as that of a gathered parameter between two uses (FSDP).
+    To read it would end the process (torch 2.13)."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, so that it cannot be written to."""
+    if tensor.layout is not torch.strided:
+        return False
+    return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    return any(p is not None and is_lazy(p) for p in module._parameters.values())
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, parameters: bool = True) -> Iterator[None]:
+    """Parameters, buffers, attributes and random state are put back, as `Kept` explains."""
+    kept = Kept(model, parameters)
+    try:
+        yield
+    finally:
+        kept.put_back()

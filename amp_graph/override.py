@@ -1,0 +1,87 @@
+"""An exception to the lists: a colour for nodes that match."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from amp_graph.errors import PolicyError, did_you_mean
+from amp_graph.ir import Color, NodeFacts
+from amp_graph.oplists import known_names, spellings
+
+
+@dataclass(frozen=True)
+class Override:
+    """A colour for all nodes that match every criterion given; it beats the lists.
+
+    module: glob over module paths ("encoder.*.attn"); a path matches with all below it.
+    op: operator as lists spell it, "aten.gelu" or "aten.gelu.default"; in place too.
+    name: glob over node names.
+    where: a function of NodeFacts that returns whether the node matches.
+    """
+
+    color: Color | str
+    module: str | None = None
+    op: str | None = None
+    name: str | None = None
+    where: Callable[[NodeFacts], bool] | None = None
+
+    def __post_init__(self) -> None:
+        legal = [c.value for c in Color if c is not Color.KEEP]
+        if getattr(self.color, "value", self.color) not in legal:
+            raise PolicyError(f"override colour {self.color!r}: choose one of {', '.join(legal)}")
+        object.__setattr__(self, "color", Color(self.color))
+        if not any((self.module, self.op, self.name, self.where)):
+            raise PolicyError("an override needs module=, op=, name= or where= to match nodes by")
+        for criterion in ("module", "op", "name"):
+            given = getattr(self, criterion)
+            if given is not None and not isinstance(given, str):
+                raise PolicyError(f"Override({criterion}=...) takes a string, not {given!r}")
+        if self.where is not None and not callable(self.where):
+            raise PolicyError(f"Override(where=...) takes a function, not {self.where!r}")
+        if self.op is not None:
+            _check_operator(self.op)
+
+    def matches(self, facts: NodeFacts) -> bool:
+        if self.module is not None and not inside(facts.module_path, self.module):
+            return False
+        if self.op is not None and self.op not in (facts.op, *spellings(facts.op)):
+            return False
+        if self.name is not None and not fnmatch.fnmatchcase(facts.name, self.name):
+            return False
+        try:
+            return self.where is None or bool(self.where(facts))
+        except Exception as error:
+            place = f" at {facts.source}" if facts.source else ""
+            raise PolicyError(
+                f"Override({self}) raised {type(error).__name__}: {error} for {facts.op} "
+                f"{facts.label!r}{place}; it gets an amp_graph.ir.NodeFacts"
+            ) from error
+
+    def __str__(self) -> str:
+        given = {"module": self.module, "op": self.op, "name": self.name}
+        text = ", ".join(f"{k}={v}" for k, v in given.items() if v is not None)
+        return f"{text or 'where=' + getattr(self.where, '__name__', 'predicate')}"
+
+
+def _check_operator(op: str) -> None:
+    """Refuse an operator that no node can have; other libraries' may be registered later."""
+    known = known_names()
+    is_missing = op.startswith(("aten.", "aten::")) and op not in known
+    if is_missing or f"aten.{op}" in known:
+        name = op.replace("::", ".") if is_missing else f"aten.{op}"
+        raise PolicyError(
+            f"Override(op={op!r}): torch {torch.__version__} has no operator of this name."
+            f"{did_you_mean(name, known)}"
+        )
+
+
+def inside(path: str, glob: str) -> bool:
+    """Whether a module path, or a module above it, matches."""
+    parts = path.split(".")
+    return any(
+        fnmatch.fnmatchcase(".".join(parts[:length]), glob) for length in range(1, len(parts) + 1)
+    )

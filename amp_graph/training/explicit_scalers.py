@@ -1,0 +1,60 @@
+"""Explicit scalers, ours or PyTorch's: models under one do not scale inside their graphs.
+
+That there is one in the process is known by its constructor, which notes it from the first question
+on and goes on doing so; that it steps, by the frames of the call.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from amp_graph.training.grad_scaler import GradScaler
+
+EXPLICIT = (GradScaler, torch.amp.GradScaler)
+STEPS = GradScaler.step.__code__, torch.amp.GradScaler.step.__code__
+STEP_DEPTH = 16  # frames between a scaler's step() and an optimizer's hooks, wrappers included
+
+
+def is_grad_scaler_stepping(frame: FrameType | None) -> bool:
+    """Whether the call in this frame comes from an enabled scaler's `step`."""
+    for _ in range(STEP_DEPTH):
+        if frame is None:
+            return False
+        if frame.f_code in STEPS:
+            return bool(frame.f_locals["self"].is_enabled())
+        frame = frame.f_back
+    return False
+
+
+_around: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
+
+
+def is_grad_scaler_around() -> bool:
+    """Whether the process holds an enabled scaler. Those that are there when it is first asked are
+    found among all objects, in tens of milliseconds; later ones are noted as they are made."""
+    _note_all()
+    return any(scaler.is_enabled() for scaler in [*_around.values()])
+
+
+@functools.cache
+def _note_all() -> None:
+    for kind in EXPLICIT:
+        kind.__init__ = _noting(kind.__init__)  # type: ignore[method-assign]
+    # By type(): isinstance() would ask proxies for their __class__, which may run anything.
+    _around.update((id(o), o) for o in gc.get_objects() if issubclass(type(o), EXPLICIT))
+
+
+def _noting(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        _around[id(self)] = self
+
+    return noting
