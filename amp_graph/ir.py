@@ -212,7 +212,7 @@ class Cast:
     is_weight: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """Every decision for one graph.
 
@@ -232,6 +232,11 @@ class Plan:
     fallback: str | None = None
     autocast: bool = False
     uncompiled: str | None = None
+
+    def __repr__(self) -> str:
+        how = f" {self.otherwise}" if self.otherwise else ""
+        counts = f"{len(self.facts)} nodes, {len(self.low)} low, {len(self.casts)} casts"
+        return f"<Plan in {dtype_name(self.dtype)}: {counts}{how}>"
 
     def as_captured(self, reason: str) -> Plan:
         """The plan of the same graph where it runs as it was captured, for a reason."""

@@ -1,4 +1,9 @@
-"""What a user asks for: the low precision, the lists, and exceptions to them."""
+"""What a user asks for: the low precision, the lists, and exceptions to them.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+
+    torch._inductor.list_mode_options, list_options    as torch.compile takes them
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -55,6 +56,43 @@ def test_imports_point_down() -> None:
             if LAYERS.index(layer_of(module)) > LAYERS.index(layer):
                 upward.append(f"{file.relative_to(PACKAGE)} imports {module}")
     assert not upward
+
+
+OF_ALL_FILES = {  # what graphs and captures are made of
+    *("torch._ops.OpOverload", "torch._ops.HigherOrderOperator"),
+    *("torch._subclasses.fake_tensor.FakeTensor", "torch._subclasses.fake_tensor.FakeTensorMode"),
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    *("torch._dynamo.variables.ConstantVariable", "torch._dynamo.variables.VariableTracker"),
+    *("torch._dynamo.variables.base.VariableTracker", "torch._dynamo.guards.GuardBuilder"),
+}
+
+
+def private_names(tree: ast.Module) -> Iterator[str]:
+    """What a file takes of PyTorch that begins with an underscore, or is in a module that does."""
+    for node in ast.walk(tree):
+        found = []
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "torch":
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names if alias.name.startswith("torch.")]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
+            found = [ast.unparse(node)]
+        yield from (name for name in found if re.fullmatch(r"torch(\.\w+)*\._[a-zA-Z][\w.]*", name))
+
+
+def test_private_names_of_pytorch_are_told_of_where_they_are_used() -> None:
+    """In the docstring of the file, which says with which versions they were seen to work."""
+    untold = []
+    for file in PACKAGE.rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        names = {*private_names(tree)} - OF_ALL_FILES
+        for name in names:
+            is_operator = name.startswith(("torch.ops.", "torch.utils._pytree"))
+            is_part = any(other.startswith(f"{name}.") for other in names)
+            told = ast.get_docstring(tree) or ""
+            if not (is_operator or is_part) and name.rpartition(".")[2] not in told:
+                untold.append(f"{file.relative_to(PACKAGE)}: {name}")
+    assert not untold
 
 
 def test_stages_do_not_import_each_other() -> None:

@@ -1,4 +1,9 @@
-"""What becomes of each model that a script calls: converted at its first call, or left alone."""
+"""What becomes of each model that a script calls: converted at its first call, or left alone.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+
+    torch._dynamo.eval_frame.OptimizedModule    what `torch.compile(model)` is
+"""
 
 from __future__ import annotations
 

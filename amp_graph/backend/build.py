@@ -4,6 +4,10 @@
 
 All that takes long happens here, once for all models that are called by the graph. What is built
 holds no tensor of the model whose call was captured.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+
+    torch._dynamo.exc.RestartAnalysis    by which a backend has Dynamo capture again
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ Names of PyTorch used here that are not documented; seen to work on 2.11, 2.13 a
     Node.meta["tensor_dict"]["_dynamo_static_input_type"]
         how Dynamo tells AOTAutograd where inputs come from, to guard that they are distinct, and
         which stay at one address (CUDA graphs)
+    torch._dynamo.source.ConstantSource       where an input of ours comes from
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ Private names of PyTorch used here; seen to work on 2.13 and 2.15, others go wit
     torch._dynamo.variables.builtin.SetAttrBuiltinVariable._call_setattr
     torch._dynamo.output_graph.OutputGraph._check_requires_grad_intermediate_outputs
     ..., .leaf_var_creation_order
+    torch._dynamo.variables.TensorVariable
 """
 
 from __future__ import annotations

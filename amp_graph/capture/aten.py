@@ -1,4 +1,11 @@
-"""How to read a node of an ATen graph: its operator, operands, results and memory."""
+"""How to read a node of an ATen graph: its operator, operands, results and memory.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+
+    torch._C._set_grad_enabled, torch._C._autograd._get_data_attr,
+    torch.amp.autocast_mode._enter_autocast, _exit_autocast
+                                how Dynamo spells modes and `x.data` in a graph
+"""
 
 from __future__ import annotations
 
@@ -11,13 +18,15 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils._pytree import tree_leaves
 
 CAST = torch.ops.aten._to_copy.default
 CLAMP = torch.ops.aten.clamp.default
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
-# `x.data`, as Dynamo 2.11 - 2.15 spells it.
+ENTER_AUTOCAST: Callable[..., Any] = _enter_autocast
+EXIT_AUTOCAST: Callable[..., Any] = _exit_autocast
 DATA: Callable[..., Any] = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 
 

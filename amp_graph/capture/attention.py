@@ -8,6 +8,7 @@ products run in float32. Private names of PyTorch used here, seen in 2.11, 2.13,
     torch._fused_sdp_choice                     the kernel that a call takes
     fx.traceback.get_current_meta()["custom"]   copied to the nodes that tracing makes
     torch.utils._python_dispatch._disable_current_modes
+    torch._safe_softmax                         of rows that are masked as a whole
 """
 
 from __future__ import annotations

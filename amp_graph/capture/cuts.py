@@ -25,9 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from amp_graph.capture.aten import SET_GRAD_ENABLED, get_attribute, set_attribute
+from amp_graph.capture.aten import (
+    ENTER_AUTOCAST,
+    EXIT_AUTOCAST,
+    SET_GRAD_ENABLED,
+    get_attribute,
+    set_attribute,
+)
 from amp_graph.capture.grad_modes import INFERENCE_MODE, grad_modes
 from amp_graph.errors import CaptureError
 from amp_graph.modules import Run
@@ -116,9 +121,9 @@ def _written(module: fx.GraphModule, before: frozenset[fx.Node]) -> list[_Part]:
             raise CaptureError(f"'{node.name}' is in a graph that is to be cut")
         _copy(module, parts[-1], node)
         records = modes.get(node, records)
-        if node.target is _enter_autocast:
+        if node.target is ENTER_AUTOCAST:
             regions.append(node)
-        elif node.target is _exit_autocast:
+        elif node.target is EXIT_AUTOCAST:
             regions.remove(node.all_input_nodes[0])
     return parts
 
@@ -138,7 +143,7 @@ def _end(part: _Part, regions: list[fx.Node], records: bool | None) -> None:
     if records is not None:
         part.graph.call_function(SET_GRAD_ENABLED, (records,))
     for node in reversed(regions):
-        part.graph.call_function(_exit_autocast, (part.local[node],))
+        part.graph.call_function(EXIT_AUTOCAST, (part.local[node],))
 
 
 def _copy(module: fx.GraphModule, part: _Part, node: fx.Node) -> None:

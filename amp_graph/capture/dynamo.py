@@ -7,6 +7,10 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     torch._dynamo.optimize, its callback     to have the settings in force while it captures
     torch._dynamo.convert_frame              its lock, and whether an error comes from there
     torch._C._dynamo.eval_frame.reset_code   to have Dynamo forget what it captured of a model
+    torch._dynamo.disallow_in_graph, torch._VF._pad_packed_sequence
+                                             what ends a graph
+    torch._dynamo.exc.TorchDynamoException, FailOnRecompileLimitHit
+    torch._C._len_torch_dispatch_stack       whether there are dispatch modes
 """
 
 from __future__ import annotations

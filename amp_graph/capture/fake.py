@@ -1,4 +1,13 @@
-"""Fake tensors: running operators on shapes and dtypes alone."""
+"""Fake tensors: running operators on shapes and dtypes alone.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+
+    torch._C._len_torch_dispatch_stack,
+    torch.utils._python_dispatch._get_current_dispatch_mode_stack
+                                                        the dispatch modes of the thread
+    torch._dispatch.python.enable_python_dispatcher     rules for symbolic sizes that C++ lacks
+    torch._subclasses.fake_tensor.unset_fake_temporarily
+"""
 
 from __future__ import annotations
 

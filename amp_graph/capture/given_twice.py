@@ -8,6 +8,7 @@ Autograd adds up the gradients of both either way. Dynamo ends the graph at such
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
     torch._dynamo.variables.misc.AutogradFunctionVariable.call_apply
+    torch._dynamo.variables.TensorVariable
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
     torch._dynamo.variables.SkipFunctionVariable    a function that Dynamo passes over
     torch._dynamo.variables.VariableTracker.sq_contains
                             `in`; sq_contains_impl on 2.15, on 2.11 asked of the value
-    torch._dynamo.variables.TensorVariable, ListVariable    a value of the graph; a new list
+    torch._dynamo.variables.TensorVariable, ListVariable, base.ValueMutationNew
+                            a value of the graph; a new list
+    torch._dynamo.variables.BuiltinVariable         a function of Python's
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
     torch._dynamo.side_effects.SideEffects.is_modified, store_attr_mutations
     torch._dynamo.source.GlobalSource, WeakRefCallSource, AttrSource, DictGetItemSource
     torch._dynamo.exc.unimplemented                 to end a graph
+    torch._dynamo.variables.PythonModuleVariable, base.VariableTracker
 """
 
 from __future__ import annotations

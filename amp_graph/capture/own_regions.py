@@ -16,9 +16,8 @@ import threading
 
 import torch
 from torch import fx
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from amp_graph.capture.aten import IN_REGION, bodies_of
+from amp_graph.capture.aten import ENTER_AUTOCAST, EXIT_AUTOCAST, IN_REGION, bodies_of
 from amp_graph.capture.own_guards import hold_in_state
 from amp_graph.modules import autocast_devices
 
@@ -69,7 +68,7 @@ def in_regions(module: fx.GraphModule) -> frozenset[fx.Node]:
     """The nodes of a graph that are inside of regions."""
     depth, found = int(IN_REGION in module.meta), set()
     for node in module.graph.nodes:
-        depth += (node.target is _enter_autocast) - (node.target is _exit_autocast)
+        depth += (node.target is ENTER_AUTOCAST) - (node.target is EXIT_AUTOCAST)
         if depth:
             found.add(node)
     return frozenset(found)
@@ -92,10 +91,10 @@ def write_region(module: fx.GraphModule) -> None:
     kinds = autocast_devices()
     enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)] or kinds[:1]
     with graph.inserting_before(first):
-        entered = [graph.call_function(_enter_autocast, _as_now(kind)) for kind in enabled]
+        entered = [graph.call_function(ENTER_AUTOCAST, _as_now(kind)) for kind in enabled]
     with graph.inserting_before(graph.output_node()):
         for node in reversed(entered):
-            graph.call_function(_exit_autocast, (node,))
+            graph.call_function(EXIT_AUTOCAST, (node,))
     module.recompile()
     module.meta[IN_REGION] = True
 

@@ -9,6 +9,7 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
     OpOverload.py_kernels, OpOverload._dispatch_cache    what the Python dispatcher runs
     torch._decomp.decompositions                         its import sets what they are by default
+    torch._C.DispatchKey
 """
 
 from __future__ import annotations

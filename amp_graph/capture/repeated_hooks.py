@@ -12,6 +12,7 @@ Private names of PyTorch used here; seen to work on 2.13 and 2.15, others go wit
     torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable.var_getattr
                                       ..., tp_getattro_impl since 2.15
     torch._dynamo.variables.dicts.NNModuleHooksDictVariable
+    torch._dynamo.variables.UserFunctionVariable, torch._dynamo.source.AttrSource
 """
 
 from __future__ import annotations

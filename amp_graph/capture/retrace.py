@@ -10,6 +10,11 @@ a tensor, or holds a graph of its own (checkpoint, cond, a custom autograd funct
 as it is, and its body is retraced in its own right. Inference mode is spelled as `no_grad`.
 The stretches between such nodes are traced by `make_fx(pre_dispatch=True)` on the fake tensors
 that Dynamo left in `meta["example_value"]`, under the modes in force at that place.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+
+    torch.nn.attention._sdpa_kernel, _cur_sdpa_kernel_backends, _backend_from_string
+                                how Dynamo spells the kernels allowed, and which are
 """
 
 from __future__ import annotations
@@ -24,7 +29,6 @@ import torch.fx.traceback as fx_traceback
 from torch import fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import (
     _backend_from_string,
@@ -37,6 +41,8 @@ from amp_graph.capture.assignments import assignments
 from amp_graph.capture.aten import (
     ASKS_FOR_LOW,
     DATA,
+    ENTER_AUTOCAST,
+    EXIT_AUTOCAST,
     SELECTIVE,
     SET_DATA,
     SET_GRAD_ENABLED,
@@ -55,7 +61,7 @@ from amp_graph.capture.vmap import all_left, drop_unused_detaches, inside_vmap
 from amp_graph.errors import CaptureError
 
 KERNEL_CHOICE = (_sdpa_kernel, _backend_from_string)
-MODE_SETTERS = (SET_GRAD_ENABLED, _enter_autocast, _exit_autocast, *INFERENCE_MODE, *KERNEL_CHOICE)
+MODE_SETTERS = (SET_GRAD_ENABLED, ENTER_AUTOCAST, EXIT_AUTOCAST, *INFERENCE_MODE, *KERNEL_CHOICE)
 
 
 def changes_modes(module: fx.GraphModule) -> bool:
@@ -184,11 +190,11 @@ class _Retracer:
     def value_of(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
             return self.attribute(node)
-        if node.target is _enter_autocast:
-            self.autocasts.append(_enter_autocast(*node.args))
+        if node.target is ENTER_AUTOCAST:
+            self.autocasts.append(ENTER_AUTOCAST(*node.args))
             return self.autocasts[-1]
-        if node.target is _exit_autocast:
-            return _exit_autocast(self.autocasts.pop())
+        if node.target is EXIT_AUTOCAST:
+            return EXIT_AUTOCAST(self.autocasts.pop())
         if node in self.grad_modes:
             return SET_GRAD_ENABLED(self.grad_modes[node])
         if node.target in KERNEL_CHOICE:
@@ -217,7 +223,7 @@ class _Retracer:
     def leave_autocast(self) -> None:
         """Leave the regions that a failed trace did not get out of."""
         while self.autocasts:
-            _exit_autocast(self.autocasts.pop())
+            EXIT_AUTOCAST(self.autocasts.pop())
 
     def attribute(self, node: fx.Node) -> Any:
         value = get_attribute(self.module, str(node.target))

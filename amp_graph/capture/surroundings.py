@@ -2,7 +2,8 @@
 
 Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
 
-    TorchDispatchMode.ignore_compile_internals, set_is_in_mode_without_ignore_compile_internals
+    TorchDispatchMode.ignore_compile_internals,
+    torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals
                                              let compiled code run under a dispatch mode
     torch._C._functorch.peek_interpreter_stack, get_interpreter_stack
                                              whether a functorch transform is active, and which
@@ -13,6 +14,9 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     torch.compiler._is_exporting_flag        the same of `torch.export`, for Dynamo to read
     torch._ops.mode_stack_state_for_pre_dispatch
                                              the modes above autograd, of the process
+    torch._C._len_torch_dispatch_stack, torch.utils._python_dispatch.
+    _get_current_dispatch_mode_stack         the dispatch modes of the thread
+    torch._C._functorch.TransformType        the kinds of transforms
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
     torch._dynamo.variables.BuiltinVariable.call_function    of `operator.getitem`
     torch._dynamo.variables.TensorVariable.ndim, ..., .dtype
     torch._dynamo.variables.SliceVariable, SymNodeVariable, TupleVariable    indices
+    torch._dynamo.config.capture_scalar_outputs    whether such a number may be asked for
     torch._C._functorch.is_batchedtensor    whether a value in a graph stands for many, of a vmap
     torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex
                                             the mode that such functions run under

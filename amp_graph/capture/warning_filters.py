@@ -15,7 +15,7 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
     VariableBuilder._id_dispatch, _type_dispatch    what Dynamo makes of what a model uses
     SkipFunctionVariable            what it makes of these
     CatchWarningsCtxManagerVariable.enter, reconstruct_type, catch_warnings_args
-    OutputGraph.install_global      a name for what code behind a break needs
+    OutputGraph.install_global, GlobalSource    a name for what code behind a break needs
 """
 
 from __future__ import annotations

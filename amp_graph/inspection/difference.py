@@ -63,7 +63,7 @@ class GraphDifference:
         return not self.changes and same_casts and self.fallbacks[0] == self.fallbacks[1]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Difference:
     """What `diff` returns: false if nothing differs. `only_before`, `only_after`: how many graphs
     have no counterpart."""
@@ -77,6 +77,8 @@ class Difference:
 
     def __str__(self) -> str:
         return without_colors(self.__rich__(), WIDTH)
+
+    __repr__ = __str__
 
     def __rich__(self) -> RenderableType:
         if not self:

@@ -28,7 +28,7 @@ WIDTH = 110  # of the plain text
 CASTS_SHOWN = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What `explain` returns: `print` it, show it in a notebook, or read `data`.
 
@@ -40,6 +40,8 @@ class Report:
 
     def __str__(self) -> str:
         return without_colors(self.__rich__(), WIDTH)
+
+    __repr__ = __str__
 
     def __rich__(self) -> RenderableType:
         return Group(*_parts(self.data, self.depth))

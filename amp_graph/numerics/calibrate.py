@@ -40,7 +40,7 @@ Progress = Callable[[int, float], None]
 Meets = Callable[[Sequence[Node]], bool]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Calibration:
     """What `calibrate` returns.
 
@@ -69,6 +69,8 @@ class Calibration:
         ]
         lines += [f"  graph {graph}  {name}: {reason}" for graph, name, reason in self.denied]
         return "\n".join(lines)
+
+    __repr__ = __str__
 
 
 def calibrate(

@@ -60,7 +60,7 @@ class NodeNumerics:
         return overflow > 0, self.added, self.faults
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """What `compare` returns.
 
@@ -108,6 +108,8 @@ class Comparison:
         from amp_graph.numerics.report import text
 
         return text(self)
+
+    __repr__ = __str__
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from amp_graph.numerics.report import table

@@ -23,7 +23,7 @@ NAN, PLUS, MINUS = "NaN", "inf", "-inf"
 OUTSIDE = "code outside of the graphs"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class NonFinite:
     """The first value or gradient that is not finite, in the order of execution.
 
@@ -58,6 +58,8 @@ class NonFinite:
         lines += [f"    {self.code}"] if self.code else []
         lines += ["    float32 has it too: precision is not the cause"] if self.in_float32 else []
         return "\n".join(lines)
+
+    __repr__ = __str__
 
 
 def find_nonfinite(

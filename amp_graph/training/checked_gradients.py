@@ -8,7 +8,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from amp_graph.training.engine import Memories, backward_pass
+from amp_graph.training.engine import Memories, backward_pass, check_and_unscale_
 
 
 class CheckedGradients:
@@ -31,7 +31,7 @@ class CheckedGradients:
     def unscale_(self, gradients: list[Tensor], inverse: Tensor) -> None:
         """Multiply fresh gradients, all on one device, by 1/S, and check them, in one pass."""
         check = self._check_on(inverse)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, check.found_inf, inverse)
+        check_and_unscale_(gradients, check.found_inf, inverse)
         try:
             made = [*_identities(gradients)]
         except RuntimeError:  # inference tensors have no versions

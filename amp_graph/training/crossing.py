@@ -25,6 +25,8 @@ from amp_graph.training.engine import (
     applied,
     are_plain,
     backward_pass,
+    check_and_unscale_,
+    copy_all_,
     for_all,
     never_captured,
 )
@@ -123,7 +125,7 @@ def _go_out_together(ctx: Any, given: Sequence[tuple[int, Tensor]]) -> dict[int,
     narrow = {i: g for i, g in first.items() if i not in found} if found else first
     if narrow:
         wide = [*map(torch.empty_like, map(ctx.tensors.__getitem__, narrow))]
-        torch._foreach_copy_(wide, [*narrow.values()])
+        copy_all_(wide, [*narrow.values()])
         found.update(zip(narrow, wide, strict=True))
     for i, gradient in given if len(first) < len(given) else ():
         if gradient is not first[i]:
@@ -239,7 +241,7 @@ def _go_out_to_others(scale: Scale, gradient: Tensor, factor: Tensor, dtype: tor
     if spill is None or gradient.is_complex() or not are_plain([gradient]):
         return _cross(gradient, factor, dtype, scale, False)
     wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
-    torch._amp_foreach_non_finite_check_and_unscale_([wide], spill, factor)
+    check_and_unscale_([wide], spill, factor)
     return wide.to(dtype)
 
 

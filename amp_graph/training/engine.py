@@ -12,6 +12,8 @@ torch.autograd.graph.Node._set_sequence_nr, of a Function's         2.13, 2.15
 torch.autograd.grad_mode._unsafe_preserve_version_counter           2.11, 2.13, 2.15
 torch._C._dynamo.eval_frame.get_eval_frame_callback                 2.11, 2.13, 2.15
 torch._dynamo.eval_frame.skip_code                                  2.11, 2.13, 2.15
+torch._amp_foreach_non_finite_check_and_unscale_                    2.11, 2.13, 2.15
+torch._foreach_copy_                                                2.11, 2.13, 2.15
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from torch.autograd import Function
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 F = TypeVar("F", bound=Callable[..., Any])
+check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+copy_all_ = torch._foreach_copy_
 
 
 def never_captured(reason: str) -> Callable[[F], F]:

@@ -11,7 +11,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.training.checked_gradients import CheckedGradients
-from amp_graph.training.engine import any_of, has_process_group, sent, writes_unseen
+from amp_graph.training.engine import (
+    any_of,
+    check_and_unscale_,
+    has_process_group,
+    sent,
+    writes_unseen,
+)
 
 _grad, _layout, _dtype = attrgetter("grad"), attrgetter("layout"), attrgetter("dtype")
 
@@ -87,7 +93,7 @@ def _look_into(gradients: Sequence[Tensor], inverse: Tensor | None) -> list[Tens
             _only_read(group, flag)
         else:
             factor = sent(inverse, device)
-            torch._amp_foreach_non_finite_check_and_unscale_(group, flag, factor)
+            check_and_unscale_(group, flag, factor)
         flags.append(flag)
     return flags
 
@@ -97,7 +103,7 @@ def _only_read(gradients: Sequence[Tensor], flag: Tensor) -> None:
     be a single number expanded, which nobody writes to."""
     given = [g.contiguous() if 0 in g.stride() else g for g in gradients]
     with writes_unseen(given):
-        torch._amp_foreach_non_finite_check_and_unscale_(given, flag, torch.ones_like(flag))
+        check_and_unscale_(given, flag, torch.ones_like(flag))
 
 
 def _is_one_of_several_processes() -> bool:

@@ -51,6 +51,9 @@ class GradScaler:
         self._found: dict[int, Tensor] = {}  # of each optimizer unscaled since the last update
         self._stepped: set[int] = set()
 
+    def __repr__(self) -> str:
+        return f"<GradScaler: {self.get_scale():g}{'' if self._enabled else ', disabled'}>"
+
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or each of an iterable of losses, by the scale."""
         if not self._enabled:

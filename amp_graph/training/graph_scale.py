@@ -68,6 +68,10 @@ class GraphScale:
         self._known: dict[tuple[int, ...], _Owned] = {}
         self._skipped = _Readback()
 
+    def __repr__(self) -> str:
+        off = "" if self.is_on() else ", off under a GradScaler"
+        return f"<GraphScale: {self.get_scale():g}{off}>"
+
     def is_on(self) -> bool:
         return not self.driven_by_grad_scaler
 

@@ -5,6 +5,11 @@
 - Any other is not called.
 - One that calls its closure again and again, as LBFGS does, may meet an overflow in the middle of
   its work: parameters and state are put back when it is done.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+
+    torch.optim.optimizer._global_optimizer_pre_hooks    those that run before ours
+    Optimizer._opt_called, _step_supports_amp_scaling    what schedulers and GradScaler look at
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks  # 2.11 - 2.15
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from amp_graph.modules import weak_method
 from amp_graph.training.blame import overflowed

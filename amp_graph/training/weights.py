@@ -24,6 +24,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from amp_graph.capture.aten import SET_GRAD_ENABLED
+from amp_graph.training.engine import copy_all_
 from amp_graph.training.traces import Traces
 
 _version, _shape = attrgetter("_version"), attrgetter("shape")
@@ -96,7 +97,7 @@ class GraphWeights:
         records = torch.is_grad_enabled()
         SET_GRAD_ENABLED(False)  # as `no_grad` does, in a dozen calls of Python
         try:
-            torch._foreach_copy_(self._written, parameters)
+            copy_all_(self._written, parameters)
         finally:
             SET_GRAD_ENABLED(records)
 
