@@ -21,6 +21,7 @@ from training import FLOAT16, Mlp, X, assert_same_gradients, distance, twins
 from weight_changes import CHANGES, SCALED, assert_seen, now
 
 import amp_graph
+from amp_graph.training import weights
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -220,6 +221,6 @@ def test_gradients_of_a_weight_in_a_loop_are_added_up_in_float32() -> None:
         m(x).backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert distance(ours.grad, theirs.grad) < 0.008
-    with patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as copied:
+    with patch.object(weights, "copy_all_", wraps=weights.copy_all_) as copied:
         model(x)
     assert [len(call.args[0]) for call in copied.call_args_list] == [4]

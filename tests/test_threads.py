@@ -181,14 +181,14 @@ def test_kept_weights_are_stale_until_they_are_written(monkeypatch: pytest.Monke
     with torch.no_grad():
         parameter.mul_(3)
     beside: list[Tensor] = []
-    write = torch._foreach_copy_
+    write = weights.copy_all_
 
     def later(*args: Any) -> None:
-        monkeypatch.setattr(torch, "_foreach_copy_", write)
+        monkeypatch.setattr(weights, "copy_all_", write)
         beside.extend(at_once(1, lambda k: graph.refreshed((parameter,))[0].clone()))
         write(*args)
 
-    monkeypatch.setattr(torch, "_foreach_copy_", later)
+    monkeypatch.setattr(weights, "copy_all_", later)
     graph.refreshed((parameter,))
     assert torch.equal(beside[0], parameter.bfloat16())
 

@@ -13,7 +13,7 @@ import contextlib
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -100,13 +100,7 @@ class CapturedCalls:
         if self._runs_own is not None and not (chosen.is_stale and backward_pass() is not None):
             chosen.is_stale = False
             return self._runs_own(*args, **kwargs)
-        captures, hooks_have_changed = chosen.captures, self._hooks.have_changed()
-        if captures is None:
-            chosen.begin()
-        elif hooks_have_changed or captures.have_changed() or chosen.is_another():
-            chosen.is_stale = True
-        if chosen.is_stale and backward_pass() is None:
-            chosen.capture_instead_of(captures)
+        self._choose()
         frames, runs, uncaptured = self._frames.own.begun, self._graphs.own.runs, None
         charged, settings = self._frames.charged, chosen.settings
         records = torch.is_grad_enabled()
@@ -118,12 +112,9 @@ class CapturedCalls:
                 result = chosen.run(*args, **kwargs)
         except BaseException as error:
             self._watch = watch or self._watch
-            if not isinstance(error, Exception):
-                self._begin_again(has_captured=False)
-                raise
-            is_ours = is_of_capture(error) or (watch is not None and Outside.breaks(error))
-            if not is_ours and (kept is None or not is_of_graph(error)):
-                self._begin_again(self._frames.own.begun != frames)
+            if not _is_ours(error, is_watched=watch is not None, is_new=kept is not None):
+                is_of_model = isinstance(error, Exception)  # and no interrupt
+                self._begin_again(is_of_model and self._frames.own.begun != frames)
                 raise
             uncaptured, watch = error, None
         if uncaptured is not None:  # outside of the handler: its error is no part of the user's own
@@ -137,6 +128,17 @@ class CapturedCalls:
         if has_captured or is_counted or self._is_new or watch is not None:
             self._look_back(Before(charged, settings, watch, hooks), has_captured)
         return result
+
+    def _choose(self) -> None:
+        """The captures that a call is made by: new ones, if those there are hold no more."""
+        chosen = self._chosen
+        captures, hooks_have_changed = chosen.captures, self._hooks.have_changed()
+        if captures is None:
+            chosen.begin()
+        elif hooks_have_changed or captures.have_changed() or chosen.is_another():
+            chosen.is_stale = True
+        if chosen.is_stale and backward_pass() is None:
+            chosen.capture_instead_of(captures)
 
     def _look_back(self, before: Before, has_captured: bool) -> None:
         """After a call: whether all that was asked for happened, and whether to go on so."""
@@ -278,3 +280,11 @@ class CapturedCalls:
 
         under = self.own_code.under_autocast(run)
         return or_else(under, make_other, report, self.own_code.module, self._passed_on)
+
+
+def _is_ours(error: BaseException, is_watched: bool, is_new: bool) -> TypeGuard[Exception]:
+    """Whether the model's own code may not raise an error of a call, or may catch it."""
+    if not isinstance(error, Exception):
+        return False
+    is_of_watching = is_watched and Outside.breaks(error)
+    return is_of_capture(error) or is_of_watching or (is_new and is_of_graph(error))
