@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_graph.calls.copies import converted_parts
 from amp_graph.errors import warn
 from amp_graph.training.engine import not_compiled
 from amp_graph.training.found_inf import parameters_of
+from amp_graph.training.step_hooks import hear_steps
 
 STEPS = 2  # one may be a warm-up of a part
 
@@ -62,15 +62,13 @@ def _of_its_own(model: nn.Module) -> set[int]:
 
 
 _awaited: list[_Awaited] = []
-_hooks: list[Any] = []
 
 
 def await_call(callee: Callee, model: nn.Module) -> None:
     """Tell of it if a model is trained, and no call of it recorded. Neither is kept alive."""
     _forget()
     _awaited.append(_Awaited(weakref.ref(callee), weakref.ref(model)))
-    if not _hooks:
-        _hooks.append(register_optimizer_step_post_hook(_after_step))
+    hear_steps(_after_step)
 
 
 def _forget() -> None:

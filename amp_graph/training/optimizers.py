@@ -14,10 +14,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from amp_graph.training.blame import overflowed
 from amp_graph.training.closures import closure_of
@@ -25,18 +21,16 @@ from amp_graph.training.engine import not_compiled
 from amp_graph.training.found_inf import parameters_of
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.step_guard import StepGuard
+from amp_graph.training.step_hooks import hear_steps
 from amp_graph.training.step_record import StepCounts
 
 _scales: weakref.WeakValueDictionary[int, GraphScale] = weakref.WeakValueDictionary()
 _guards: weakref.WeakKeyDictionary[Optimizer, StepGuard] = weakref.WeakKeyDictionary()
-_hooks: list[Any] = []
 
 
 def use_scale(scale: GraphScale) -> None:
     """From now on guard all optimizers that step parameters under this scale."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before_step))
-        _hooks.append(register_optimizer_step_post_hook(_after_step))
+    hear_steps(_after_step, _before_step)
     _scales[scale.serial] = scale
 
 

@@ -23,13 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from amp_graph.training.engine import Memories, current_streams, is_captured, not_compiled
 from amp_graph.training.found_inf import parameters_of
+from amp_graph.training.step_hooks import hear_steps
 
 
 class Traces:
@@ -66,12 +63,9 @@ class _Steps:
         self.count = 0
         self.are_replayed = False
         self._under_way: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._hooks: list[Any] = []
 
     def watch(self) -> None:
-        if not self._hooks:
-            self._hooks.append(register_optimizer_step_pre_hook(self._begins))
-            self._hooks.append(register_optimizer_step_post_hook(self._ends))
+        hear_steps(self._ends, self._begins)
 
     def note_captures(self, devices: Iterable[torch.device]) -> None:
         """A call or a step on these may be captured as a CUDA graph, and replayed from then on."""
