@@ -47,14 +47,9 @@ class Compiler:
         """Beside each plan its graphs; None where there are none."""
         return tuple(self._graphs.get(i) for i in range(len(self.record.plans)))
 
-    def compile_graph(
-        self,
-        graph: fx.GraphModule,
-        example_inputs: list[Any],
-        module_names: Mapping[str, str] | None = None,
-    ) -> Run:
-        """What runs instead of a Dynamo graph. `module_names`, and what raises: see `decide`."""
-        _, run = self.assemble(self.build(graph, example_inputs, module_names))
+    def compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Run:
+        """What runs instead of a Dynamo graph. What raises: see `decide`."""
+        _, run = self.assemble(self.build(graph, example_inputs))
         return run
 
     def build(

@@ -7,19 +7,28 @@ import os
 import runpy
 import signal
 import sys
+import textwrap
 import types
-from argparse import REMAINDER, ArgumentParser, Namespace
+from argparse import REMAINDER, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
 from amp_graph import autopatch
+from amp_graph.autopatch.install import VARIABLES
 from amp_graph.commands.command import Command
 from amp_graph.errors import AmpGraphError
+
+HELP_WIDTH = 78
 
 
 def _run_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("script", help="a Python file, or the name of a module after -m")
     parser.add_argument("-m", action="store_true", dest="is_module", help="run a module")
     parser.add_argument("arguments", nargs=REMAINDER, help="the script's own arguments")
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.description = textwrap.fill(parser.description or "", HELP_WIDTH)
+    width = max(map(len, VARIABLES))
+    lines = (f"  {name:<{width}}  {about}" for name, about in VARIABLES.items())
+    parser.epilog = "\n".join(["environment variables:", *lines])
 
 
 def _run(args: Namespace) -> int:

@@ -144,7 +144,7 @@ def compare(
         kept.count(gradient * loss_scale)
     return Comparison(
         model=type(model).__name__,
-        dtype=dtype_name(rerun.compiler.plans[0].dtype) if rerun.compiler.plans else "float32",
+        dtype=dtype_name(rerun.compiler.plans[0].dtype),
         loss_scale=loss_scale,
         outputs=outputs,
         loss=lost,
