@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
+    checkpoint_sequential,
     create_selective_checkpoint_contexts,
 )
 
@@ -75,6 +76,34 @@ def test_what_is_dropped_stays_dropped(dtype: str, use_reentrant: bool) -> None:
     assert products.low_share == products.backward_low_share == 1
     for gradient, other in zip(found, expected, strict=True):
         assert (gradient - other).norm() < 0.02 * other.norm()
+
+
+class InSegments(nn.Module):
+    """Five blocks, of which the last is in the last segment, that is not computed again."""
+
+    def __init__(self, as_list: bool, **how: Any) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
+        self.as_list, self.how = as_list, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = [*self.blocks] if self.as_list else self.blocks
+        return checkpoint_sequential(blocks, 2, x, **self.how)
+
+
+@pytest.mark.parametrize("how", [{"use_reentrant": True}, {"use_reentrant": False}], ids=str)
+@pytest.mark.parametrize("as_list", [False, True])
+def test_segments_of_a_sequence(as_list: bool, how: dict[str, bool]) -> None:
+    plain, x = InSegments(as_list, **how), torch.randn(4, 16, requires_grad=True)
+    model = copy.deepcopy(plain)
+    gradients, _, counter = trained(model, x, Policy("bfloat16"))
+    expected, _, _ = trained(plain, x, None)
+    assert counter.low_share == 1
+    assert recomputed(counter) == 1  # of the two in the first segment, as it stops early
+    (plan,) = amp_graph.plans(model)
+    assert plan.fallback is None and len(plan.bodies) == 1
+    for found, reference in zip(gradients, expected, strict=True):
+        assert (found - reference).norm() < 0.02 * reference.norm()
 
 
 def test_selective_checkpointing_saves_what_it_is_told() -> None:

@@ -34,6 +34,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from amp_graph.capture.asked_gradients import asked_gradients_kept_inside
 from amp_graph.capture.causal_masks import masks_unread
+from amp_graph.capture.checkpoint_sequences import checkpoint_sequences_known
 from amp_graph.capture.checkpointed_writes import checkpointed_writes_inside
 from amp_graph.capture.context_variables import context_variables_known
 from amp_graph.capture.given_twice import given_once
@@ -98,6 +99,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     tensor_indices_known,
     repeated_hooks_as_one,
     checkpointed_writes_inside,
+    checkpoint_sequences_known,
     retained_gradients_end_graphs,
     own_names,
     modes_above_autograd_apart,

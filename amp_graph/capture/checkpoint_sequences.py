@@ -1,0 +1,63 @@
+"""`checkpoint_sequential` does not end a graph.
+
+    y = checkpoint_sequential(layers, 2, x)   ->   h = checkpoint(layers[:2], x); y = layers[2:](h)
+
+Dynamo knows `checkpoint`, and passes over this one with all that it calls.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+
+    VariableBuilder._id_dispatch               what Dynamo makes of functions that a model uses
+    torch._dynamo.variables.UserFunctionVariable
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.variables import UserFunctionVariable, VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from amp_graph.capture.replaced import with_entries
+
+Layers = Sequence[Callable[[Any], Any]]
+
+
+def checkpoint_sequences_known() -> contextlib.AbstractContextManager[None]:
+    """Within, Dynamo captures the segments of one."""
+    return with_entries(VariableBuilder._id_dispatch(), {id(checkpoint_sequential): _found})
+
+
+def _found(builder: VariableBuilder, value: Any) -> VariableTracker:
+    builder.install_guards(GuardBuilder.ID_MATCH)
+    return UserFunctionVariable(in_segments)
+
+
+def in_segments(
+    functions: nn.Sequential | Layers,
+    segments: int,
+    input: Tensor,
+    *use_reentrant: Any,
+    **options: Any,
+) -> Any:
+    """As `checkpoint_sequential`: segments of the same length, of which the last is not recomputed
+    and has what is left over. Dynamo 2.13 would guard a default value where there is none."""
+    if use_reentrant:
+        options["use_reentrant"] = use_reentrant[0]
+    layers = [*functions.children()] if isinstance(functions, nn.Sequential) else functions
+    size = len(layers) // segments
+    last = size * (segments - 1)
+    for begin in range(0, last, size):
+        input = checkpoint(partial(_run, layers[begin : begin + size]), input, **options)
+    return _run(layers[last:], input)
+
+
+def _run(layers: Layers, value: Any) -> Any:
+    for layer in layers:
+        value = layer(value)
+    return value
