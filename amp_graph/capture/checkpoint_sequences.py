@@ -35,7 +35,7 @@ def checkpoint_sequences_known() -> contextlib.AbstractContextManager[None]:
 
 def _found(builder: VariableBuilder, value: Any) -> VariableTracker:
     builder.install_guards(GuardBuilder.ID_MATCH)
-    return UserFunctionVariable(in_segments)
+    return UserFunctionVariable(in_segments)  # type: ignore[arg-type]
 
 
 def in_segments(
