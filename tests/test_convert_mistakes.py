@@ -181,3 +181,14 @@ def test_a_model_whose_parameters_are_not_stepped_is_not_told_of(recwarn):
     model, other = amp_graph.convert(Coder()), nn.Linear(4, 4)
     train(other, lambda x: model.forward(other(x)), steps=3)
     assert not recwarn.list
+
+
+def test_a_model_that_plays_with_the_parameters_of_one_that_is_trained_is_not_told_of(recwarn):
+    player, trained = Coder(), Coder()
+    player.encoder = trained.encoder
+    for model in (player, trained):
+        amp_graph.convert(model, policy="bfloat16")
+    with torch.no_grad():
+        player(torch.ones(1, 4))
+    train(trained, trained, steps=3)
+    assert not [w for w in recwarn.list if "has not been called" in str(w.message)]

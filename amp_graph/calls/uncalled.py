@@ -3,7 +3,8 @@
 What is converted is the call `model(...)`. A script that trains one by its methods, or by calls of
 its parts, gets float32, though it may call the model to validate it: it is told so when an
 optimizer has stepped the model's parameters twice. Those of parts that are converted by themselves
-are these parts' matter.
+are these parts' matter, and those that another model was called with are that one's: it is trained,
+and this one plays, or is evaluated.
 """
 
 from __future__ import annotations
@@ -56,12 +57,13 @@ class _Awaited:
 
 
 def _of_its_own(model: nn.Module) -> set[int]:
-    parts = (part.parameters() for part in converted_parts(model))
-    of_parts = {id(parameter) for parameters in parts for parameter in parameters}
-    return {id(parameter) for parameter in model.parameters()} - of_parts
+    others = (other.parameters() for other in (*converted_parts(model), *_called))
+    of_others = {id(parameter) for parameters in others for parameter in parameters}
+    return {id(parameter) for parameter in model.parameters()} - of_others
 
 
 _awaited: list[_Awaited] = []
+_called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def await_call(callee: Callee, model: nn.Module) -> None:
@@ -73,6 +75,10 @@ def await_call(callee: Callee, model: nn.Module) -> None:
 
 def _forget() -> None:
     """Those that were called, told of or restored, or that are gone."""
+    for each in _awaited:
+        callee, model = each.callee(), each.model()
+        if callee is not None and model is not None and not callee.is_awaited:
+            _called.add(model)
     _awaited[:] = filter(_Awaited.is_open, _awaited)
 
 
