@@ -39,6 +39,29 @@ def forward_of(module: nn.Module) -> tuple[Any, Any]:
     return kind, None
 
 
+class Forwards:
+    """The code by which the parts of a model are called, but those of PyTorch, as it is now: a
+    notebook that reloads modules puts another into the function, a patch another function into the
+    class. Dynamo guards neither."""
+
+    def __init__(self, model: nn.Module) -> None:
+        kinds = dict.fromkeys(type(m) for m in model.modules())
+        own = (k for kind in kinds for k in kind.__mro__ if "forward" in k.__dict__)
+        found = {k: k.__dict__["forward"] for k in own if not k.__module__.startswith("torch.")}
+        self._found = [(k.__dict__, f, getattr(f, "__code__", None)) for k, f in found.items()]
+
+    @property
+    def all(self) -> tuple[Any, ...]:
+        """Equal for two models that are called by the same code."""
+        return tuple((forward, code) for _, forward, code in self._found)
+
+    def have_changed(self) -> bool:
+        return any(
+            names.get("forward") is not forward or getattr(forward, "__code__", None) is not code
+            for names, forward, code in self._found
+        )
+
+
 def is_rerouted(module: nn.Module) -> bool:
     """Whether the next call of a model, or of a wrapper of PyTorch's around it, runs something
     else: a function that stands in the place of its `forward` for one call, and puts another there

@@ -6,6 +6,8 @@ import copy
 import functools
 import itertools
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -179,3 +181,34 @@ def test_a_model_that_takes_no_symbolic_sizes_is_captured_at_each() -> None:
     plans = amp_graph.plans(model)
     assert len(plans) == len(set(sizes))
     assert all(plan.low and not plan.fallback for plan in plans)
+
+
+def assign(kind: type[nn.Module], forward: Any) -> None:
+    kind.forward = forward
+
+
+def reload(kind: type[nn.Module], forward: Any) -> None:
+    """As IPython's autoreload does."""
+    kind.forward.__code__ = forward.__code__
+
+
+@pytest.mark.parametrize("change", [assign, reload])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_class_gets_another_forward(is_part: bool, change: Callable[..., None]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return amp_graph.convert(nn.Sequential(Net()) if is_part else Net(), policy="bfloat16")
+
+    model, x = make(), torch.randn(4, 8)
+    y = model(x)
+    change(Net, lambda self, x: self.layer(x) + 100)
+    for called in (model, make()):  # the second is alike
+        torch.testing.assert_close(called(x), y + 100, rtol=0.01, atol=0)

@@ -18,7 +18,7 @@ from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.copies import converted_parts
 from amp_graph.capture.captures import Captures
 from amp_graph.capture.dynamo import is_sharded
-from amp_graph.modules import forward_of
+from amp_graph.modules import Forwards, forward_of
 from amp_graph.oplists import OpLists
 from amp_graph.policy import Policy
 
@@ -32,11 +32,11 @@ _kept: list[tuple[Kind, Captures]] = []  # the latest first
 class Kind:
     """What Dynamo does not guard of a model and how it is converted.
 
-    code: the class and its `forward`.
+    code: the class, its `forward`, and those of the parts.
     ties: of each module, parameter and buffer, in order, which one of them it is.
     """
 
-    code: tuple[Any, Any]
+    code: tuple[Any, ...]
     ties: tuple[int, ...]
     policy: Policy
     lists: OpLists
@@ -51,7 +51,8 @@ def kind_of(module: nn.Module, compiler: Compiler) -> Kind | None:
         return None
     if converted_parts(module) or any(map(is_parametrized, module.modules())):
         return None
-    return Kind(forward_of(module), _ties(module), compiler.policy, compiler.lists)
+    code = (*forward_of(module), *Forwards(module).all)
+    return Kind(code, _ties(module), compiler.policy, compiler.lists)
 
 
 def _ties(module: nn.Module) -> tuple[int, ...]:
