@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from amp_graph.modules import Run, autocast_devices
 from amp_graph.results import map_tensors
+
+BeginAt = Callable[[Callable[[], None]], contextlib.AbstractContextManager[Any]]
 
 
 def without_autocast(run: Run, device_types: Iterable[str] | None = None) -> Run:
@@ -30,31 +32,39 @@ def without_autocast(run: Run, device_types: Iterable[str] | None = None) -> Run
 
 
 def under_autocast(
-    run: Run, device_types: Iterable[str], dtype: torch.dtype, keeps_casts: bool = True
+    run: Run,
+    device_types: Iterable[str],
+    dtype: torch.dtype,
+    keeps_casts: bool = True,
+    begin_at: BeginAt = contextlib.nullcontext,
 ) -> Run:
     """What runs where no graph could be rewritten: the original, with float32 results.
 
     keeps_casts: a weight is cast once for all that read it, as autocast does of itself. What was
         written into the weight meanwhile, through `.data`, is not seen then (torch 2.13).
+    begin_at: is entered around the run, with what turns autocast on, if that is not to be done at
+        its beginning.
     """
+    kinds = [kind for kind in device_types if kind != "meta"]
+    is_on = begin_at is contextlib.nullcontext
 
     def autocast(*args: Any, **kwargs: Any) -> Any:
-        with _autocast(device_types, dtype, keeps_casts):
-            return map_tensors(back, run(*args, **kwargs))
+        with contextlib.ExitStack() as stack:
+            for kind in kinds:
+                stack.enter_context(
+                    torch.autocast(kind, dtype, enabled=is_on, cache_enabled=keeps_casts)
+                )
+            with begin_at(turn_on):
+                return map_tensors(back, run(*args, **kwargs))
+
+    def turn_on() -> None:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)
 
     def back(value: torch.Tensor) -> torch.Tensor:
         return value.float() if value.dtype is dtype else value
 
     return autocast
-
-
-@contextlib.contextmanager
-def _autocast(device_types: Iterable[str], dtype: torch.dtype, keeps_casts: bool) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for kind in device_types:
-            if kind != "meta":
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=keeps_casts))
-        yield
 
 
 def restoring_modes(run: Run) -> Run:

@@ -170,6 +170,37 @@ def test_graphs_inside_are_rewritten_from_float32(kind: type[Layer]) -> None:
     assert all(products)
 
 
+class InFront(nn.Module):
+    """As a LoRA layer asks (peft), with a loss behind it that writes into a tensor (trl)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        y = (y + self.b(self.a(x))).to(y.dtype)
+        scores = torch.empty(16, len(x)).t()
+        with torch.no_grad():
+            torch.mm(y, self.fc.weight, out=scores)  # ends the graph, as `scores` is transposed
+        return y * scores.sigmoid()
+
+
+def test_a_graph_in_front_is_captured_without_autocast() -> None:
+    plain = InFront()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    for _ in range(3):
+        plain.zero_grad()
+        model.zero_grad()
+        plain(X).square().mean().backward()
+        model(X).square().mean().backward()
+    assert_same_gradients(model, plain, within=BFLOAT16)
+    between = [p.fallback for p in amp_graph.plans(model) if p.fallback]
+    assert between == ["code between graphs (aten.mm.out) is not captured"]
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_a_region_of_the_models_own_may_ask() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from graphs import BFLOAT16, SIZE, W, X, capture, rewritten, run
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
@@ -74,6 +75,18 @@ def test_an_override_by_operator_is_for_the_operator_in_place_too():
         policy = Policy("bfloat16", overrides=Override("deny", op=op))
         result = run(lambda x, w: (x @ w).relu_() @ w, W, W, policy=policy)
         assert not result.is_low("relu_")
+
+
+@pytest.mark.parametrize(("level", "is_narrowed"), [("balanced", False), ("max", True)])
+def test_what_is_dropped_out_of_float32_is_rounded_once(level, is_narrowed):
+    """To drop out scales what is left, which rounds. Of low values it has no float32 to keep."""
+
+    def adapter(x, w):
+        wide = F.layer_norm(x, (SIZE,))
+        return F.dropout(F.dropout(wide, 0.1) @ w, 0.1) @ w + wide @ w
+
+    result = run(adapter, X, W, policy=Policy("bfloat16", level=level))
+    assert (result.is_low("infer1"), result.is_low("infer2")) == (is_narrowed, True)
 
 
 def test_override_to_allow_and_to_a_free_colour():

@@ -37,7 +37,7 @@ from amp_graph.capture.surroundings import can_watch
 from amp_graph.cpu import emulates, why_emulated
 from amp_graph.errors import MISTAKES, warn
 from amp_graph.kept import Kept
-from amp_graph.modes import without_autocast
+from amp_graph.modes import BeginAt, without_autocast
 from amp_graph.modules import Run, devices_of, weak_method
 from amp_graph.reasons import why_nothing_is_low
 from amp_graph.training.engine import backward_pass
@@ -183,7 +183,9 @@ class CapturedCalls:
                 warn(f"{name} may be slower than in float32: {why}", once_about=why)
 
     def _judge(self, watch: Outside) -> None:
-        """Run the code between graphs under autocast if it did what belongs in low precision."""
+        """Run the code between graphs under autocast if it did what belongs in low precision; the
+        first graph without, if it is in front of that: what Dynamo records under autocast may ask
+        for a low precision, as `x.to(y.dtype)`, which the model does not."""
         says_what_stays_float32 = self._policy.keep_float32 or self._policy.overrides
         if not watch.found or not self._is_watched or says_what_stays_float32:
             return
@@ -198,7 +200,11 @@ class CapturedCalls:
         if not self._record.runs:
             warn(f"{self.own_code.name} {self._record.plans[index].otherwise}")
         if self._record.plans[index].autocast:
-            self._chosen.around = partial(weak_method(self._autocast_around), index=index)
+            begin_at: BeginAt = contextlib.nullcontext
+            if not watch.in_front:
+                begin_at = self._graphs.behind_first
+            around = weak_method(self._autocast_around)
+            self._chosen.around = partial(around, index=index, begin_at=begin_at)
             self._chosen.is_stale = True
 
     def _stop_if_too_many(self) -> None:
@@ -263,7 +269,7 @@ class CapturedCalls:
         is_tried = self._is_new or settings is EACH_SIZE_APART
         return None if is_tried else EACH_SIZE_APART
 
-    def _autocast_around(self, run: Run, index: int) -> Run:
+    def _autocast_around(self, run: Run, index: int, begin_at: BeginAt) -> Run:
         """A captured call, with the code between its graphs, for which plan `index` stands, under
         autocast if it can be; else it is captured without, and goes on so."""
         calls: Any = weakref.proxy(self)  # which keeps what is returned
@@ -278,7 +284,7 @@ class CapturedCalls:
             calls._chosen.around, calls._chosen.captures = without_autocast, callers[-1].captures
             calls.own_code.not_under_autocast(index, reason)
 
-        under = self.own_code.under_autocast(run)
+        under = self.own_code.under_autocast(run, begin_at)
         return or_else(under, make_other, report, self.own_code.module, self._passed_on)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -37,10 +37,12 @@ class OfThread(threading.local):
 
     runs: how often a graph ran.
     watch: looks at what runs outside of graphs; None if nobody does.
+    behind_first: to be done once the first graph of the call has run, if anything is.
     """
 
     runs = 0
     watch: Outside | None = None
+    behind_first: Callable[[], None] | None = None
 
 
 class ModelGraphs:
@@ -66,6 +68,15 @@ class ModelGraphs:
                 yield
         finally:
             self.own.watch = before
+
+    @contextlib.contextmanager
+    def behind_first(self, do: Callable[[], None]) -> Iterator[None]:
+        """Around a call, in which something is to be done once its first graph has run."""
+        before, self.own.behind_first = self.own.behind_first, do
+        try:
+            yield
+        finally:
+            self.own.behind_first = before
 
     def settings(self) -> Mapping[str, Any]:
         return self.hooks.settings()
@@ -95,9 +106,14 @@ class ModelGraphs:
             own.runs += 1
             record.runs[index] += 1
             if own.watch is None:
-                return run(*args)
-            with own.watch.paused():
-                return run(*args)
+                result = run(*args)
+            else:
+                with own.watch.paused():
+                    result = run(*args)
+            if own.behind_first is not None:
+                do, own.behind_first = own.behind_first, None
+                do()
+            return result
 
         return counted
 

@@ -25,14 +25,19 @@ from amp_graph.oplists import OpLists
 
 class Outside(TorchDispatchMode):
     """Notes the allowed operators that run on float32 tensors outside of emitted graphs: in
-    Python code that Dynamo left between two graphs, say a recurrent layer on packed sequences."""
+    Python code that Dynamo left between two graphs, say a recurrent layer on packed sequences.
+
+    in_front: whether some ran before any graph.
+    """
 
     supports_higher_order_operators = True
 
     def __init__(self, lists: OpLists):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[str] = set()
+        self.in_front = False
         self.met_sparse = False
+        self._has_paused = False
         self._lists = lists
         self._inside = False
 
@@ -52,7 +57,7 @@ class Outside(TorchDispatchMode):
         operators are taken apart beneath autocast, which then does not see the parts."""
         modes = _get_current_dispatch_mode_stack()
         without = _pop_mode_temporarily if modes and modes[-1] is self else contextlib.nullcontext
-        before, self._inside = self._inside, True
+        before, self._inside, self._has_paused = self._inside, True, True
         try:
             with without():
                 yield
@@ -66,6 +71,7 @@ class Outside(TorchDispatchMode):
             listing = self._lists.lookup(func)
             if listing is not None and listing.color is Color.ALLOW and _has_float32(args):
                 self.found.add(str(func))
+                self.in_front |= not self._has_paused
             self.met_sparse = self.met_sparse or _has_sparse(args)
         return func(*args, **(kwargs or {}))
 

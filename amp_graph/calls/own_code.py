@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -12,7 +13,7 @@ from amp_graph.backend.record import Record
 from amp_graph.calls.or_else import or_else
 from amp_graph.errors import warn
 from amp_graph.ir import Plan
-from amp_graph.modes import under_autocast
+from amp_graph.modes import BeginAt, under_autocast
 from amp_graph.modules import Run, alive, devices_of, has_backward_hooks, plain_code, weak_method
 from amp_graph.policy import Policy
 
@@ -70,8 +71,8 @@ class OwnCode:
         report = partial(self.not_under_autocast, self._for_copies)
         return or_else(self.under_autocast(own_code), lambda: own_code, report, None, set())
 
-    def under_autocast(self, run: Run) -> Run:
-        return under_autocast(run, devices_of(self.module), self.dtype())
+    def under_autocast(self, run: Run, begin_at: BeginAt = nullcontext) -> Run:
+        return under_autocast(run, devices_of(self.module), self.dtype(), begin_at=begin_at)
 
     def not_under_autocast(self, index: int | None, reason: str) -> None:
         what = f"code of {self.name} that is not captured"
