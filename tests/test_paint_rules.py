@@ -82,7 +82,7 @@ def test_what_is_dropped_out_of_float32_is_rounded_once(level, is_narrowed):
     """To drop out scales what is left, which rounds. Of low values it has no float32 to keep."""
 
     def adapter(x, w):
-        wide = F.layer_norm(x, (SIZE,))
+        wide = F.layer_norm(x @ w, (SIZE,))
         return F.dropout(F.dropout(wide, 0.1) @ w, 0.1) @ w + wide @ w
 
     result = run(adapter, X, W, policy=Policy("bfloat16", level=level))
