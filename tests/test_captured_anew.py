@@ -98,11 +98,22 @@ class Forcing(nn.Module):
         return x
 
 
-def test_why_nothing_is_captured_is_said() -> None:
+class Trying(Forcing):
+    """A break inside of `try`, with the same effect."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.layer(x) if random.random() < 0.5 else self.layer(x).tanh()
+        except ValueError:
+            return x
+
+
+@pytest.mark.parametrize("make", [Forcing, Trying])
+def test_why_nothing_is_captured_is_said(make: type[nn.Module]) -> None:
     """Of each model, though Dynamo itself says it once for a class."""
     where = r"nothing is captured .*test_captured_anew.py:\d+, in forward: "
     for _ in range(2):
-        model = amp_graph.convert(Forcing())
+        model = amp_graph.convert(make())
         with pytest.warns(ConversionWarning, match=where):
             model(X)
         assert "in forward: " in str(amp_graph.explain(model))

@@ -241,3 +241,29 @@ def test_a_function_that_a_logger_was_given_is_called(monkeypatch: pytest.Monkey
     model(X)
     assert noted == ["between"] * 2
     assert [plan.fallback for plan in amp_graph.plans(model)] == [None, None]
+
+
+@torch.library.custom_op("said_once::kept", mutates_args=())
+def kept(x: Tensor) -> Tensor:
+    return (x.sum(1) > 0).nonzero().flatten()
+
+
+@kept.register_fake
+def _(x: Tensor) -> Tensor:
+    warnings.warn("an old way to tell of sizes", FutureWarning, stacklevel=1)
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.long)
+
+
+class Keeps(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x[kept(self.a(x).detach())])
+
+
+def test_what_tells_of_shapes_warns_of_nothing() -> None:
+    """As that of `torchvision.ops.nms`, which is asked only because the model is captured."""
+    model = amp_graph.convert(Keeps(), policy="bfloat16")
+    with shown("error") as found:
+        model(X)
+    assert not found
+    (plan,) = amp_graph.plans(model)
+    assert plan.fallback is None

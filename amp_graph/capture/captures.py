@@ -23,7 +23,7 @@ from torch import fx, nn
 
 from amp_graph.capture import own_regions
 from amp_graph.capture.dynamo import SETTINGS, CapturedCode, settings
-from amp_graph.capture.frames import Frames
+from amp_graph.capture.frames import Attempt, Frames
 from amp_graph.capture.inner_gradients import compile_in_parts
 from amp_graph.capture.logs import UnheardLogs
 from amp_graph.capture.said_once import SaidOnce
@@ -129,7 +129,7 @@ class Captures:
         return partial(_run, weakref.ref(self), index)  # Dynamo keeps it for good
 
     @contextlib.contextmanager
-    def _capturing(self, code: CodeType) -> Iterator[None]:
+    def _capturing(self, code: CodeType) -> Iterator[Attempt]:
         """Around the capture of a frame, for which a thread waits until others have made theirs."""
         caller: Caller = _now.caller
         is_first = self.code.begins_with(code)
@@ -140,10 +140,11 @@ class Captures:
         before = _captured()
         _now.frame = Frame(called.policy_id, is_first, own_regions.is_in_region())
         try:
-            with settings(chosen, self._said_once), called.frames.counted(code):
+            frames = called.frames
+            with settings(chosen, self._said_once), frames.counted(code) as attempt:
                 if is_first and self.entered != _now.known:
                     raise CapturedMeanwhile
-                yield
+                yield attempt
                 self.entered += is_first
         finally:
             _now.frame = before

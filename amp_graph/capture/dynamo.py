@@ -37,6 +37,7 @@ from amp_graph.capture.causal_masks import masks_unread
 from amp_graph.capture.checkpoint_sequences import checkpoint_sequences_known
 from amp_graph.capture.checkpointed_writes import checkpointed_writes_inside
 from amp_graph.capture.context_variables import context_variables_known
+from amp_graph.capture.frames import Attempt
 from amp_graph.capture.given_twice import given_once
 from amp_graph.capture.known_values import known_values
 from amp_graph.capture.logs import locations_untold, quiet_logs
@@ -67,7 +68,7 @@ _capturing = convert_frame.compile_lock  # Dynamo lets one thread at a time capt
 _abandoned: deque[types.CodeType] = deque()  # of calls that are no more
 
 GraphCompiler = Callable[[fx.GraphModule, list[Any]], Run]
-Capturing = Callable[[types.CodeType], contextlib.AbstractContextManager[None]]
+Capturing = Callable[[types.CodeType], contextlib.AbstractContextManager[Attempt]]
 
 CAPTURED_TOO_OFTEN = FailOnRecompileLimitHit
 DYNAMO_ERRORS = (TorchDynamoException, CAPTURED_TOO_OFTEN, GuardOnDataDependentSymNode)
@@ -211,8 +212,10 @@ def _inside_of(capturing: Capturing, capture: Callable[..., Any]) -> Callable[..
     around each call of a model would cost more than looking up its graph."""
 
     def capture_inside(frame: Any, *args: Any, **kwargs: Any) -> Any:
-        with capturing(frame.f_code):
-            return capture(frame, *args, **kwargs)
+        with capturing(frame.f_code) as attempt:
+            result = capture(frame, *args, **kwargs)
+            attempt.is_left = result.guarded_code is None
+            return result
 
     capture_inside._torchdynamo_orig_backend = capture  # type: ignore[attr-defined]
     return capture_inside

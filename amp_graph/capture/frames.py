@@ -21,7 +21,9 @@ import inspect
 import itertools
 import re
 import threading
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import CodeType
 
 from torch import nn
@@ -33,6 +35,14 @@ REPAID_BY = 4  # calls that did not
 RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
 AS_EVER = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
 _numbers = itertools.count()
+_left: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()  # and why
+
+
+@dataclass
+class Attempt:
+    """To capture a frame. `is_left`: whether Dynamo left it to Python."""
+
+    is_left: bool = False
 
 
 class OfThread(threading.local):
@@ -68,12 +78,13 @@ class Frames:
         self.changed = ""  # the guard that failed last: "`len(module.seen) == 2` (net.py:7 in f)"
 
     @contextlib.contextmanager
-    def counted(self, code: CodeType) -> Iterator[None]:
+    def counted(self, code: CodeType) -> Iterator[Attempt]:
         """Around the model's callback for a frame of this code, one thread at a time."""
+        attempt = Attempt()
         before = counters["frames"]["total"]
         breaks, reasons = counters["graph_break"].copy(), counters["unimplemented"].copy()
         try:
-            yield
+            yield attempt
         finally:
             if counters["frames"]["total"] != before:
                 self.own.begun += 1
@@ -81,9 +92,12 @@ class Frames:
             new = [*(counters["unimplemented"] - reasons)]
             if any(reason.startswith(RAISED) for reason in new):
                 self.own.raised.append(code)
-            self.skipped += filter(None, map(_skipped, new))
             said = [*(counters["graph_break"] - breaks), *new]
-            self.said = said[-1].splitlines()[0] if said else self.said
+            if said:
+                self.said = said[-1].splitlines()[0]
+            if said and attempt.is_left:
+                _left[code] = _told(code, said[-1])
+                self.skipped.append(_left[code])
 
     def end_call(self, has_captured: bool, charged: int) -> None:
         """A call of the model has ended, before which so many were `charged`."""
@@ -135,19 +149,14 @@ def skipped_before(model: nn.Module) -> list[str]:
     """Why Dynamo lets the `forward` of some of a model's modules be: where it met their class in
     another model, it does not say so again."""
     forwards = (inspect.getattr_static(type(m), "forward", None) for m in model.modules())
-    codes = {getattr(forward, "__code__", None) for forward in forwards}
-    frames = [f"{c.co_name} ({c.co_filename} line {c.co_firstlineno})" for c in codes if c]
-    known = (r for r in counters["unimplemented"] if any(f"skipped: {f}" in r for f in frames))
-    return [*filter(None, map(_skipped, known))]
+    codes = dict.fromkeys(getattr(forward, "__code__", None) for forward in forwards)
+    return [_left[code] for code in codes if code is not None and code in _left]
 
 
-def _skipped(reason: str) -> str | None:
+def _told(code: CodeType, reason: str) -> str:
     """Of a frame that Dynamo left to Python because of a break that it cannot go on after, in a
     loop, say: "net.py:12, in forward: why"."""
-    frame = re.search(r"frame skipped: (\S+) \((.*) line (\d+)\)", reason)
-    if frame is None:
-        return None
-    name, file, line = frame.groups()
     called = re.search(r"qualname: ([^,\n]+)", reason)
     what = f" ({called[1]})" if called else ""
-    return f"{file.rpartition('/')[2]}:{line}, in {name}: {reason.splitlines()[0]}{what}"
+    file = code.co_filename.rpartition("/")[2]
+    return f"{file}:{code.co_firstlineno}, in {code.co_name}: {reason.splitlines()[0]}{what}"

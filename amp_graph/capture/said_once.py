@@ -73,8 +73,8 @@ class SaidOnce:
 
     @contextlib.contextmanager
     def around_capture(self) -> Iterator[None]:
-        """In it nothing is said, nor are warnings of PyTorch shown. To be entered by one thread at
-        a time."""
+        """In it nothing is said, nor are warnings of PyTorch shown, nor that a library tells of an
+        operator's shapes in an old way. To be entered by one thread at a time."""
         self._filters = [*warnings.filters]
         is_pythons = isinstance(warnings.warn, types.BuiltinFunctionType)  # not put there by a user
         own = {id(warnings.warn): functools.partial(_found, _Warn, self)} if is_pythons else {}
@@ -86,6 +86,8 @@ class SaidOnce:
                 warnings.catch_warnings(),
             ):
                 warnings.filterwarnings("ignore", module=r"torch\.")
+                for kind in (DeprecationWarning, FutureWarning):
+                    warnings.simplefilter("ignore", kind)
                 self._inside = FiltersInside(warnings.filters)
                 with self._inside.known():
                     yield
