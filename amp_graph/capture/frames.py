@@ -94,7 +94,7 @@ class Frames:
                 self.own.raised.append(code)
             said = [*(counters["graph_break"] - breaks), *new]
             if said:
-                self.said = said[-1].splitlines()[0]
+                self.said = _first_line(said[-1])
             if said and attempt.is_left:
                 _left[code] = _told(code, said[-1])
                 self.skipped.append(_left[code])
@@ -159,4 +159,8 @@ def _told(code: CodeType, reason: str) -> str:
     called = re.search(r"qualname: ([^,\n]+)", reason)
     what = f" ({called[1]})" if called else ""
     file = code.co_filename.rpartition("/")[2]
-    return f"{file}:{code.co_firstlineno}, in {code.co_name}: {reason.splitlines()[0]}{what}"
+    return f"{file}:{code.co_firstlineno}, in {code.co_name}: {_first_line(reason)}{what}"
+
+
+def _first_line(reason: str) -> str:
+    return reason.partition("\n")[0]
