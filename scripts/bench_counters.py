@@ -17,12 +17,12 @@ from counting import CASTS, COPIES, LOW, DispatchCounter, tensors
 from torch._dynamo.utils import compilation_time_metrics
 from torch.profiler import profile
 
-from amp_graph.backend import build, decide
+from amp_graph.backend import decide
 from amp_graph.capture.surroundings import can_watch
 
 READS_BACK = frozenset(["_local_scalar_dense", "is_nonzero", "nonzero", "equal", "_to_host"])
 PASS = ("split_where_wide", "rewrite", "lift_weights")
-STAGES: dict[str, Any] = dict.fromkeys((*PASS, "retrace"), decide) | {"inductor": build}
+STAGES: dict[str, Any] = dict.fromkeys((*PASS, "retrace"), decide)
 
 
 @dataclass
