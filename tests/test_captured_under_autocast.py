@@ -201,6 +201,44 @@ def test_a_graph_in_front_is_captured_without_autocast() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+@torch.compiler.disable
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.fc(x))
+
+
+class FirstInRegion(nn.Module):
+    """Its first graph, that of `inner`, runs inside of a region of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Plain()
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(1):
+            if torch.rand(1) >= 0.0:
+                with torch.autocast("cpu", enabled=False):
+                    x = self.inner(x)
+                    self.seen.append(product(x, self.inner.fc.weight).dtype)
+        return x
+
+
+def test_a_region_around_the_first_graph_holds() -> None:
+    model = amp_graph.convert(FirstInRegion(), policy="bfloat16")
+    for _ in range(3):
+        model(X)
+    assert model.seen == [torch.float32] * 3
+
+
 def test_a_region_of_the_models_own_may_ask() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -18,6 +18,7 @@ from amp_graph.calls.outside import Outside
 from amp_graph.capture.frames import Frames
 from amp_graph.capture.hooks import Hooks, calls_others
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
+from amp_graph.capture.own_regions import is_in_none
 from amp_graph.errors import warn
 from amp_graph.modes import without_autocast
 from amp_graph.modules import Run, alive, autocast_devices, path_by_id
@@ -37,7 +38,8 @@ class OfThread(threading.local):
 
     runs: how often a graph ran.
     watch: looks at what runs outside of graphs; None if nobody does.
-    behind_first: to be done once the first graph of the call has run, if anything is.
+    behind_first: to be done once the first graph of the call has run, if anything is; outside of
+        autocast regions of the model's own.
     """
 
     runs = 0
@@ -110,7 +112,7 @@ class ModelGraphs:
             else:
                 with own.watch.paused():
                     result = run(*args)
-            if own.behind_first is not None:
+            if own.behind_first is not None and is_in_none():
                 do, own.behind_first = own.behind_first, None
                 do()
             return result
