@@ -36,7 +36,7 @@ def under_autocast(
     device_types: Iterable[str],
     dtype: torch.dtype,
     keeps_casts: bool = True,
-    begin_at: BeginAt = contextlib.nullcontext,
+    begin_at: BeginAt | None = None,
 ) -> Run:
     """What runs where no graph could be rewritten: the original, with float32 results.
 
@@ -46,16 +46,16 @@ def under_autocast(
         its beginning.
     """
     kinds = [kind for kind in device_types if kind != "meta"]
-    is_on = begin_at is contextlib.nullcontext
 
     def autocast(*args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
             for kind in kinds:
                 stack.enter_context(
-                    torch.autocast(kind, dtype, enabled=is_on, cache_enabled=keeps_casts)
+                    torch.autocast(kind, dtype, begin_at is None, cache_enabled=keeps_casts)
                 )
-            with begin_at(turn_on):
-                return map_tensors(back, run(*args, **kwargs))
+            if begin_at is not None:
+                stack.enter_context(begin_at(turn_on))
+            return map_tensors(back, run(*args, **kwargs))
 
     def turn_on() -> None:
         for kind in kinds:

@@ -29,9 +29,9 @@ def path_by_id(model: nn.Module) -> dict[str, str]:
     return {str(id(module)): path for path, module in model.named_modules()}
 
 
-def forward_of(module: nn.Module) -> tuple[Any, Any]:
-    """What Dynamo does not guard of the code that a call of the module runs: its class, and the
-    `forward` of that as it stands there (a `functools.partialmethod` is another at each access)."""
+def _forward_of(module: nn.Module) -> tuple[Any, Any]:
+    """The class, and the `forward` of that as it stands there (a `functools.partialmethod` is
+    another at each access)."""
     kind = type(module)
     for base in kind.__mro__:
         if "forward" in base.__dict__:
@@ -40,11 +40,12 @@ def forward_of(module: nn.Module) -> tuple[Any, Any]:
 
 
 class Forwards:
-    """The code by which the parts of a model are called, but those of PyTorch, as it is now: a
+    """The code by which a model and its parts, but those of PyTorch, are called, as it is now: a
     notebook that reloads modules puts another into the function, a patch another function into the
     class. Dynamo guards neither."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._models = _forward_of(model)
         kinds = dict.fromkeys(type(m) for m in model.modules())
         own = (k for kind in kinds for k in kind.__mro__ if "forward" in k.__dict__)
         found = {k: k.__dict__["forward"] for k in own if not k.__module__.startswith("torch.")}
@@ -53,10 +54,11 @@ class Forwards:
     @property
     def all(self) -> tuple[Any, ...]:
         """Equal for two models that are called by the same code."""
-        return tuple((forward, code) for _, forward, code in self._found)
+        return *self._models, *((forward, code) for _, forward, code in self._found)
 
-    def have_changed(self) -> bool:
-        return any(
+    def have_changed(self, model: nn.Module) -> bool:
+        """Whether a call of the model runs other code now."""
+        return _forward_of(model) != self._models or any(
             names.get("forward") is not forward or getattr(forward, "__code__", None) is not code
             for names, forward, code in self._found
         )

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -92,10 +92,10 @@ class OpLists:
 
     def without(self, color: str, op: str) -> OpLists:
         """These lists with an operator taken off one. Raises ListError if it is not on it."""
-        name = full_name(op, known_names()) or op
+        name = full_name(op, self.entries) or op
         listing = self.entries.get(name)
         if listing is None or listing.color.value != color:
-            found = self.entries_for(name).items()
+            found = self.entries_for(full_name(op, known_names()) or op).items()
             on = ", ".join(f"{entry!r} is on the {e.color.value} list" for entry, e in found)
             raise ListError(
                 f"{op!r} cannot be taken off the {color} list: {on or 'it is on no list'}"
@@ -135,7 +135,7 @@ def spellings(name: str) -> tuple[str, ...]:
     return name, packet, f"{packet[:-1]}.{overload}", packet[:-1]
 
 
-def full_name(name: str, known: Names) -> str | None:
+def full_name(name: str, known: Container[str]) -> str | None:
     """An operator or overload as entries spell it, with "aten."; None if there is none."""
     return next((full for full in (name, f"aten.{name}") if full in known), None)
 

@@ -18,7 +18,7 @@ from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.copies import converted_parts
 from amp_graph.capture.captures import Captures
 from amp_graph.capture.dynamo import is_sharded
-from amp_graph.modules import Forwards, forward_of
+from amp_graph.modules import Forwards
 from amp_graph.oplists import OpLists
 from amp_graph.policy import Policy
 
@@ -51,8 +51,7 @@ def kind_of(module: nn.Module, compiler: Compiler) -> Kind | None:
         return None
     if converted_parts(module) or any(map(is_parametrized, module.modules())):
         return None
-    code = (*forward_of(module), *Forwards(module).all)
-    return Kind(code, _ties(module), compiler.policy, compiler.lists)
+    return Kind(Forwards(module).all, _ties(module), compiler.policy, compiler.lists)
 
 
 def _ties(module: nn.Module) -> tuple[int, ...]:

@@ -200,9 +200,7 @@ class CapturedCalls:
         if not self._record.runs:
             warn(f"{self.own_code.name} {self._record.plans[index].otherwise}")
         if self._record.plans[index].autocast:
-            begin_at: BeginAt = contextlib.nullcontext
-            if not watch.in_front:
-                begin_at = self._graphs.behind_first
+            begin_at = None if watch.in_front else self._graphs.behind_first
             around = weak_method(self._autocast_around)
             self._chosen.around = partial(around, index=index, begin_at=begin_at)
             self._chosen.is_stale = True
@@ -269,7 +267,7 @@ class CapturedCalls:
         is_tried = self._is_new or settings is EACH_SIZE_APART
         return None if is_tried else EACH_SIZE_APART
 
-    def _autocast_around(self, run: Run, index: int, begin_at: BeginAt) -> Run:
+    def _autocast_around(self, run: Run, index: int, begin_at: BeginAt | None) -> Run:
         """A captured call, with the code between its graphs, for which plan `index` stands, under
         autocast if it can be; else it is captured without, and goes on so."""
         calls: Any = weakref.proxy(self)  # which keeps what is returned

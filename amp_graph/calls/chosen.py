@@ -18,7 +18,7 @@ from amp_graph.calls.alike import Kind, captures_for, keep, kind_of
 from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.capture.captures import Caller, Captures, GuardsFail
 from amp_graph.modes import without_autocast
-from amp_graph.modules import Forwards, Run, forward_of, weak_method
+from amp_graph.modules import Forwards, Run, weak_method
 
 
 class InForce(NamedTuple):
@@ -125,15 +125,13 @@ class Chosen:
         return Captures(self._module, self._graphs.frames.number, self.settings)
 
     def _call_by(self, caller: Run, captures: Captures) -> None:
-        self._captured_as, self._forwards = forward_of(self._module), Forwards(self._module)
-        self.is_stale = False
+        self._forwards, self.is_stale = Forwards(self._module), False
         self.run = self.around(caller)
         self.captures = captures
 
     def is_another(self) -> bool:
         """Whether the code of the model, or of a part, is not what was captured."""
-        is_other = forward_of(self._module) != self._captured_as
-        return is_other or self._forwards.have_changed()
+        return self._forwards.have_changed(self._module)
 
     def share(self) -> None:
         """Let others be called by what was captured in the first call."""

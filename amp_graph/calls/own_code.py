@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -71,7 +70,7 @@ class OwnCode:
         report = partial(self.not_under_autocast, self._for_copies)
         return or_else(self.under_autocast(own_code), lambda: own_code, report, None, set())
 
-    def under_autocast(self, run: Run, begin_at: BeginAt = nullcontext) -> Run:
+    def under_autocast(self, run: Run, begin_at: BeginAt | None = None) -> Run:
         return under_autocast(run, devices_of(self.module), self.dtype(), begin_at=begin_at)
 
     def not_under_autocast(self, index: int | None, reason: str) -> None:

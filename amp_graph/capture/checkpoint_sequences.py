@@ -18,23 +18,23 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.variables import UserFunctionVariable, VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from amp_graph.capture.replaced import with_entries
+from amp_graph.capture.replaced import found_as, with_entries
 
 Layers = Sequence[Callable[[Any], Any]]
 
 
 def checkpoint_sequences_known() -> contextlib.AbstractContextManager[None]:
     """Within, Dynamo captures the segments of one."""
-    return with_entries(VariableBuilder._id_dispatch(), {id(checkpoint_sequential): _found})
+    return with_entries(
+        VariableBuilder._id_dispatch(), {id(checkpoint_sequential): found_as(_in_segments)}
+    )
 
 
-def _found(builder: VariableBuilder, value: Any) -> VariableTracker:
-    builder.install_guards(GuardBuilder.ID_MATCH)
+def _in_segments(value: Any, source: Any) -> VariableTracker:
     return UserFunctionVariable(in_segments)  # type: ignore[arg-type]
 
 

@@ -24,13 +24,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.variables import ConstantVariable, SkipFunctionVariable, VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.misc import LoggingLoggerVariable
 
 from amp_graph.capture.known_values import constants
-from amp_graph.capture.replaced import with_entries
+from amp_graph.capture.replaced import found_as, with_entries
 from amp_graph.capture.warning_filters import FiltersInside
 
 # How often Python shows a warning, by what the filters say: not at all, once, or each time.
@@ -77,8 +76,8 @@ class SaidOnce:
         operator's shapes in an old way. To be entered by one thread at a time."""
         self._filters = [*warnings.filters]
         is_pythons = isinstance(warnings.warn, types.BuiltinFunctionType)  # not put there by a user
-        own = {id(warnings.warn): functools.partial(_found, _Warn, self)} if is_pythons else {}
-        own_types = {logging.Logger: functools.partial(_found, _Logger, self)}
+        own = {id(warnings.warn): found_as(_Warn, self)} if is_pythons else {}
+        own_types = {logging.Logger: found_as(_Logger, self)}
         try:
             with (
                 with_entries(VariableBuilder._id_dispatch(), own),
@@ -139,12 +138,6 @@ def _is_hashable(call: tuple[Any, ...]) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _found(kind: Any, said: SaidOnce, builder: VariableBuilder, value: Any) -> VariableTracker:
-    builder.install_guards(GuardBuilder.ID_MATCH)
-    found: VariableTracker = kind(value, said, source=builder.source)
-    return found
 
 
 class _Warn(SkipFunctionVariable):

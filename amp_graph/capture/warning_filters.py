@@ -21,20 +21,18 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import GlobalSource
 from torch._dynamo.variables import ConstantVariable, SkipFunctionVariable, VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.ctx_manager import CatchWarningsCtxManagerVariable
 
 from amp_graph.capture.known_values import constants
-from amp_graph.capture.replaced import method_inside, with_entries
+from amp_graph.capture.replaced import found_as, method_inside, with_entries
 
 SETTERS = (warnings.simplefilter, warnings.filterwarnings)
 
@@ -51,8 +49,8 @@ class FiltersInside:
     @contextlib.contextmanager
     def known(self) -> Iterator[None]:
         """Within, Dynamo goes on where a block is given a filter."""
-        setters = {id(setter): functools.partial(_found, _Setter, self) for setter in SETTERS}
-        entered = {_Again: functools.partial(_found, _AgainEntered, self)}
+        setters = {id(setter): found_as(_Setter, self) for setter in SETTERS}
+        entered = {_Again: found_as(_AgainEntered)}
         with (
             with_entries(VariableBuilder._id_dispatch(), setters),
             with_entries(VariableBuilder._type_dispatch(), entered),
@@ -113,11 +111,6 @@ def set_first(filters: Sequence[Any]) -> None:
     warnings.filters[:0] = filters  # type: ignore[index]
 
 
-def _found(kind: Any, filters: FiltersInside, builder: VariableBuilder, value: Any) -> Any:
-    builder.install_guards(GuardBuilder.ID_MATCH)
-    return kind(value, filters, source=builder.source)
-
-
 class _Setter(SkipFunctionVariable):
     """`warnings.simplefilter`, or the like, in a frame that is being captured."""
 
@@ -131,7 +124,7 @@ class _Setter(SkipFunctionVariable):
         return super().call_function(tx, args, kwargs)
 
 
-class _AgainEntered(_Setter):
+class _AgainEntered(SkipFunctionVariable):
     """A block behind a break in it."""
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> VariableTracker:

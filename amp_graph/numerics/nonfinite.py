@@ -174,6 +174,8 @@ def _at(place: Place, node: fx.Node) -> Place:
 def _kinds(tensor: torch.Tensor) -> frozenset[str]:
     if bool(torch.isfinite(tensor).all()):
         return frozenset()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
     tests = {NAN: torch.isnan, PLUS: torch.isposinf, MINUS: torch.isneginf}
     return frozenset(kind for kind, test in tests.items() if bool(test(tensor).any()))
 
