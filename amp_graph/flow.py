@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import networkx as nx
 import torch
 
-from amp_graph.ir import Color, NodeFacts, Paint
+from amp_graph.ir import FREE, Color, NodeFacts, Paint
 
 
 def flow_graph(facts: Mapping[str, NodeFacts]) -> nx.DiGraph:
@@ -115,7 +115,7 @@ def wide_values(
             not_low[n] = wide_operand if reached else None
             color = Color.DENY
         bits = WEIGHT if f.is_parameter else 0
-        if color is Color.ALLOW or (reached and color in (Color.INFER, Color.CLEAR)):
+        if color is Color.ALLOW or (reached and color in FREE):
             bits |= LOW
         if color is not Color.ALLOW and stays_wide:
             bits |= WIDE

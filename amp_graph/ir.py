@@ -37,6 +37,9 @@ class Color(enum.Enum):
     KEEP = "keep"
 
 
+FREE = (Color.INFER, Color.CLEAR)
+
+
 class Level(enum.Enum):
     """How far tensors are narrowed for memory and speed; each level does what those before it do.
 

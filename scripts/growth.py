@@ -158,7 +158,7 @@ def timed_stages(module: fx.GraphModule, policy: Policy) -> Iterator[float]:
     yield seconds + more
     paints, seconds = timed(paint, facts, flow, lists, policy, dtype)
     yield seconds
-    (low, _), seconds = timed(place_casts, facts, flow, paints, dtype)
+    low, seconds = timed(place_casts, facts, flow, paints)
     yield seconds
     emitted, seconds = timed(emit, module, facts, paints, low, dtype, lists, {})
     yield seconds

@@ -19,11 +19,10 @@ from torch import fx, nn
 import amp_graph
 from amp_graph.backend.rewrite import rewrite
 from amp_graph.flow import flow_graph
-from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan
-from amp_graph.passes.place_casts import casts_for, traffic
+from amp_graph.ir import FREE, Cast, Color, NodeFacts, Paint, Plan
+from amp_graph.passes.place_casts import CAST_BYTES, needs_cast, traffic
 
 INPUTS = ("placeholder", "get_attr")
-FREE = (Color.INFER, Color.CLEAR)
 Facts = Mapping[str, NodeFacts]
 Paints = Mapping[str, Paint]
 
@@ -89,7 +88,7 @@ def _has_rule(op: str) -> bool:
 
 
 def _walk(plan: Plan, name: str, towards: Callable[[str], Iterable[str]]) -> str:
-    while plan.paints[name].color in (Color.INFER, Color.CLEAR) or plan.facts[name].op == "getitem":
+    while plan.paints[name].color in FREE or plan.facts[name].op == "getitem":
         following = next(iter(towards(name)), None)
         if following is None:
             break
@@ -162,7 +161,9 @@ def bytes_moved(plan: Plan, low: frozenset[str]) -> tuple[int, int]:
     free nodes left in float32 move more than in low precision; without the bodies."""
     facts, paints = tuple(plan.facts.values()), tuple(plan.paints.values())
     flow, numbers = flow_graph(plan.facts), {n for n, f in enumerate(facts) if f.name in low}
-    cast_bytes = sum(c.bytes for c in casts_for(facts, flow, paints, numbers, plan.dtype))
+    across = ((n, r) for n, r in flow.edges if (n in numbers) != (r in numbers))
+    cast = {n for n, r in across if needs_cast(facts, flow, paints, n, r, r in numbers)}
+    cast_bytes = sum(facts[n].numel * CAST_BYTES for n in cast)
     free = [n for n, p in enumerate(paints) if p.color in FREE and n not in numbers]
     moved = (traffic(facts[n], [facts[r] for r in flow.predecessors(n)]) for n in free)
     return cast_bytes, cast_bytes + sum(moved)

@@ -20,7 +20,7 @@ from small_models import SMALL, Odd
 from torch import nn
 
 import amp_graph
-from amp_graph.inspection.annotated import AnnotatedGraph, Node
+from amp_graph.inspection.annotated import AnnotatedGraph, AnnotatedNode
 from amp_graph.inspection.page import page
 from amp_graph.inspection.source import AnnotatedModel
 from amp_graph.reasons import Reason
@@ -174,9 +174,9 @@ def test_a_place_in_the_address_opens_that_node(tmp_path: Path) -> None:
 
 
 def large(nodes: int) -> AnnotatedModel:
-    def node(i: int) -> Node:
+    def node(i: int) -> AnnotatedNode:
         chain = (Reason(f"n{i}", "downstream"), Reason(f"n{max(0, i - 1)}", "listed"))
-        return Node(
+        return AnnotatedNode(
             f"n{i}",
             f"n{i}",
             "aten.add.Tensor",

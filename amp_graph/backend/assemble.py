@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import torch
 
-from amp_graph.backend.build import Built, Emitted
+from amp_graph.backend.build import Built, Executable
 from amp_graph.backend.guarded import Guarded
 from amp_graph.backend.record import Record
 from amp_graph.ir import NodeFacts, Plan
@@ -47,38 +47,38 @@ class Assembler:
         plan = built.decision.plan
         if built.decision.graphs is None:
             return self._under_autocast(index, built)
-        if built.emitted is None:
+        if built.executable is None:
             return built.original
         return Guarded(
-            built.restoring(self._rewritten(index, plan, built.emitted)),
+            built.restoring(self._rewritten(index, plan, built.executable)),
             built.original,
             _inputs_at_risk(plan),
             partial(self._record.fall_back, index),
         )
 
-    def _rewritten(self, index: int, plan: Plan, emitted: Emitted) -> Boundary:
-        devices = emitted.lifted.devices
-        watched = partial(run_watched, emitted.graph, plan.facts)
+    def _rewritten(self, index: int, plan: Plan, executable: Executable) -> Boundary:
+        devices = executable.lifted.devices
+        watched = partial(run_watched, executable.graph, plan.facts)
         return Boundary(
-            without_autocast(self._run(index, plan, emitted), devices),
+            without_autocast(self._run(index, plan, executable), devices),
             self._weights,
             self._scale_for(plan.dtype),
-            emitted.lifted.weights,
-            emitted.parameters,
+            executable.lifted.weights,
+            executable.parameters,
             without_autocast(watched, devices),
-            records=emitted.records,
-            ends_recording=emitted.ends_recording,
+            records=executable.records,
+            ends_recording=executable.ends_recording,
             written=written_inputs(plan),
         )
 
-    def _run(self, index: int, plan: Plan, emitted: Emitted) -> Run:
+    def _run(self, index: int, plan: Plan, executable: Executable) -> Run:
         """The emitted graph compiled, if it was; by operator, if that failed or its first run
         does."""
-        fail, by_operator = partial(self._record.not_compiled, index), emitted.graph.forward
-        if emitted.compiled is not None:
-            return Guarded(emitted.compiled, by_operator, _inputs_at_risk(plan), fail)
-        if emitted.uncompiled:
-            fail(emitted.uncompiled)
+        fail, by_operator = partial(self._record.not_compiled, index), executable.graph.forward
+        if executable.compiled is not None:
+            return Guarded(executable.compiled, by_operator, _inputs_at_risk(plan), fail)
+        if executable.uncompiled:
+            fail(executable.uncompiled)
         return by_operator
 
     def _under_autocast(self, index: int, built: Built) -> Run:

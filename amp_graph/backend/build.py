@@ -33,7 +33,7 @@ from amp_graph.policy import Policy
 
 
 @dataclass(frozen=True)
-class Emitted:
+class Executable:
     """An emitted graph, ready to run.
 
     graph: of operators, in the form that runs by itself.
@@ -59,7 +59,7 @@ class Built:
     original: runs it.
     restoring: what to put around a run, so that the modes are as they were, should it raise.
     tensors, devices: which of its inputs are tensors, and the kinds of device that they are on.
-    emitted: None where there is none to run.
+    executable: None where there is none to run.
     """
 
     graph: fx.GraphModule
@@ -68,7 +68,7 @@ class Built:
     restoring: Callable[[Run], Run]
     tensors: tuple[int, ...]
     devices: frozenset[str]
-    emitted: Emitted | None
+    executable: Executable | None
 
 
 class Builder:
@@ -90,10 +90,10 @@ class Builder:
             restoring,
             tuple(i for i, x in enumerate(traced.inputs) if isinstance(x, torch.Tensor)),
             devices_of_inputs(traced.inputs),
-            None if decision.lifted is None else self._emitted(traced, decision.lifted),
+            None if decision.lifted is None else self._executable(traced, decision.lifted),
         )
 
-    def _emitted(self, traced: Traced, lifted: Lifted) -> Emitted:
+    def _executable(self, traced: Traced, lifted: Lifted) -> Executable:
         by_operator, compiled, uncompiled = eager(lifted.graph, self._emulated), None, ""
         parameters = _parameters_read(lifted.graph, self._lists)
         if self._policy.compiler == "inductor":
@@ -106,7 +106,7 @@ class Builder:
             except Exception as error:
                 uncompiled = in_words(error)
         records, ends_recording = _records_some(lifted.graph), mode_after(lifted.graph.graph)
-        return Emitted(
+        return Executable(
             by_operator, lifted, parameters, records, ends_recording, compiled, uncompiled
         )
 

@@ -48,7 +48,7 @@ def rewrite(
             saved = pinned(paints, pins)
             fresh, paints = paints, paint(facts, flow, lists, policy, dtype, saved, refused)
             check_honoured(paints, fresh, pins)
-        low, _ = place_casts(facts, flow, paints, dtype)
+        low = place_casts(facts, flow, paints)
         emitted = emit(captured, facts, paints, low, dtype, lists, new_bodies)
         if not emitted.refused:
             break

@@ -33,7 +33,7 @@ class Graph(NamedTuple):
     calls_others: bool
 
 
-class OfThread(threading.local):
+class CallsOfThread(threading.local):
     """Of the calls of one thread.
 
     runs: how often a graph ran.
@@ -53,7 +53,7 @@ class ModelGraphs:
     def __init__(self, module: nn.Module, compiler: Compiler):
         self.frames, self.hooks = Frames(), Hooks(module)
         self.policy_id = id(compiler.policy)
-        self.own = OfThread()
+        self.own = CallsOfThread()
         self._module = weakref.ref(module)
         self._compiler = compiler
 

@@ -45,7 +45,7 @@ class Attempt:
     is_left: bool = False
 
 
-class OfThread(threading.local):
+class FramesOfThread(threading.local):
     """Of the calls of one thread.
 
     begun: how many frames were.
@@ -69,7 +69,7 @@ class Frames:
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self.own = OfThread()
+        self.own = FramesOfThread()
         self.charged = 0
         self.unpaid = 0.0
         self.failed = 0

@@ -22,13 +22,13 @@ from amp_graph.capture.own_guards import hold_in_state
 from amp_graph.modules import autocast_devices
 
 
-class OfThread(threading.local):
+class DepthOfThread(threading.local):
     """around: how deep in autocast contexts the model was called that this thread is in."""
 
     around = 0
 
 
-_now = OfThread()
+_now = DepthOfThread()
 
 
 def begin() -> int:

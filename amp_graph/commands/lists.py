@@ -9,6 +9,7 @@ from rich.text import Text
 
 from amp_graph.commands.command import Command, out
 from amp_graph.errors import did_you_mean
+from amp_graph.inspection.terminal import columns
 from amp_graph.oplists import OpLists, full_name, known_names, load_lists
 
 
@@ -33,12 +34,10 @@ def _groups(lists: OpLists) -> Table:
     for name, listing in lists.entries.items():
         key = listing.color.value, listing.group, listing.why
         groups.setdefault(key, []).append(name.removeprefix("aten."))
-    table = Table(box=None, padding=(0, 2, 1, 0), header_style="dim")
-    for heading in ("list", "group", "why", "operators"):
-        table.add_column(heading, overflow="fold")
+    found = columns("list", "group", "why", "operators", gap=1)
     for (color, group, why), names in groups.items():
-        table.add_row(color, Text(group), Text(why), Text(", ".join(names)))
-    return table
+        found.add_row(color, Text(group), Text(why), Text(", ".join(names)))
+    return found
 
 
 def _say_where(name: str, lists: OpLists) -> bool:

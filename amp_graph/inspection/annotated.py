@@ -32,7 +32,7 @@ from amp_graph.reasons import Reason, chain, short_reason, unlisted
 
 
 @dataclass(frozen=True)
-class Node:
+class AnnotatedNode:
     """One node of a graph that runs.
 
     kind: input, parameter, buffer, constant, graph, operator, cast or output.
@@ -84,7 +84,7 @@ class AnnotatedGraph:
 
     name: str
     dtype: str
-    nodes: tuple[Node, ...] = ()
+    nodes: tuple[AnnotatedNode, ...] = ()
     bodies: Mapping[str, AnnotatedGraph] = field(default_factory=dict)
     fallback: str | None = None
     unlisted: tuple[str, ...] = ()
@@ -147,19 +147,21 @@ class _Writer:
         for cast in plan.casts:
             self.casts[cast.value, cast.dtype].append(cast)
 
-    def node(self, node: fx.Node) -> Node:
+    def node(self, node: fx.Node) -> AnnotatedNode:
         if is_switch(node, self.plan.facts):
             return self._switch(node)
         facts = self.plan.facts.get(node.name)
         return self._cast(node) if facts is None else self._captured(node, facts)
 
-    def _switch(self, node: fx.Node) -> Node:
+    def _switch(self, node: fx.Node) -> AnnotatedNode:
         """What turns gradient recording on for a cast, or off again after it."""
         why = "has the cast recorded that is first needed where nothing is"
         op, why_here = short_op(op_name(node)), (Reason(node.name, why),)
-        return Node(node.name, node.name, op, "operator", color="keep", why=why, chain=why_here)
+        return AnnotatedNode(
+            node.name, node.name, op, "operator", color="keep", why=why, chain=why_here
+        )
 
-    def _captured(self, node: fx.Node, facts: NodeFacts) -> Node:
+    def _captured(self, node: fx.Node, facts: NodeFacts) -> AnnotatedNode:
         plan, name = self.plan, node.name
         paint = plan.paints.get(name)
         tensors = tuple(tensor_facts(t) for t in tensors_of(node))
@@ -168,7 +170,7 @@ class _Writer:
         computes = kind == "operator" and not facts.is_view and facts.op != "getitem"
         own = sum(t.numel * t.dtype.itemsize for t in floats) if computes else 0
         operands = sum(plan.facts[r].numel for r in facts.reads) if computes else 0
-        return Node(
+        return AnnotatedNode(
             name=name,
             label=self.labels[name],
             op=short_op(facts.op),
@@ -204,7 +206,7 @@ class _Writer:
             return next((dtype_name(d) for d in floats if d.is_floating_point), "")
         return "float32" if facts.reads else ""
 
-    def _cast(self, node: fx.Node) -> Node:
+    def _cast(self, node: fx.Node) -> AnnotatedNode:
         """A cast, or the clamp in front of a saturating one."""
         value = node
         while value.name not in self.plan.facts:
@@ -214,7 +216,7 @@ class _Writer:
         cast = self._planned(value.name, node)
         size = sum(t.numel for t in map(tensor_facts, tensors_of(node)))
         is_cast = node.target is CAST
-        return Node(
+        return AnnotatedNode(
             name=node.name,
             label=self.labels[value.name] + node.name.removeprefix(value.name),
             op=short_op(op_name(node)),

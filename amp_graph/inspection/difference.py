@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from amp_graph.inspection.spelling import byte_count, count, line_of
-from amp_graph.inspection.terminal import without_colors
+from amp_graph.inspection.terminal import columns, without_colors
 from amp_graph.ir import Cast, Plan, dtype_name
 from amp_graph.plans.pins import fingerprint
 from amp_graph.plans.plan_file import PlanSource, as_plans
@@ -26,7 +26,7 @@ WIDTH = 120
 
 
 @dataclass(frozen=True)
-class Decision:
+class NodeDecision:
     """What was decided for a node: its colour, the precision it runs in, and the reason."""
 
     color: str
@@ -43,8 +43,8 @@ class Change:
 
     node: str
     source: str
-    before: Decision | None
-    after: Decision | None
+    before: NodeDecision | None
+    after: NodeDecision | None
 
 
 @dataclass(frozen=True)
@@ -139,12 +139,12 @@ def _change(name: str, a: Plan, b: Plan) -> Change | None:
     return Change(facts.label, facts.source, before, after)
 
 
-def _decision(plan: Plan, name: str) -> Decision | None:
+def _decision(plan: Plan, name: str) -> NodeDecision | None:
     if name not in plan.facts:
         return None
     precision = dtype_name(plan.dtype) if name in plan.low else "float32"
     color = plan.paints[name].color.value if name in plan.paints else "undecided"
-    return Decision(color, precision, short_reason(plan, name))
+    return NodeDecision(color, precision, short_reason(plan, name))
 
 
 def _title(graph: GraphDifference) -> str:
@@ -161,13 +161,10 @@ def _title(graph: GraphDifference) -> str:
 
 
 def _table(changes: tuple[Change, ...]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("node", "before", "after"):
-        table.add_column(heading, overflow="fold")
-    table.add_column("line", no_wrap=True)
+    found = columns("node", "before", "after", "line", whole=(3,))
     for change in changes:
         sides = [str(side) if side else "not there" for side in (change.before, change.after)]
-        table.add_row(
+        found.add_row(
             Text(change.node), Text(sides[0]), Text(sides[1]), Text(line_of(change.source))
         )
-    return table
+    return found

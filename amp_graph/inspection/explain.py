@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import jinja2
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -22,7 +21,8 @@ from amp_graph.inspection.report import (
 )
 from amp_graph.inspection.source import annotated_model
 from amp_graph.inspection.spelling import byte_count, count, flop_count, percent
-from amp_graph.inspection.terminal import without_colors
+from amp_graph.inspection.template import template
+from amp_graph.inspection.terminal import columns, without_colors
 
 WIDTH = 110  # of the plain text
 CASTS_SHOWN = 8
@@ -47,7 +47,7 @@ class Report:
         return Group(*_parts(self.data, self.depth))
 
     def _repr_html_(self) -> str:
-        return _template().render(
+        return template("report.html").render(
             report=self.data,
             modules=shown_modules(self.data, self.depth),
             casts=self.data.casts[:CASTS_SHOWN],
@@ -117,7 +117,7 @@ def _cast_title(data: ReportData) -> str:
 
 
 def _module_table(data: ReportData, depth: int) -> Table:
-    table = _table("module", "operators", "FLOPs", "", "activations", "", right=(1, 2, 3, 4, 5))
+    table = columns("module", "operators", "FLOPs", "", "activations", "", right=(1, 2, 3, 4, 5))
     for module in shown_modules(data, depth):
         name = module.path.rpartition(".")[2] if module.path else data.model
         figures = module.figures
@@ -133,7 +133,9 @@ def _module_table(data: ReportData, depth: int) -> Table:
 
 
 def _graph_table(data: ReportData) -> Table:
-    table = _table("graph", "nodes", "operators", "FLOPs", "casts", "cast bytes", right=range(1, 6))
+    table = columns(
+        "graph", "nodes", "operators", "FLOPs", "casts", "cast bytes", right=range(1, 6)
+    )
     for graph in data.graphs:
         figures: Figures = graph.figures
         table.add_row(
@@ -152,18 +154,9 @@ def _fraction(share: Share) -> str:
 
 
 def _cast_table(casts: tuple[CastFigures, ...]) -> Table:
-    table = _table("value", "to", "bytes", "because", right=(2,))
+    table = columns("value", "to", "bytes", "because", right=(2,))
     for cast in casts:
         table.add_row(Text(cast.value), cast.dtype, byte_count(cast.bytes), Text(cast.why))
-    return table
-
-
-def _table(*headings: str, right: tuple[int, ...] | range = ()) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for i, heading in enumerate(headings):
-        table.add_column(
-            heading, justify="right" if i in right else "left", overflow="fold", no_wrap=i in right
-        )
     return table
 
 
@@ -176,8 +169,3 @@ def _suggestions(data: ReportData) -> RenderableType:
         below = [f"would free {suggestion.gain}"] if suggestion.nodes else []
         lines += [Padding(Text(text), (0, 0, 0, 3)) for text in [*below, suggestion.how]]
     return Group(*lines)
-
-
-def _template() -> jinja2.Template:
-    loader = jinja2.PackageLoader("amp_graph.inspection", "templates")
-    return jinja2.Environment(loader=loader, autoescape=True).get_template("report.html")

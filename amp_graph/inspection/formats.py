@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from amp_graph.inspection.annotated import AnnotatedGraph, Node
+from amp_graph.inspection.annotated import AnnotatedGraph, AnnotatedNode
 from amp_graph.inspection.spelling import byte_count, flop_count
 from amp_graph.plans.json_schema import describe, schema
 from amp_graph.plans.plain_json import encode
@@ -71,7 +71,7 @@ def _dot_cluster(graph: AnnotatedGraph, index: int) -> Iterator[str]:
         yield "}"
 
 
-def _types(node: Node) -> str:
+def _types(node: AnnotatedNode) -> str:
     return f"{node.storage} {node.shape}".strip()
 
 
@@ -99,7 +99,7 @@ def model_explorer(name: str, graphs: Iterable[tuple[str, AnnotatedGraph]]) -> d
     return {"label": name, "graphs": entries}
 
 
-def _explorer_node(node: Node, graph_ids: Mapping[str, str]) -> dict[str, Any]:
+def _explorer_node(node: AnnotatedNode, graph_ids: Mapping[str, str]) -> dict[str, Any]:
     """`graph_ids` names the bodies of the graph, by the node that holds each."""
     fill, ink = FILLS["cast" if node.kind == "cast" else node.color]
     facts = {

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from amp_graph.inspection.annotated import AnnotatedGraph, Node
+from amp_graph.inspection.annotated import AnnotatedGraph, AnnotatedNode
 from amp_graph.inspection.spelling import byte_count, count, line_of
+from amp_graph.inspection.terminal import aligned
 
 HEADINGS = ("colour", "math", "storage", "node", "shape", "module", "line", "why")
 CALL_WIDTH = 84  # longer calls are cut to this many columns
@@ -37,15 +38,12 @@ def _lines(graph: AnnotatedGraph) -> Iterator[str]:
         yield f"  on no list: {', '.join(graph.unlisted)}"
     labels = {n.name: n.label for n in graph.nodes}
     rows = [_cells(n, labels) for n in graph.nodes]
-    if not rows:
-        return
-    widths = [max(len(row[i]) for row in [HEADINGS, *rows]) for i in range(len(HEADINGS))]
-    yield ""
-    for row in [HEADINGS, tuple("-" * width for width in widths), *rows]:
-        yield "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip()
+    if rows:
+        yield ""
+    yield from aligned(HEADINGS, rows)
 
 
-def _cells(node: Node, labels: dict[str, str]) -> tuple[str, ...]:
+def _cells(node: AnnotatedNode, labels: dict[str, str]) -> tuple[str, ...]:
     math = "cast" if node.kind == "cast" else node.math
     line = line_of(node.source)
     text = call(node, labels)
@@ -53,7 +51,7 @@ def _cells(node: Node, labels: dict[str, str]) -> tuple[str, ...]:
     return node.color, math, node.storage, text, node.shape, node.module, line, node.why
 
 
-def call(node: Node, labels: dict[str, str]) -> str:
+def call(node: AnnotatedNode, labels: dict[str, str]) -> str:
     """The node as a line of code, with parameters by their path in the model."""
     if node.kind not in ("operator", "cast", "output"):
         return f"{node.label} = {node.kind}"

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import jinja2
-
 from amp_graph.inspection.report import Figures, report_data
 from amp_graph.inspection.source import AnnotatedModel
 from amp_graph.inspection.spelling import byte_count, percent
+from amp_graph.inspection.template import template
 from amp_graph.plans.plain_json import encode
 
 
 def page(model: AnnotatedModel) -> str:
     """The page as HTML."""
-    loader = jinja2.PackageLoader("amp_graph.inspection", "templates")
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True)
-    return environment.get_template("page.html").render(
+    return template("page.html").render(
         name=model.name, dtype=model.dtype, tiles=_tiles(model), data=_data(model)
     )
 

@@ -10,8 +10,9 @@ It is meant for reading; programs should read the plan itself.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from amp_graph.inspection.spelling import (
     byte_count,
@@ -21,6 +22,7 @@ from amp_graph.inspection.spelling import (
     op_name,
     shapes,
 )
+from amp_graph.inspection.terminal import aligned
 from amp_graph.ir import Cast, Color, NodeFacts, Plan, dtype_name
 from amp_graph.reasons import short_reason, unlisted
 
@@ -79,15 +81,11 @@ def _facts_in_brief(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _table(plan: Plan) -> Iterator[str]:
     rows = list(_rows(plan))
-    widths = [
-        max(len(row.cells[i]) for row in [_Row(HEADINGS), *rows]) for i in range(len(HEADINGS))
-    ]
-    if rows:
-        yield _line(HEADINGS, widths)
-        yield _line(tuple("-" * width for width in widths), widths)
+    lines = aligned(HEADINGS, [row.cells for row in rows])
+    yield from islice(lines, 2)  # the headings, underlined
     shown = set()
-    for row in rows:
-        yield _line(row.cells, widths)
+    for row, line in zip(rows, lines, strict=True):
+        yield line
         if row.body is not None:
             shown.add(row.body)
             yield from _body(row.body, plan.bodies[row.body])
@@ -99,10 +97,6 @@ def _table(plan: Plan) -> Iterator[str]:
 def _body(name: str, plan: Plan) -> Iterator[str]:
     for line in ["", f"{name}:", *render(plan).splitlines(), ""]:
         yield f"{BODY_INDENT}{line}".rstrip()
-
-
-def _line(cells: tuple[str, ...], widths: Iterable[int]) -> str:
-    return "  ".join(f"{c:<{w}}" for c, w in zip(cells, widths, strict=True)).rstrip()
 
 
 def _rows(plan: Plan) -> Iterator[_Row]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from amp_graph.inspection.annotated import AnnotatedGraph, Node
+from amp_graph.inspection.annotated import AnnotatedGraph, AnnotatedNode
 from amp_graph.inspection.source import AnnotatedModel
 from amp_graph.inspection.suggestions import Suggestion, suggestions
 
@@ -111,7 +111,7 @@ def report_data(model: AnnotatedModel) -> ReportData:
     )
 
 
-def figures_of(node: Node) -> Figures:
+def figures_of(node: AnnotatedNode) -> Figures:
     if not node.is_float:
         return Figures()
     low = int(node.low)
@@ -130,7 +130,7 @@ def _graph(graph: AnnotatedGraph) -> GraphFigures:
     return GraphFigures(graph.name, len(nodes), total, len(casts), sum(casts), graph.fallback)
 
 
-def _modules(nodes: Iterable[Node]) -> Iterator[ModuleFigures]:
+def _modules(nodes: Iterable[AnnotatedNode]) -> Iterator[ModuleFigures]:
     """Every module that an operator is inside of, the model first, below it in order of use."""
     totals: dict[str, Figures] = {"": Figures()}
     for node in nodes:

@@ -13,13 +13,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from amp_graph.inspection.annotated import AnnotatedGraph, Node
+from amp_graph.inspection.annotated import AnnotatedGraph, AnnotatedNode
 from amp_graph.inspection.spelling import byte_count, count, flop_count, line_of
 
 FLOPS_PER_BYTE = 50  # how many cost as much time as a byte; the order is insensitive to it
 SHOWN = 3
 
-Found = list[tuple[Node, Node]]
+Found = list[tuple[AnnotatedNode, AnnotatedNode]]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def suggestions(
     return tuple(found[:SHOWN])
 
 
-def _key(node: Node, root: Node) -> tuple[str, str] | None:
+def _key(node: AnnotatedNode, root: AnnotatedNode) -> tuple[str, str] | None:
     """Which change would free the node, and which decision it shares with others."""
     rule = root.rule
     if rule == "on no list":
@@ -86,7 +86,7 @@ def _told(kind: str, found: Found) -> Suggestion:
     )
 
 
-def _at(node: Node) -> str:
+def _at(node: AnnotatedNode) -> str:
     line = line_of(node.source)
     return f" at {line}" if line else ""
 
@@ -160,7 +160,7 @@ TELL: dict[str, Callable[[Found], tuple[str, str]]] = {
 
 
 def _fallback(graph: AnnotatedGraph) -> Suggestion:
-    operators: Iterable[Node] = [n for n in graph.nodes if n.is_float]
+    operators: Iterable[AnnotatedNode] = [n for n in graph.nodes if n.is_float]
     return Suggestion(
         f"{graph.name} {graph.fallback}",
         "change that code, or keep the module that it is in out of the conversion",

@@ -1,10 +1,12 @@
-"""What a terminal would show, as text."""
+"""Tables: in a terminal, as the text that a terminal would show, and as lines of plain text."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Container, Iterator, Sequence
 
 from rich.console import Console, RenderableType
+from rich.table import Table
 
 
 def without_colors(shown: RenderableType, width: int) -> str:
@@ -12,3 +14,30 @@ def without_colors(shown: RenderableType, width: int) -> str:
     text = io.StringIO()
     Console(file=text, width=width, no_color=True, highlight=False).print(shown)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+def columns(
+    *headings: str, right: Container[int] = (), whole: Container[int] = (), gap: int = 0
+) -> Table:
+    """An empty table without lines. Columns fold where there is no room, but for those, by their
+    position, that are aligned to the right, as numbers, or shown whole; `gap` rows are left between
+    two."""
+    found = Table(box=None, padding=(0, 2, gap, 0), header_style="dim")
+    for i, heading in enumerate(headings):
+        is_right = i in right
+        found.add_column(
+            heading,
+            justify="right" if is_right else "left",
+            overflow="fold",
+            no_wrap=is_right or i in whole,
+        )
+    return found
+
+
+def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table as plain text, underlined headings first; none without rows."""
+    if not rows:
+        return
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    for row in (headings, ["-" * width for width in widths], *rows):
+        yield "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip()

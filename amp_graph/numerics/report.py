@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import jinja2
 import torch
-from rich.console import Group, JustifyMethod, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from amp_graph.inspection.spelling import line_of, percent
-from amp_graph.inspection.terminal import without_colors
+from amp_graph.inspection.template import template
+from amp_graph.inspection.terminal import columns, without_colors
 from amp_graph.numerics.compare import Comparison, NodeNumerics
 from amp_graph.numerics.statistics import Statistics
 
@@ -62,13 +62,14 @@ def table(comparison: Comparison, width: int) -> RenderableType:
 
 
 def _nodes(nodes: Sequence[NodeNumerics], width: int) -> Table:
-    found = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    columns = COLUMNS if width >= WIDE else [c for c in COLUMNS if c.always]
-    for column in columns:
-        justify: JustifyMethod = "right" if column.right else "left"
-        found.add_column(column.heading, justify=justify, no_wrap=not column.folds, overflow="fold")
+    shown = COLUMNS if width >= WIDE else [c for c in COLUMNS if c.always]
+    found = columns(
+        *(c.heading for c in shown),
+        right={i for i, c in enumerate(shown) if c.right},
+        whole={i for i, c in enumerate(shown) if not c.folds},
+    )
     for node in nodes:
-        found.add_row(*(Text(column.cell(node)) for column in columns))
+        found.add_row(*(Text(column.cell(node)) for column in shown))
     return found
 
 
@@ -142,19 +143,14 @@ def histogram(comparison: Comparison) -> str:
     high = max([LARGEST + 3, *counts])
     highest = max(counts.values(), default=1) / total
     bars = [(e, counts.get(e, 0) / total) for e in range(low, high + 1)]
-    loader = jinja2.PackageLoader("amp_graph.numerics", "templates")
-    return (
-        jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        .get_template("histogram.svg")
-        .render(
-            comparison=comparison,
-            bars=bars,
-            low=low,
-            high=high,
-            highest=highest,
-            normal=NORMAL,
-            subnormal=SUBNORMAL,
-            largest=LARGEST,
-            summary=_gradients(comparison) if counts else "No gradients.",
-        )
+    return template("histogram.svg", "numerics").render(
+        comparison=comparison,
+        bars=bars,
+        low=low,
+        high=high,
+        highest=highest,
+        normal=NORMAL,
+        subnormal=SUBNORMAL,
+        largest=LARGEST,
+        summary=_gradients(comparison) if counts else "No gradients.",
     )

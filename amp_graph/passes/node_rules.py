@@ -7,8 +7,8 @@ import math
 
 import torch
 
-from amp_graph.ir import Color, NodeFacts, Paint
-from amp_graph.passes.scene import FREE, NodeRule, Scene
+from amp_graph.ir import FREE, Color, NodeFacts, Paint
+from amp_graph.passes.scene import NodeRule, Scene
 
 CONV3D = ("aten.conv3d.default", "aten.conv3d.padding")
 LOOKUPS = frozenset({"aten.index.Tensor", "aten.embedding.default"})

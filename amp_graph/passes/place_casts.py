@@ -23,14 +23,13 @@ auxiliary nodes n + size (up) and n + 2 * size (down).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import networkx as nx
-import torch
 from networkx.algorithms.flow import boykov_kolmogorov
 
 from amp_graph.flow import takes_either
-from amp_graph.ir import Cast, Color, NodeFacts, Paint
+from amp_graph.ir import FREE, Color, NodeFacts, Paint
 
 CAST_BYTES = 4 + 2  # read one precision, write the other
 TRAFFIC_BYTES = 2  # what an element costs more in float32, each time it is read or written
@@ -41,37 +40,16 @@ Paints = Sequence[Paint]
 
 
 def place_casts(
-    facts: Mapping[str, NodeFacts],
-    flow: nx.DiGraph,
-    paints: Mapping[str, Paint],
-    dtype: torch.dtype,
-) -> tuple[frozenset[str], tuple[Cast, ...]]:
-    """Return the names of the nodes that compute in `dtype`, and the casts that this needs."""
+    facts: Mapping[str, NodeFacts], flow: nx.DiGraph, paints: Mapping[str, Paint]
+) -> frozenset[str]:
+    """Return the names of the nodes that compute in low precision."""
     nodes, painted = tuple(facts.values()), [paints[name] for name in facts]
     units = _units(nodes, flow, painted)
     low = {n for n, p in enumerate(painted) if p.color is Color.ALLOW}
     network = _network(nodes, flow, painted, units)
     for region in _regions(network):
         low |= _cut(network, region)
-    low_nodes = {n for n in range(len(nodes)) if n in low or units.get(n) in low}
-    casts = casts_for(nodes, flow, painted, low_nodes, dtype)
-    return frozenset(nodes[n].name for n in low_nodes), casts
-
-
-def casts_for(
-    facts: Facts, flow: nx.DiGraph, paints: Paints, low: Collection[int], dtype: torch.dtype
-) -> tuple[Cast, ...]:
-    """The casts that a choice of low nodes needs: one per value and direction."""
-    casts = []
-    for n, f in enumerate(facts):
-        readers = [r for r in flow.successors(n) if (r in low) != (n in low)]
-        readers = [r for r in readers if _needs_cast(facts, flow, paints, n, r, r in low)]
-        if readers:
-            target = torch.float32 if n in low else dtype
-            saturate = n not in low and paints[n].huge
-            names = tuple(facts[r].name for r in readers)
-            casts.append(Cast(f.name, target, names, f.numel * CAST_BYTES, saturate, f.is_weight))
-    return tuple(casts)
+    return frozenset(f.name for n, f in enumerate(nodes) if n in low or units.get(n) in low)
 
 
 def traffic(f: NodeFacts, read: Iterable[NodeFacts]) -> int:
@@ -82,9 +60,10 @@ def traffic(f: NodeFacts, read: Iterable[NodeFacts]) -> int:
     return TRAFFIC_BYTES * (f.numel + sum(r.numel for r in read))
 
 
-def _needs_cast(
+def needs_cast(
     facts: Facts, flow: nx.DiGraph, paints: Paints, value: int, reader: int, is_low: bool
 ) -> bool:
+    """Whether a reader on the other side than the value, low or not, has it cast."""
     if facts[reader].op == "getitem":
         return False
     return not takes_either(facts, paints, value, reader, flow.predecessors(reader), is_low)
@@ -93,24 +72,20 @@ def _needs_cast(
 def _units(facts: Facts, flow: nx.DiGraph, paints: Paints) -> dict[int, int]:
     """Free nodes that must share a precision, by a representative: a node and its results, and
     all that lives in one piece of written memory."""
-    free = [n for n, p in enumerate(paints) if _is_free(p)]
+    free = [n for n, p in enumerate(paints) if p.color in FREE]
     number = {f.name: n for n, f in enumerate(facts) if f.written}
     together = nx.Graph()
     for n, f in enumerate(facts):
         if f.op == "getitem":
             together.add_edges_from((n, parent) for parent in flow.predecessors(n))
-        elif f.written and _is_free(paints[n]):
+        elif f.written and paints[n].color in FREE:
             together.add_edge(n, number[f.memory])
     units = {n: n for n in free}
     for group in nx.connected_components(together):
-        fixed = [n for n in group if not _is_free(paints[n])]
+        fixed = [n for n in group if paints[n].color not in FREE]
         representative = fixed[0] if fixed else min(group)
-        units.update({n: representative for n in group if _is_free(paints[n])})
+        units.update({n: representative for n in group if paints[n].color in FREE})
     return units
-
-
-def _is_free(painted: Paint) -> bool:
-    return painted.color in (Color.INFER, Color.CLEAR)
 
 
 def _network(
@@ -121,7 +96,7 @@ def _network(
 
     def side(n: int) -> int:
         unit = units.get(n, n)
-        if _is_free(paints[unit]):
+        if paints[unit].color in FREE:
             return unit
         return LOW if paints[unit].color is Color.ALLOW else FLOAT32
 
@@ -133,7 +108,7 @@ def _network(
     def readers(value: int, is_low: bool) -> set[int]:
         """The sides of those that would need the value cast if they were low, or float32."""
         needing = (
-            r for r in flow.successors(value) if _needs_cast(facts, flow, paints, value, r, is_low)
+            r for r in flow.successors(value) if needs_cast(facts, flow, paints, value, r, is_low)
         )
         return {side(r) for r in needing} - {LOW if not is_low else FLOAT32, side(value)}
 

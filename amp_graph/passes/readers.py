@@ -1,0 +1,131 @@
+"""Who reads a value, and for what: how far it is from a bound, its phase, where something is.
+
+The readers are seen through free operators, which only pass numbers on. Each function takes one
+graph as in `flow`: its nodes by number, their flow graph and their colours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+
+import networkx as nx
+
+from amp_graph.ir import FREE, Color, Level, NodeFacts
+
+Facts = Sequence[NodeFacts]
+Colors = Sequence[Color | None]
+SUMS = frozenset(f"aten.{name}.Tensor" for name in ("add", "add_", "sub", "sub_"))
+
+
+def read_by(
+    flow: nx.DiGraph, read: Iterable[tuple[int, int]], passes: Callable[[int], bool]
+) -> dict[int, int]:
+    """All values that are read, each with one who does, seen through operators that pass."""
+    found: dict[int, int] = {}
+    unseen = [*read]
+    while unseen:
+        value, reader = unseen.pop()
+        if value not in found:
+            found[value] = reader
+            if passes(value):
+                unseen += ((v, reader) for v in flow.predecessors(value))
+    return found
+
+
+def operands_of(flow: nx.DiGraph, readers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Each value that one of these reads, with the reader."""
+    return ((value, n) for n in readers for value in flow.predecessors(n))
+
+
+def read_near_bounds(
+    facts: Facts, flow: nx.DiGraph, colors: Colors, level: Level
+) -> dict[int, int]:
+    """What saturates and could be low, with one who reads how far it is from the bound: float32
+    arithmetic, such as a logarithm, what orders elements, or, as an output, code outside of the
+    graph; seen through operators that read nothing but such results. A cast before the operator
+    costs as much as one after it."""
+    saturates: set[int] = set()
+    made_of: set[int] = set()  # such results and what is computed of them alone
+    for n, f in enumerate(facts):
+        if f.saturates and colors[n] is Color.INFER:
+            saturates.add(n)
+            made_of.add(n)
+        elif colors[n] in FREE and f.reads and made_of.issuperset(flow.predecessors(n)):
+            made_of.add(n)
+    readers = (n for n, f in enumerate(facts) if _reads_bounds(f, colors[n], level))
+    read = read_by(flow, operands_of(flow, readers), made_of.difference(saturates).__contains__)
+    return {n: reader for n, reader in read.items() if n in saturates}
+
+
+def _reads_bounds(f: NodeFacts, color: Color | None, level: Level) -> bool:
+    if f.orders or f.op == "output":
+        return level is not Level.MAX
+    return color in (Color.DENY, None) and not f.widens  # None: on no list, or with a body
+
+
+def read_for_phase(facts: Facts, flow: nx.DiGraph, colors: Colors) -> dict[int, int]:
+    """What is read for its phase, with the operator that does."""
+    readers = (n for n, f in enumerate(facts) if f.reads_phase)
+    return read_by(flow, operands_of(flow, readers), lambda n: colors[n] in FREE)
+
+
+def read_for_position(
+    facts: Facts,
+    flow: nx.DiGraph,
+    colors: Colors,
+    narrowed: Container[int],
+    raw: Container[int],
+) -> dict[int, int]:
+    """What says where something is, with one who looks there, seen through no `narrowed` operator,
+    which computes in float32 inside. So is what is computed of such values and full float32 alone,
+    as the fraction by which neighbours are weighed, and a place that moved on, if places are
+    counted from `raw` coordinates: those of the last step nobody looks at any more."""
+    pairs = [
+        (value, n)
+        for n, f in enumerate(facts)
+        if f.positions
+        for value in flow.predecessors(n)
+        if facts[value].name in f.positions
+    ]
+    read = read_by(flow, pairs, lambda n: colors[n] in FREE and n not in narrowed)
+    of: dict[int, int | None] = {}  # all in full float32: whose position it is, if one's
+    counted: set[int] = set()  # of these, from raw coordinates
+    for n, f in enumerate(facts):
+        operands = [*flow.predecessors(n)]
+        readers = (of[o] for o in operands if of.get(o) is not None)
+        if colors[n] is Color.INFER and n in read:
+            of[n] = read[n]
+        elif colors[n] is Color.DENY or not (f.reads or f.is_parameter):
+            of[n] = None
+        elif colors[n] in FREE and all(o in of for o in operands):
+            of[n] = next(readers, None)
+        elif colors[n] is Color.INFER and _adds_to(facts, flow, n, counted):
+            of[n] = next(readers)
+        if of.get(n) is not None and any(o in counted or o in raw for o in operands):
+            counted.add(n)
+    return {n: reader for n, reader in of.items() if reader is not None}
+
+
+def displaced(
+    facts: Facts,
+    flow: nx.DiGraph,
+    colors: Colors,
+    narrowed: Container[int],
+    raw: Container[int],
+) -> frozenset[int]:
+    """Raw coordinates that the model added something to, and what is computed of them by free
+    operators."""
+    found: set[int] = set()
+    for n, color in enumerate(colors):
+        if color not in FREE or n in raw or n in narrowed:
+            continue
+        if not found.isdisjoint(flow.predecessors(n)) or _adds_to(facts, flow, n, raw):
+            found.add(n)
+    return frozenset(found)
+
+
+def _adds_to(facts: Facts, flow: nx.DiGraph, n: int, places: Container[int]) -> bool:
+    """Whether it is a sum of one of these, which is no smaller than the sum, and of more."""
+    if facts[n].op not in SUMS:
+        return False
+    return any(o in places and facts[o].numel == facts[n].numel for o in flow.predecessors(n))
