@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from types import FunctionType
 from typing import Any, TypeVar, overload
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from amp_graph.backend.compiler import Compiler
 from amp_graph.backend.record import Record
 from amp_graph.calls.conversion import Conversion, conversion_of, found_conversion
 from amp_graph.capture.fake import is_estimate
-from amp_graph.capture.inner_gradients import compile_in_parts
-from amp_graph.errors import AmpGraphError, PolicyError, did_you_mean, warn
+from amp_graph.errors import AmpGraphError, did_you_mean, warn
 from amp_graph.ir import Plan, dtype_name
 from amp_graph.modules import devices_of, unwrapped
 from amp_graph.plans.pins import Saved
@@ -181,34 +178,6 @@ def _checked(optimizer: Any, model: nn.Module) -> list[Optimizer]:
                 f"from this model's parameters()"
             )
     return optimizers
-
-
-def backend(
-    graph_module: fx.GraphModule,
-    example_inputs: list[Any],
-    *,
-    options: Any = None,
-    mode: Any = None,
-) -> Callable[..., Any]:
-    """The backend of `torch.compile(model, backend="amp_graph", options={"dtype": "float16"})`.
-
-    A mode, which is Inductor's notion, compiles with Inductor. Gradients are not scaled: in float16
-    use a GradScaler. Raises PolicyError for an option that is no field of a Policy, and for
-    `output_dtype` and `loss_scale`, which are of a whole model.
-    """
-    given = {"compiler": "inductor", "compiler_options": mode} if mode else options or {}
-    names = [field.name for field in fields(Policy)]
-    for name in given:
-        if name not in names:
-            raise PolicyError(
-                f"options: {name!r} is no field of amp_graph.Policy.{did_you_mean(name, names)}"
-            )
-    policy = Policy(**given)
-    for name in ("output_dtype", "loss_scale"):
-        if name in given and getattr(policy, name) is not None:
-            raise PolicyError(f"options: {name!r} is for convert(), which knows the whole model")
-    compile_graph = Compiler(policy).compile_graph
-    return compile_in_parts(graph_module, example_inputs, compile_graph)
 
 
 def _calls_modules_way(kind: type[nn.Module]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -171,6 +172,26 @@ def test_backend_by_name() -> None:
     scaled = torch.compile(Net(), backend="amp_graph", options={"loss_scale": 128.0})
     with pytest.raises(Exception, match=r"'loss_scale' is for convert"):
         scaled(x)
+
+
+def test_graphs_of_the_backend_share_low_precision_weights() -> None:
+    """As those of one model in training and in evaluation, which it is handed one by one."""
+    model, x = Net(), torch.randn(4, 8)
+    compiled = torch.compile(model, backend="amp_graph", options={"dtype": "bfloat16"})
+    weights = [p.shape for p in model.parameters()]
+
+    def kept() -> int:
+        """How many pieces of memory there are that low-precision weights are in."""
+        tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor]
+        low = [t for t in tensors if t.dtype is torch.bfloat16 and t.shape in weights]
+        return len({t.data_ptr() for t in low})
+
+    before = kept()
+    compiled(x).sum().backward()
+    in_training = kept()
+    with torch.no_grad():
+        compiled(x)
+    assert kept() == in_training > before
 
 
 def test_module_paths_of_the_backend_begin_in_the_model() -> None:

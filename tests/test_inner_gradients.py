@@ -15,7 +15,7 @@ from two_layers import BFLOAT16, POLICIES, Two, X
 
 import amp_graph
 from amp_graph import Policy
-from amp_graph.convert import backend
+from amp_graph.backend.by_name import backend
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -20,7 +20,6 @@ from amp_graph.backend.record import Record
 from amp_graph.ir import NodeFacts, Plan
 from amp_graph.modes import under_autocast, without_autocast
 from amp_graph.modules import Run
-from amp_graph.policy import ON_CHANGE, Policy
 from amp_graph.training.boundary import Boundary
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.weights import LowPrecisionWeights
@@ -37,10 +36,10 @@ class Assembler:
     scale_for: what gradients are scaled by in graphs of a low precision; None: they are not.
     """
 
-    def __init__(self, policy: Policy, record: Record, scale_for: ScaleFor):
+    def __init__(self, weights: LowPrecisionWeights, record: Record, scale_for: ScaleFor):
+        self._weights = weights
         self._record = record
         self._scale_for = scale_for
-        self._weights = LowPrecisionWeights(kept=policy.refresh_weights == ON_CHANGE)
 
     def assemble(self, index: int, built: Built) -> Run:
         """What runs instead of Dynamo's graph, for which plan `index` stands."""

@@ -16,7 +16,8 @@ from amp_graph.capture.breaks import break_in
 from amp_graph.ir import Plan
 from amp_graph.modules import Run
 from amp_graph.plans.pins import Saved
-from amp_graph.policy import Policy
+from amp_graph.policy import ON_CHANGE, Policy
+from amp_graph.training.weights import LowPrecisionWeights
 
 
 def unscaled(dtype: torch.dtype) -> None:
@@ -28,14 +29,20 @@ class Compiler:
     capture."""
 
     def __init__(
-        self, policy: Policy, saved: Saved | None = None, scale_for: ScaleFor = unscaled
+        self,
+        policy: Policy,
+        saved: Saved | None = None,
+        scale_for: ScaleFor = unscaled,
+        weights: LowPrecisionWeights | None = None,
     ) -> None:
+        if weights is None:
+            weights = LowPrecisionWeights(kept=policy.refresh_weights == ON_CHANGE)
         self.policy = policy
         self.saved = saved
         self.record = Record()
         self.lists = policy.load_lists()
         self._builder = Builder(policy, self.lists)
-        self._assembler = Assembler(policy, self.record, scale_for)
+        self._assembler = Assembler(weights, self.record, scale_for)
         self._graphs: dict[int, Graphs | None] = {}
 
     @property
