@@ -40,6 +40,33 @@ def test_why_a_model_is_not_captured_says_where_and_what() -> None:
     assert plan.autocast and "\n" not in plan.fallback
 
 
+class BranchesOnData(nn.Module):
+    """`asks` gives a number that Python goes on with, or a tensor of no size known before."""
+
+    def __init__(self, asks) -> None:
+        super().__init__()
+        self.first, self.second, self.asks = nn.Linear(8, 8), nn.Linear(8, 8), asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        rows = self.asks(hidden)
+        return self.second(hidden[rows]) if len(rows) % 2 else self.second(2 * hidden[rows])
+
+
+@pytest.mark.parametrize(
+    ("asks", "told"),
+    [
+        (lambda x: range(int(x.abs().sum()) % 4 + 1), "takes a number out of a tensor"),
+        (lambda x: x.sum(1).nonzero()[:, 0], "depends on the numbers in a tensor"),
+    ],
+)
+def test_a_break_at_data_is_told_in_words_and_not_by_a_setting(asks, told: str) -> None:
+    model = amp_graph.convert(BranchesOnData(asks))
+    model(torch.randn(4, 8)).sum().backward()
+    (found,) = amp_graph.explain(model).data.breaks
+    assert told in found and "test_breaks.py" in found
+
+
 @pytest.mark.filterwarnings("error::amp_graph.ConversionWarning")
 def test_what_others_capture_meanwhile_is_not_held_against_it() -> None:
     model = amp_graph.convert(DiffersWhenCompiled())

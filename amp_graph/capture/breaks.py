@@ -25,8 +25,12 @@ PYTHON = sysconfig.get_path("stdlib")
 PYTORCH = f"{Path(torch.__file__).parent}{os.sep}"
 HERE = f"{Path(__file__).parents[1]}{os.sep}"
 
-IN_WORDS = {  # what Dynamo has but a name for
-    "step_unsupported": "something in it cannot be captured, TORCH_LOGS=graph_breaks tells what"
+IN_WORDS = {  # what Dynamo has but a name for, or says of a setting that the user did not choose
+    "step_unsupported": "something in it cannot be captured, TORCH_LOGS=graph_breaks tells what",
+    "Unsupported Tensor.item() call with capture_scalar_outputs=False": (
+        "it takes a number out of a tensor, and what follows depends on that number"
+    ),
+    "Dynamic shape operator": "the size of its result depends on the numbers in a tensor",
 }
 
 SAID_OF_DATA = (
