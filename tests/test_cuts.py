@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_inner_gradients import IS_CAPTURED, Energy, Forces, Held, Imported, Pair, Parts
+from test_inner_gradients import Energy, Forces, Held, Imported, Pair, Parts
 from torch import Tensor, nn
 from two_layers import Two, X
 
@@ -18,7 +18,6 @@ from amp_graph.convert import record_of
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-@pytest.mark.skipif(not IS_CAPTURED, reason="Dynamo 2.15 captures nothing of it")
 def test_each_part_has_a_plan_and_the_break_is_told_once() -> None:
     model = amp_graph.convert(Forces(), policy="bfloat16")
     model(X)

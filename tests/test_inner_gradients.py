@@ -20,10 +20,6 @@ from amp_graph.backend.by_name import backend
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-# Dynamo 2.15 captures nothing of a function that takes gradients, only what that calls.
-IS_CAPTURED = torch.__version__ < "2.15"
-
-
 def slope(u: Tensor, h: Tensor) -> Tensor:
     """Zero where `u` does not depend on `h`, which loses a term of a loss without a word."""
     (found,) = torch.autograd.grad(u.sum(), h, create_graph=True, allow_unused=True)
@@ -217,10 +213,9 @@ def test_they_are_those_of_the_plain_model(kind: type[nn.Module], policy: Policy
         assert distance(losses[1], losses[0]) <= BFLOAT16
         assert distance(inputs[1].grad, inputs[0].grad) <= BFLOAT16
     assert_same_gradients(model, plain, BFLOAT16)
-    if IS_CAPTURED:
-        plans = amp_graph.plans(model)
-        assert any(part.low for plan in plans for part in plan.parts())
-        assert not any(plan.fallback for plan in plans)
+    plans = amp_graph.plans(model)
+    assert any(part.low for plan in plans for part in plan.parts())
+    assert not any(plan.fallback for plan in plans)
 
 
 class Forces(Energy):

@@ -221,10 +221,6 @@ def test_tools_leave_buffers_as_they_were(tool: str) -> None:
     assert model.mean is mean and not mean.any()
 
 
-@pytest.mark.skipif(
-    torch.__version__ >= "2.15",
-    reason="Dynamo 2.15 captures nothing of a function that takes gradients",
-)
 def test_a_model_that_takes_gradients_inside_can_be_compared() -> None:
     class Force(nn.Module):
         def __init__(self) -> None:

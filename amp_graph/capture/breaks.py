@@ -30,6 +30,9 @@ IN_WORDS = {  # what Dynamo has but a name for, or says of a setting that the us
     "Unsupported Tensor.item() call with capture_scalar_outputs=False": (
         "it takes a number out of a tensor, and what follows depends on that number"
     ),
+    "using `torch.autograd.grad` with `torch._dynamo.config.trace_autograd_ops=False`": (
+        "a gradient is taken there"
+    ),
     "Dynamic shape operator": "the size of its result depends on the numbers in a tensor",
 }
 

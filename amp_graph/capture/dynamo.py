@@ -39,6 +39,7 @@ from amp_graph.capture.checkpointed_writes import checkpointed_writes_inside
 from amp_graph.capture.context_variables import context_variables_known
 from amp_graph.capture.frames import Attempt
 from amp_graph.capture.given_twice import given_once
+from amp_graph.capture.inner_gradients import gradients_end_graphs
 from amp_graph.capture.known_values import known_values
 from amp_graph.capture.logs import locations_untold, quiet_logs
 from amp_graph.capture.namespaces import own_names
@@ -102,6 +103,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     checkpointed_writes_inside,
     checkpoint_sequences_known,
     retained_gradients_end_graphs,
+    gradients_end_graphs,
     own_names,
     modes_above_autograd_apart,
 )

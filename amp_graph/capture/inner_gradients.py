@@ -8,7 +8,8 @@ So do networks of forces and of equations, energies, and inner steps of meta-lea
 the graph at the call, with both as results. But `u` is not made of what leaves the graph as `h`: it
 is made of what `h` was before it was widened, or before it crossed the boundary where gradients are
 scaled, and a compiled graph has one gradient function for all results. So the gradient would be an
-error, or None with `allow_unused`. Dynamo itself leaves such a function to Python from 2.15 on.
+error, or None with `allow_unused`. Which is why Dynamo leaves such a
+function to Python, from 2.15 on. Here it need not.
 
 Each part of a graph costs a little time, so it is done for models alone whose code takes gradients,
 and for graphs that end where one is taken.
@@ -17,10 +18,16 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
 
     GraphModule.compile_subgraph_reason      why a graph ended, as in `breaks`
     torch.ops.higher_order.register_hook     a hook in a graph
+
+and on 2.15, others go without:
+
+    torch._dynamo.variables.tensor._contains_graph_intermediate
+    torch._dynamo.symbolic_convert.InstructionTranslatorBase.has_live_graph_intermediate
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 import re
@@ -30,10 +37,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables import tensor as of_tensors
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.cuts import run_in_parts
+from amp_graph.capture.replaced import method_inside
 from amp_graph.capture.vmap import begins_of_transforms
 from amp_graph.errors import CaptureError
 from amp_graph.modules import Run
@@ -44,6 +54,21 @@ IN_PLACE = {"setitem", *OPERATORS, "__setitem__", *(f"__{n}__" for n in OPERATOR
 TAKING = {"backward", "retain_grad"}
 LIBRARIES = ("torch", "numpy", "builtins")  # take no gradient by a value of the model's
 MANY = 1000  # functions that are looked at
+LEFT_TO_PYTHON = (
+    (of_tensors, "_contains_graph_intermediate"),
+    (InstructionTranslatorBase, "has_live_graph_intermediate"),
+)
+
+
+@contextlib.contextmanager
+def gradients_end_graphs() -> Iterator[None]:
+    """Within, Dynamo captures what is around a call that takes a gradient by a value of the graph,
+    for `compile_in_parts`."""
+    with contextlib.ExitStack() as changes:
+        for place, name in LEFT_TO_PYTHON:
+            if hasattr(place, name):
+                changes.enter_context(method_inside(place, name, lambda *_: False))
+        yield
 
 
 def compile_in_parts(

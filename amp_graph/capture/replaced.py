@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 from torch._dynamo.guards import GuardBuilder
 
 
 @contextlib.contextmanager
-def method_inside(kind: type, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Within, a method is `around`, which is given what it was and then what the method is."""
+def method_inside(kind: type | ModuleType, name: str, around: Callable[..., Any]) -> Iterator[None]:
+    """Within, a method, or a function of a module, is `around`, which is given what it was and then
+    what the method is."""
     method, own = getattr(kind, name), kind.__dict__.get(name)
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
