@@ -8,8 +8,8 @@ So do networks of forces and of equations, energies, and inner steps of meta-lea
 the graph at the call, with both as results. But `u` is not made of what leaves the graph as `h`: it
 is made of what `h` was before it was widened, or before it crossed the boundary where gradients are
 scaled, and a compiled graph has one gradient function for all results. So the gradient would be an
-error, or None with `allow_unused`. Which is why Dynamo leaves such a
-function to Python, from 2.15 on. Here it need not.
+error, or None with `allow_unused`. Which is why Dynamo leaves such a function to Python, from 2.15
+on. Here it need not.
 
 Each part of a graph costs a little time, so it is done for models alone whose code takes gradients,
 and for graphs that end where one is taken.
