@@ -29,6 +29,7 @@ LOW_SHARE = 0.9
 class Script:
     """What is to come of one script.
 
+    file, arguments: of its command line, if the file is not called as the script is.
     models: those in the report, in the order of their first calls.
     why: what the report says of a model that is left alone.
     uncaptured: casts that the report does not have: of the one call in which the script's own
@@ -36,6 +37,8 @@ class Script:
     """
 
     models: tuple[str, ...] = ("Sequential",)
+    file: str = ""
+    arguments: tuple[str, ...] = ()
     code: int = 0
     why: str = ""
     uncaptured: bool = False
@@ -53,8 +56,8 @@ EXPECTED = {
     "clip_and_accumulate": Script(("LanguageModel",)),
     "lbfgs_closure": Script(tolerance=WIDER),
     "scheduler": Script(("TwoHeads",)),
-    "workers_fork": Script(),
-    "workers_spawn": Script(),
+    "workers_fork": Script(file="workers", arguments=("fork",)),
+    "workers_spawn": Script(file="workers", arguments=("spawn",)),
     "data_parallel": Script(),
     "ddp": Script(ranks=2),
     "hf_trainer": Script(("BertForSequenceClassification",), has_folder=True),
@@ -73,11 +76,11 @@ EXPECTED = {
 
 
 def command(name: str, script: Script, folder: Path) -> list[str]:
-    file = SCRIPTS / f"{name}.py"
+    file = SCRIPTS / f"{script.file or name}.py"
     if script.ranks:
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", script.ranks)
         return python(*launcher, file)
-    return python(file, folder) if script.has_folder else python(file)
+    return python(file, folder) if script.has_folder else python(file, *script.arguments)
 
 
 @pytest.fixture(scope="module")

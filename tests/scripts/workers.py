@@ -1,4 +1,6 @@
-"""A DataLoader whose workers are started by fork, and whose dataset runs a module."""
+"""A DataLoader whose dataset runs a module, in workers started the way that is asked for."""
+
+import sys
 
 import torch
 from torch import nn
@@ -24,7 +26,8 @@ class Squares(Dataset):
 
 def main():
     torch.manual_seed(0)
-    loader = DataLoader(Squares(), batch_size=32, num_workers=1, multiprocessing_context="fork")
+    way = sys.argv[1]
+    loader = DataLoader(Squares(), batch_size=32, num_workers=1, multiprocessing_context=way)
     model = nn.Sequential(nn.Linear(12, 48), nn.ReLU(), nn.Linear(48, 1), nn.Flatten(0))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     with torch.no_grad():
