@@ -13,7 +13,7 @@ from rich.text import Text
 
 import amp_graph
 from amp_graph.commands import COMMANDS
-from amp_graph.errors import AmpGraphError
+from amp_graph.errors import AmpGraphError, telling
 
 ABOUT = "See what amp_graph does to a model: what runs in which precision, and why."
 EXAMPLES = """\
@@ -58,11 +58,16 @@ def parser() -> ArgumentParser:
     return root
 
 
+def _warn(message: str) -> None:
+    Console(stderr=True).print(Text(f"warning: {message}", style="yellow"), soft_wrap=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     args = parser().parse_args(arguments)
     try:
-        code: int = args.command.run(args)
+        with telling(_warn):
+            code: int = args.command.run(args)
         return code
     except AmpGraphError as error:
         Console(stderr=True).print(Text(f"error: {error}", style="red"), soft_wrap=True)

@@ -17,7 +17,7 @@ from amp_graph.calls.conversion import Conversion, conversion_of, found_conversi
 from amp_graph.capture.fake import is_estimate
 from amp_graph.errors import AmpGraphError, did_you_mean, warn
 from amp_graph.ir import Plan, dtype_name
-from amp_graph.modules import devices_of, unwrapped
+from amp_graph.modules import devices_of, is_compiled, unwrapped
 from amp_graph.plans.pins import Saved
 from amp_graph.plans.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, as_policy
@@ -152,7 +152,8 @@ def has_finite_gradients(model: nn.Module) -> bool:
     For training without a `torch.optim.Optimizer`, which would ask by itself. Call it once per
     update: the loss scale is adjusted accordingly.
     """
-    return not overflowed_by_hand([*model.parameters()], scale_of(model), by=model)
+    scale = scale_of(model)
+    return not overflowed_by_hand([*model.parameters()], scale, by=model)
 
 
 def record_of(model: nn.Module) -> Record:
@@ -167,6 +168,8 @@ def _checked(optimizer: Any, model: nn.Module) -> list[Optimizer]:
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     own = {id(p) for p in model.parameters()}
     for each in optimizers:
+        if isinstance(each, (str, torch.dtype, Policy)):
+            raise AmpGraphError(f"convert(model, policy={each!r}): the policy goes by its name")
         if not isinstance(each, Optimizer):
             raise AmpGraphError(
                 f"convert(model, optimizer) takes a torch.optim.Optimizer or a list of them, not "
@@ -201,10 +204,10 @@ def _check_model(model: Any) -> None:
         raise AmpGraphError(f"{name}.forward is asynchronous; convert the modules that it calls")
     if inspect.isgeneratorfunction(forward):
         raise AmpGraphError(f"{name}.forward is a generator; convert the modules that it calls")
-    if unwrapped(model).__dict__.get("_compiled_call_impl") is not None:
+    if is_compiled(unwrapped(model)):
         raise AmpGraphError(
-            f"{name} was compiled by its compile(), which would run instead; convert it first, or "
-            f'leave compiling to Policy(compiler="inductor")'
+            f"{name} is compiled by torch.compile; convert the model as it was before, and leave "
+            f'compiling to Policy(compiler="inductor")'
         )
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if not dtypes:

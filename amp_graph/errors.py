@@ -107,6 +107,12 @@ def in_words(error: BaseException) -> str:
     return ": ".join(filter(None, [type(error).__name__, " ".join(str(error).split())]))
 
 
+def in_brief(value: Any) -> str:
+    """What was given instead of what was asked for, in a message about it."""
+    text = " ".join(repr(value).split())
+    return f"{type(value).__name__} {text if len(text) <= 40 else f'{text[:37]}...'}"
+
+
 def did_you_mean(name: Any, choices: Iterable[str]) -> str:
     """The end of a message about a name that is none of the choices: the one that is close."""
     close = difflib.get_close_matches(str(name), list(choices), n=1)

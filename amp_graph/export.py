@@ -32,10 +32,11 @@ from amp_graph.backend.decide import Lifted, Traced, decide
 from amp_graph.calls.conversion import found_conversion
 from amp_graph.capture.aten import CAST
 from amp_graph.capture.fake import fake_mode_of
-from amp_graph.errors import AmpGraphError, PolicyError
+from amp_graph.errors import AmpGraphError, PolicyError, warn
 from amp_graph.modules import unwrapped
 from amp_graph.plans.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, as_policy
+from amp_graph.reasons import why_nothing_is_low
 
 # What torch.export asserts of the operand of a conversion: its dtype in float32, for one.
 ASSERTS_METADATA = torch.ops.aten._assert_tensor_metadata.default
@@ -56,6 +57,8 @@ def export(
     Inputs, outputs and buffers have the dtypes that they have in the model; a parameter has low
     precision if nothing reads it in another. `policy` and `plan` are those of `convert`, or those
     that the model was converted with. `dynamic_shapes` is torch.export's.
+
+    Warns if nothing of it is in low precision.
 
     Raises what `torch.export` raises for a model that it cannot export, PolicyError, ListError
     and PlanError as `convert` does, and AmpGraphError if the program cannot be rewritten.
@@ -81,6 +84,9 @@ def export(
             f"cannot export {type(model).__name__} in mixed precision: {reason}. "
             f"torch.export.export has it in float32"
         )
+    if not decision.plan.converts:
+        reason = why_nothing_is_low([decision.plan])
+        warn(f"nothing of {type(model).__name__} is in low precision in the program: {reason}")
     return _rewritten(exported, decision.lifted)
 
 

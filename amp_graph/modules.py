@@ -1,17 +1,26 @@
-"""What is asked of a user's module besides its graphs: its plain call, its devices."""
+"""What is asked of a user's module besides its graphs: its plain call, its devices.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+
+    torch._dynamo.eval_frame.OptimizedModule    what `torch.compile(model)` is
+    Module._compiled_call_impl                  what `model.compile()` sets
+"""
 
 from __future__ import annotations
 
 import dis
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from amp_graph.errors import AmpGraphError, in_brief
 
 Run = Callable[..., Any]
 T = TypeVar("T")
@@ -22,6 +31,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while isinstance(model, (DataParallel, DistributedDataParallel)):
         model = model.module
     return model
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether it is what `torch.compile` returned, or was compiled by its `compile()`."""
+    is_around = isinstance(module, OptimizedModule)
+    return is_around or module.__dict__.get("_compiled_call_impl") is not None
 
 
 def path_by_id(model: nn.Module) -> dict[str, str]:
@@ -130,7 +145,15 @@ def call_with(call: Run, batch: Any) -> Any:
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch is a tensor, a sequence of positional or a mapping of keyword arguments."""
+    """A batch is a tensor, a sequence of positional or a mapping of keyword arguments. Raises
+    AmpGraphError."""
     if isinstance(batch, Mapping):
         return (), {**batch}
-    return ((batch,) if isinstance(batch, torch.Tensor) else (*batch,)), {}
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    if not isinstance(batch, Sequence) or isinstance(batch, str):
+        raise AmpGraphError(
+            f"a batch is a tensor, a sequence of positional arguments or a mapping of keyword "
+            f"arguments, not {in_brief(batch)}"
+        )
+    return (*batch,), {}

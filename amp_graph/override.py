@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ import torch
 from amp_graph.errors import PolicyError, did_you_mean
 from amp_graph.ir import Color, NodeFacts
 from amp_graph.oplists import known_names, spellings
+
+PYTHON = ("torch", "nn", "F")  # the functions there go by other names in a graph
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,12 @@ class Override:
         if getattr(self.color, "value", self.color) not in legal:
             raise PolicyError(f"override colour {self.color!r}: choose one of {', '.join(legal)}")
         object.__setattr__(self, "color", Color(self.color))
-        if not any((self.module, self.op, self.name, self.where)):
-            raise PolicyError("an override needs module=, op=, name= or where= to match nodes by")
         for criterion in ("module", "op", "name"):
             given = getattr(self, criterion)
             if given is not None and not isinstance(given, str):
                 raise PolicyError(f"Override({criterion}=...) takes a string, not {given!r}")
+        if not any((self.module, self.op, self.name, self.where)):
+            raise PolicyError("an override needs module=, op=, name= or where= to match nodes by")
         if self.where is not None and not callable(self.where):
             raise PolicyError(f"Override(where=...) takes a function, not {self.where!r}")
         if self.op is not None:
@@ -70,9 +73,12 @@ class Override:
 def _check_operator(op: str) -> None:
     """Refuse an operator that no node can have; other libraries' may be registered later."""
     known = known_names()
-    is_missing = op.startswith(("aten.", "aten::")) and op not in known
-    if is_missing or f"aten.{op}" in known:
-        name = op.replace("::", ".") if is_missing else f"aten.{op}"
+    namespace = re.split(r"\.|::", op)[0]
+    is_missing = namespace in ("aten", *PYTHON) and op not in known
+    is_bare = namespace == op and f"higher_order.{op}" not in known
+    if is_missing or is_bare or f"aten.{op}" in known:
+        last = op.rpartition(".")[2].lower()
+        name = op.replace("::", ".") if namespace == "aten" else f"aten.{last}"
         raise PolicyError(
             f"Override(op={op!r}): torch {torch.__version__} has no operator of this name."
             f"{did_you_mean(name, known)}"

@@ -7,6 +7,7 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,12 @@ OUTPUT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 COMPILERS = ("eager", "inductor")
 EMULATION = ("native", "float32")
 REFRESH = (ALWAYS, ON_CHANGE) = "always", "on_change"
+KINDS: Mapping[type, str] = {
+    str: "globs of module paths",
+    Override: "Override objects",
+    tuple: "pairs (colour, operator)",
+}
+SHORT = {"half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16"}
 FLOAT16_DEVICES = frozenset({"cuda", "mps"})  # elsewhere float16 arithmetic is emulated or slow
 
 
@@ -51,7 +58,7 @@ class Policy:
         parameter's version; writes through `parameter.data` are not (see `training.traces`).
     emulation: how a CPU without kernels for the low precision computes products in it: "native",
         PyTorch's way, element by element; or "float32", by float32 kernels, whose results are
-        rounded, several times faster (see `emulation`).
+        rounded, several times faster (see `amp_graph.backend.emulation`).
     compiler: what runs the rewritten graphs: "eager", PyTorch operator by operator, or "inductor",
         which compiles them.
     compiler_options: for Inductor, a mode of `torch.compile`, such as "reduce-overhead" (CUDA
@@ -135,7 +142,7 @@ class Policy:
         asked = dtypes if self.dtype is None else {self.dtype}
         if len(dtypes | asked) > 1:
             found = " and ".join(sorted(map(dtype_name, dtypes)))
-            asks = "one low precision" if self.dtype is None else self.dtype
+            asks = "one low precision" if self.dtype is None else dtype_name(self.dtype)
             raise PlanError(f"{saved.origin}: is in {found}, and the policy asks for {asks}")
         return replace(self, dtype=dtypes.pop()) if dtypes else self
 
@@ -184,6 +191,19 @@ def as_policy(policy: Policy | str | torch.dtype | None) -> Policy:
     return Policy(dtype=policy)
 
 
+_in_use: list[weakref.ref[Policy]] = []
+
+
+def one_for_all(policy: Policy) -> Policy:
+    """The same object for all policies that are equal, for as long as one of them is in use."""
+    _in_use[:] = [reference for reference in _in_use if reference() is not None]
+    for reference in _in_use:
+        if (known := reference()) is not None and known == policy:
+            return known
+    _in_use.append(weakref.ref(policy))
+    return policy
+
+
 def _either(legal: Iterable[str]) -> str:
     return " or ".join(map(repr, legal))
 
@@ -204,17 +224,23 @@ def _all_of(kind: type, name: str, given: Any) -> tuple[Any, ...]:
     """One or several of a kind, as a tuple."""
     several = (given,) if isinstance(given, kind) and kind is not tuple else given
     if not isinstance(several, Sequence):
-        raise PolicyError(f"{name} must be several {kind.__name__}, not {given!r}")
+        raise PolicyError(f"{name} must be a list or tuple of {KINDS[kind]}, not {given!r}")
     for each in several:
-        if not isinstance(each, kind):
-            raise PolicyError(f"{name} must hold {kind.__name__} objects, not {each!r}")
+        if not isinstance(each, kind) or (isinstance(each, tuple) and len(each) != 2):
+            raise PolicyError(f"{name} must hold {KINDS[kind]}, not {each!r}")
     return tuple(several)
 
 
 def _low_dtype(dtype: torch.dtype | str) -> torch.dtype:
     found = LOW_DTYPES.get(dtype_name(dtype))
     if found is None:
-        raise PolicyError(f"unknown policy {dtype!r}: give 'float16', 'bfloat16' or a Policy")
+        meant = SHORT.get(str(dtype))
+        hint = f" Did you mean {meant!r}?" if meant else did_you_mean(dtype, LOW_DTYPES)
+        if dtype_name(dtype) == "float32":
+            hint = " A model in float32 is one that is not converted."
+        raise PolicyError(
+            f"unknown low precision {dtype!r}: give 'float16', 'bfloat16' or a Policy.{hint}"
+        )
     return found
 
 

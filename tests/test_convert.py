@@ -218,6 +218,9 @@ def test_nothing_to_convert_says_why() -> None:
     model = amp_graph.convert(Scale())
     with pytest.warns(ConversionWarning, match="nothing of Scale was converted: no operator"):
         model(torch.randn(4))
+    report = amp_graph.explain(model)
+    assert "Nothing was converted: no operator of it is on the allow list" in str(report)
+    assert report.data.nothing in report._repr_html_()
 
 
 class OwnAutocast(nn.Linear):

@@ -10,7 +10,16 @@ from nets import Net
 from torch import nn
 
 import amp_graph
-from amp_graph import AmpGraphError, ConversionWarning, Override, Policy, PolicyError
+from amp_graph import (
+    AmpGraphError,
+    ConversionWarning,
+    LossScale,
+    Override,
+    Policy,
+    PolicyError,
+)
+from amp_graph.inspection import render
+from amp_graph.ir import Plan
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -34,9 +43,10 @@ class Asynchronous(nn.Linear):
         (nn.Linear(2, 2).double(), "float64 only"),
         (torch.jit.script(nn.Linear(2, 2)), "scripted"),
         (Asynchronous(2, 2), "asynchronous"),
-        (compiled_in_place(nn.Linear(2, 2)), "compiled by its compile()"),
+        (compiled_in_place(nn.Linear(2, 2)), "Linear is compiled by torch.compile"),
+        (torch.compile(nn.Linear(2, 2), backend="eager"), "is compiled by torch.compile"),
     ],
-    ids=["not a module", "no parameters", "half", "double", "scripted", "asynchronous", "compiled"],
+    ids="not_a_module no_parameters half double scripted asynchronous in_place compiled".split(),
 )
 def test_what_cannot_be_converted(model: Any, message: str) -> None:
     with pytest.raises(AmpGraphError, match=message):
@@ -62,6 +72,9 @@ def test_what_cannot_be_converted(model: Any, message: str) -> None:
         lambda: Override("deny"),
         lambda: Override("deny", op="aten.gelu.defualt"),
         lambda: Override("deny", op="gelu"),
+        lambda: Override("deny", op="liner"),
+        lambda: Override("deny", op="torch.nn.functional.gelu"),
+        lambda: Override("deny", op="F.gelu"),
         lambda: Policy(output_dtype="half"),
         lambda: Policy(output_dtype=torch.int64),
     ],
@@ -69,6 +82,53 @@ def test_what_cannot_be_converted(model: Any, message: str) -> None:
 def test_a_policy_that_makes_no_sense(policy: Any) -> None:
     with pytest.raises(PolicyError):
         policy()
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (lambda: Policy("bf16"), "'bf16': .* Did you mean 'bfloat16'"),
+        (lambda: Policy("half"), "'half': .* Did you mean 'float16'"),
+        (lambda: Policy(torch.float32), "one that is not converted"),
+        (lambda: Policy(keep_float32={"head"}), "keep_float32 must be a list or tuple of globs"),
+        (lambda: Policy(keep_float32=(nn.LayerNorm,)), "must hold globs of module paths"),
+        (lambda: Policy(removed=("deny", "aten.gelu")), "must hold pairs"),
+        (lambda: Policy(removed=(("deny", "aten.gelu", 3),)), "must hold pairs"),
+        (lambda: Override("deny", module=0), r"Override\(module=...\) takes a string, not 0"),
+        (lambda: Override("deny", op="nn.Linear"), "Did you mean 'aten.linear'"),
+        (lambda: LossScale(growth_factor=0.5), "growth_factor 0.5 is below 1"),
+        (lambda: LossScale(backoff_factor=2.0), "backoff_factor 2 is above 1"),
+        (lambda: LossScale(ceiling=1e60), r"ceiling 1e\+60 must lie between"),
+    ],
+)
+def test_what_is_wrong_in_a_policy_is_told_of(policy: Any, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        policy()
+
+
+def test_a_policy_given_in_place_of_an_optimizer() -> None:
+    with pytest.raises(AmpGraphError, match=r"convert\(model, policy='bfloat16'\)"):
+        amp_graph.convert(Net(), "bfloat16")  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: amp_graph.is_converted("net"), "a torch.nn.Module, not str 'net'"),
+        (lambda: amp_graph.explain(None), "a torch.nn.Module, not NoneType"),
+        (lambda: amp_graph.has_finite_gradients("net"), "a torch.nn.Module, not str"),
+        (lambda: amp_graph.step_counts(Net()), "a torch.optim.Optimizer, not Net"),
+        (lambda: render(()), r"takes one Plan, .*not tuple \(\)"),
+        (lambda: amp_graph.convert(Net(), example_inputs=3), "a batch is .*not int 3"),
+        (
+            lambda: amp_graph.save_plan(Plan(torch.bfloat16), "none/p.json"),
+            "none/p.json: cannot be",
+        ),
+    ],
+)
+def test_what_is_no_model_or_optimizer_or_plan(call: Any, message: str) -> None:
+    with pytest.raises(AmpGraphError, match=message):
+        call()
 
 
 def test_an_operator_that_torch_has_not_is_named_with_one_that_is_close() -> None:

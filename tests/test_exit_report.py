@@ -48,8 +48,8 @@ def test_parts_that_are_alike_are_in_one_line(tmp_path: Path) -> None:
     done = run(python(script), AMP_GRAPH_ENABLE="1")
     assert done.code == 0, done.err
     four, one = done.said
-    assert four.startswith("amp_graph: Block (4 alike): ") and "in 12 runs of 1 graphs" in four
-    assert one.startswith("amp_graph: Block: ") and "in 3 runs of 1 graphs" in one
+    assert four.startswith("amp_graph: Block (4 alike): ") and "in 12 runs of 1 graph" in four
+    assert one.startswith("amp_graph: Block: ") and "in 3 runs of 1 graph" in one
 
 
 class Checkpointed(nn.Module):

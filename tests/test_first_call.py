@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 import time
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -274,11 +276,14 @@ def test_a_copy_of_a_converted_model_inside_of_another_model(start, recwarn):
     assert not amp_graph.is_converted(average) and not amp_graph.is_converted(average.module)
 
 
-def test_one_policy_serves_models_without_the_modules_it_skips(start, recwarn):
-    start(SKIP="2,head")
+def test_one_policy_serves_models_without_the_modules_it_skips(start, recwarn, capsys):
+    installation = start(SKIP="2,head,haed")
     model = net()
     model(X)
     assert amp_graph.is_converted(model) and not recwarn.list
+    nn.Sequential(OrderedDict(head=nn.Linear(8, 8)))(X)
+    installation.report()
+    assert re.findall("SKIP=(.*) matches no module", capsys.readouterr().err) == ["haed"]
 
 
 def test_an_error_of_the_models_own_is_raised_as_it_is(start):

@@ -41,6 +41,34 @@ def test_a_loss_is_a_scalar(look: Any, value: Any, said: str) -> None:
         look(Net(), torch.randn(2, 8), loss=lambda _: value, policy="bfloat16")
 
 
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": 3}, "loss is a function of the model's output, not int 3"),
+        ({"loss_scale": "x"}, "loss_scale is a number above 0, not str 'x'"),
+        ({"loss_scale": 0.0}, "loss_scale is a number above 0"),
+    ],
+)
+def test_a_loss_can_be_called_and_its_scale_is_a_number(look, options, message) -> None:
+    with pytest.raises(AmpGraphError, match=message):
+        look(Net(), torch.randn(2, 8), policy="bfloat16", **options)
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("batch", [3, "abc", None])
+def test_what_is_no_batch(look: Any, batch: Any) -> None:
+    with pytest.raises(AmpGraphError, match="a batch is a tensor, a sequence"):
+        look(Net(), batch, policy="bfloat16")
+
+
+def test_a_drawing_is_svg(tmp_path) -> None:
+    found = amp_graph.compare(Net(), torch.randn(2, 8), policy="bfloat16")
+    with pytest.raises(AmpGraphError, match=r"ends in \.svg"):
+        found.plot(tmp_path / "gradients.png")
+    assert not [*tmp_path.iterdir()]
+
+
 OWN = random.Random(0)
 
 
@@ -63,9 +91,9 @@ def test_a_bound_that_cannot_be_met() -> None:
         amp_graph.calibrate(Random(), [torch.randn(4, 8)], 1e-6, policy="float16")
 
 
-@pytest.mark.parametrize("bound", [float("nan"), -1.0])
-def test_a_bound_is_a_number_that_is_not_negative(bound: float) -> None:
-    with pytest.raises(AmpGraphError, match=f"not {bound:g}"):
+@pytest.mark.parametrize("bound", [float("nan"), -1.0, "x"])
+def test_a_bound_is_a_number_that_is_not_negative(bound: Any) -> None:
+    with pytest.raises(AmpGraphError, match=f"not {bound!r}"):
         amp_graph.calibrate(Net(), [torch.randn(4, 8)], bound)
 
 

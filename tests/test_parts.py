@@ -94,11 +94,11 @@ def test_a_whole_is_captured_as_one_with_the_parts_that_go_on_alone(start, dtype
 
 @pytest.mark.filterwarnings("error:.*is trained in float32")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_converted_part_is_taken_into_a_whole_of_the_same_policy(dtype):
-    policy, model = amp_graph.Policy(dtype), net()
+def test_a_converted_part_is_taken_into_a_whole_of_an_equal_policy(dtype):
+    model = net()
     plain = copy.deepcopy(model)
-    amp_graph.convert(model[0], policy=policy)
-    amp_graph.convert(model, policy=policy)
+    amp_graph.convert(model[0], policy=amp_graph.Policy(dtype))
+    amp_graph.convert(model, policy=amp_graph.Policy(dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for _ in range(3):
         optimizer.zero_grad()

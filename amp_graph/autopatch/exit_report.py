@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,19 @@ PER_RUN = ("operators", "operators_low", "casts", "cast_bytes", "casts_of_unknow
 SUMS = ("alike", "runs", "steps_skipped", *PER_RUN)
 
 
-def write_report(models: Sequence[Model], folder: Path | None, process: str = "") -> None:
+def write_report(
+    models: Sequence[Model], folder: Path | None, process: str = "", missed: Sequence[str] = ()
+) -> None:
     """Print the report; with a folder also write report.json and the annotated graphs there: a
     text for each plan and, of models that still live, all that `dump` writes. `process` names one
-    of several that report: it begins each line, and its files have a folder of that name."""
+    of several that report: it begins each line, and its files have a folder of that name. `missed`
+    has the globs that match no module of a converted model."""
     models = folded(models)
     breaks = dict.fromkeys(b for m in models if m.record for b in m.record.breaks)
     report = {"models": [describe(m) for m in models], "graph_breaks": [*breaks]}
     begin = f"amp_graph: {process}: " if process else "amp_graph: "
-    sys.stderr.write("".join(f"{begin}{line}\n" for line in _lines(report)))
+    missing = (f"AMP_GRAPH_SKIP={glob} matches no module that was converted" for glob in missed)
+    sys.stderr.write("".join(f"{begin}{line}\n" for line in chain(_lines(report), missing)))
     if folder is None:
         return
     folder /= process.replace(" ", "")
@@ -103,12 +108,17 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
             yield (
                 f"{_name(m)}: {m['operators_low']} of {m['operators']} operators in "
                 f"{m['dtype'].removeprefix('torch.')}, {m['casts']} casts moving {least}"
-                f"{m['cast_bytes'] / 2**20:.1f} MiB, in {m['runs']} runs of {m['graphs']} graphs"
+                f"{m['cast_bytes'] / 2**20:.1f} MiB, in {_number(m['runs'], 'run')} of "
+                f"{_number(m['graphs'], 'graph')}"
             )
         yield from (f"  {fallback}" for fallback in m["fallbacks"])
         if "loss_scale" in m:
             yield f"  loss scale {m['loss_scale']:g}, {m['steps_skipped']} steps skipped"
     yield from (f"  graph break at {text}" for text in report["graph_breaks"])
+
+
+def _number(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _alike_together(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,9 +1,4 @@
-"""What becomes of each model that a script calls: converted at its first call, or left alone.
-
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
-
-    torch._dynamo.eval_frame.OptimizedModule    what `torch.compile(model)` is
-"""
+"""What becomes of each model that a script calls: converted at its first call, or left alone."""
 
 from __future__ import annotations
 
@@ -15,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_leaves
@@ -28,7 +22,7 @@ from amp_graph.capture.surroundings import can_capture, wants_plain_code
 from amp_graph.convert import convert_at_first_call, is_converted, record_of, restore
 from amp_graph.errors import in_words
 from amp_graph.ir import dtype_name
-from amp_graph.modules import autocast_devices, is_rerouted, unwrapped
+from amp_graph.modules import autocast_devices, is_compiled, is_rerouted, unwrapped
 from amp_graph.policy import Policy
 from amp_graph.training.engine import backward_pass, has_process_group
 from amp_graph.training.explicit_scalers import is_grad_scaler_around
@@ -41,6 +35,8 @@ class Models:
     """All models that were called so far, in this process.
 
     rank: this process's among those that train together, once a model was called; None if alone.
+    missed: the globs of the policy that match no module of a converted model; None before there
+        is one.
     say: what is told of them while the script runs goes here, a line at a time.
     """
 
@@ -48,6 +44,7 @@ class Models:
         self.seen: list[Model] = []
         self._inherited: list[Model] = []
         self.rank: int | None = None
+        self.missed: set[str] | None = None
         self._policy, self._verbose, self._say = policy, verbose, say
         # By identity: a module may define an equality of its own.
         self._parts = WeakIdKeyDictionary()
@@ -151,6 +148,10 @@ class Models:
                 restore(part)
         convert_at_first_call(inner, self._policy)
         model.record = record_of(inner)
+        if self._policy.keep_float32:
+            paths = [path for path, _ in inner.named_modules()]
+            missed = {glob for _, glob in self._policy.unmatched(paths)}
+            self.missed = missed if self.missed is None else self.missed & missed
 
     def _is_ours(self, module: nn.Module) -> bool:
         """Whether it was converted here, or copied from a model that was."""
@@ -173,10 +174,7 @@ def _why_not(module: nn.Module, inner: nn.Module) -> str:
     dtypes = {p.dtype for p in inner.parameters() if p.is_floating_point()}
     if is_converted(inner):
         return "the script converts it itself"
-    if isinstance(module, OptimizedModule) or any(
-        isinstance(m, OptimizedModule) or "_compiled_call_impl" in m.__dict__
-        for m in inner.modules()
-    ):
+    if is_compiled(module) or any(map(is_compiled, inner.modules())):
         return "the script uses torch.compile"
     if isinstance(inner, torch.jit.ScriptModule):
         return "it is scripted"

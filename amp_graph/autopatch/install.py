@@ -28,7 +28,7 @@ from torch import nn
 from amp_graph.autopatch.exit_report import write_report
 from amp_graph.autopatch.first_call import Models
 from amp_graph.autopatch.script_models import Model
-from amp_graph.errors import AmpGraphError, PolicyError, in_words, telling
+from amp_graph.errors import AmpGraphError, PolicyError, did_you_mean, in_words, telling
 from amp_graph.ir import COLORS, LEVELS
 from amp_graph.policy import COMPILERS, EMULATION, REFRESH, Policy
 
@@ -76,7 +76,8 @@ class Settings:
         given = {k: v.strip() for k, v in environment.items() if k.startswith("AMP_GRAPH_")}
         unknown = sorted(given.keys() - VARIABLES.keys())
         if unknown:
-            raise PolicyError(f"{unknown[0]} is not known; there are {', '.join(VARIABLES)}")
+            hint = did_you_mean(unknown[0], VARIABLES)
+            raise PolicyError(f"{unknown[0]} is not known; there are {', '.join(VARIABLES)}.{hint}")
         lists = _items(given, "AMP_GRAPH_LISTS", os.pathsep)
         added = {c: _group(given, f"AMP_GRAPH_{c.upper()}LIST_ADD") for c in COLORS}
         removed = {c: _items(given, f"AMP_GRAPH_{c.upper()}LIST_REMOVE") for c in COLORS}
@@ -168,7 +169,8 @@ class Installation:
             return
         self._has_reported = True
         try:
-            write_report(models, self._dump, self._name() if is_child else "")
+            missed = sorted(self.models.missed or ())
+            write_report(models, self._dump, self._name() if is_child else "", missed)
         except Exception as error:
             print(f"amp_graph: no report ({in_words(error)})", file=sys.stderr)
 

@@ -17,7 +17,7 @@ from amp_graph.calls.uncalled import await_call
 from amp_graph.capture.captures import captured_policy_id
 from amp_graph.capture.fake import is_estimate
 from amp_graph.capture.surroundings import can_capture, is_exporting, wants_plain_code
-from amp_graph.errors import AmpGraphError
+from amp_graph.errors import AmpGraphError, in_brief
 from amp_graph.kept import unchanged
 from amp_graph.modules import (
     Run,
@@ -28,7 +28,7 @@ from amp_graph.modules import (
     weak_method,
 )
 from amp_graph.plans.pins import Saved
-from amp_graph.policy import Policy
+from amp_graph.policy import Policy, one_for_all
 from amp_graph.results import map_tensors
 from amp_graph.training.engine import never_captured
 from amp_graph.training.graph_scale import GraphScale
@@ -46,9 +46,9 @@ class Conversion(StandIn):
 
     def __init__(self, module: nn.Module, policy: Policy, saved: Saved | None = None):
         super().__init__(module)
-        self.policy = policy
+        self.policy, self._shared_policy = policy, one_for_all(policy)
         self.compiler = Compiler(policy, saved, weak_method(self.scale_for))
-        self._policy_id = None if saved or policy.output_dtype else id(policy)
+        self._policy_id = None if saved or policy.output_dtype else id(self._shared_policy)
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._calls = CapturedCalls(module, self.compiler)
         self.is_awaited = True  # its first call in which autograd records
@@ -143,7 +143,10 @@ class Conversion(StandIn):
 
 
 def found_conversion(model: nn.Module) -> Conversion | None:
-    """The conversion of `model` itself, or of the module in a wrapper; None if there is none."""
+    """The conversion of `model` itself, or of the module in a wrapper; None if there is none.
+    Raises AmpGraphError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise AmpGraphError(f"this is for a torch.nn.Module, not {in_brief(model)}")
     found = unwrapped(model).__dict__.get(SLOT)
     return found if isinstance(found, Conversion) else None
 

@@ -22,6 +22,7 @@ from amp_graph.capture.own_regions import is_in_none
 from amp_graph.errors import warn
 from amp_graph.modes import without_autocast
 from amp_graph.modules import Run, alive, autocast_devices, path_by_id
+from amp_graph.policy import one_for_all
 
 
 class Graph(NamedTuple):
@@ -52,7 +53,8 @@ class ModelGraphs:
 
     def __init__(self, module: nn.Module, compiler: Compiler):
         self.frames, self.hooks = Frames(), Hooks(module)
-        self.policy_id = id(compiler.policy)
+        self._shared_policy = one_for_all(compiler.policy)
+        self.policy_id = id(self._shared_policy)
         self.own = CallsOfThread()
         self._module = weakref.ref(module)
         self._compiler = compiler

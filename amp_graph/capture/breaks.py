@@ -33,6 +33,11 @@ IN_WORDS = {  # what Dynamo has but a name for, or says of a setting that the us
     "using `torch.autograd.grad` with `torch._dynamo.config.trace_autograd_ops=False`": (
         "a gradient is taken there"
     ),
+    "generic_jump TensorVariable()": "Python branches on the numbers in a tensor",
+    "Skip inlining `torch.compiler.disable()`d function": (
+        "it calls what is kept out of graphs by `torch.compiler.disable`, as is a part that was "
+        "converted by itself under another policy"
+    ),
     "Dynamic shape operator": "the size of its result depends on the numbers in a tensor",
 }
 
@@ -48,8 +53,12 @@ def break_in(graph: fx.GraphModule) -> list[str]:
     if not getattr(ending, "graph_break", False):
         return []
     reason = str(ending.reason).strip().splitlines()
-    said = reason[0] if reason else "unknown reason"
-    return [_at(ending.user_stack, IN_WORDS.get(said, said))]
+    return [_at(ending.user_stack, in_other_words(reason[0] if reason else "unknown reason"))]
+
+
+def in_other_words(said: str) -> str:
+    """What Dynamo says of something that it cannot capture, for users of another tool."""
+    return IN_WORDS.get(said, said)
 
 
 def why_not_captured(error: Exception) -> str:
@@ -64,7 +73,7 @@ def why_not_captured(error: Exception) -> str:
     frames = getattr(error, "real_stack", None)
     if not frames and reason.endswith((":", type(error).__name__)):  # it says nothing itself
         return f"{_raised_in(error)}{reason.removesuffix(':')}"
-    return _at(frames or (), reason)
+    return _at(frames or (), in_other_words(reason))
 
 
 def depends_on_data(error: Exception) -> bool:

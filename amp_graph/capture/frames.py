@@ -30,6 +30,8 @@ from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._dynamo.utils import counters, get_compilation_metrics
 
+from amp_graph.capture.breaks import in_other_words
+
 MAX_CAPTURES = 16  # calls that captured something, less one for
 REPAID_BY = 4  # calls that did not
 RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
@@ -163,4 +165,4 @@ def _told(code: CodeType, reason: str) -> str:
 
 
 def _first_line(reason: str) -> str:
-    return reason.partition("\n")[0]
+    return in_other_words(reason.partition("\n")[0])

@@ -25,7 +25,7 @@ from amp_graph.numerics.compare import compare
 def _numerics_arguments(parser: ArgumentParser) -> None:
     factory_argument(parser)
     parser.add_argument(
-        "--loss-scale", type=float, default=1.0, help="what backward starts from (1)"
+        "--loss-scale", type=_scale, default=1.0, help="what backward starts from (1)"
     )
     policy_arguments(parser)
 
@@ -58,6 +58,12 @@ def _compare(args: Namespace) -> int:
         return 0
     within = found.outputs <= args.bound and found.gradients <= args.bound  # NaN is not
     return int(not within)
+
+
+def _scale(text: str) -> float:
+    if not _bound(text):
+        raise ArgumentTypeError(f"must be a number above 0, but is {text}")
+    return _bound(text)
 
 
 def _bound(text: str) -> float:

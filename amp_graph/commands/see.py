@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
 from rich.text import Text
@@ -27,10 +27,16 @@ from amp_graph.plans.plain_json import encode
 
 def _explain_arguments(parser: ArgumentParser) -> None:
     factory_argument(parser)
-    parser.add_argument("--depth", type=int, default=3, help="levels of modules to show (3)")
+    parser.add_argument("--depth", type=_levels, default=3, help="levels of modules to show (3)")
     parser.add_argument("--json", metavar="FILE", help="write the figures to a file, too")
     plan_argument(parser)
     policy_arguments(parser)
+
+
+def _levels(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"must be a number of levels, but is {text}")
+    return int(text)
 
 
 def _explain(args: Namespace) -> int:

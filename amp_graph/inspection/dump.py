@@ -18,6 +18,7 @@ from pathlib import Path
 
 from torch import nn
 
+from amp_graph.errors import AmpGraphError
 from amp_graph.inspection.annotated import AnnotatedGraph
 from amp_graph.inspection.formats import graph_dot, graph_json, model_explorer
 from amp_graph.inspection.graph_text import graph_text
@@ -38,11 +39,15 @@ def dump(
     files written. `progress` is told each file's name before it is written, how many were
     before it, and how many there are.
 
-    Raises AmpGraphError if the model is not converted, or has not run.
+    Raises AmpGraphError if the model is not converted, or has not run, or there can be no such
+    folder.
     """
     annotated = annotated_model(model)
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise AmpGraphError(f"{folder} cannot be made a folder: {error.strerror}") from error
     written = []
     files = list(_files(annotated))
     for i, (name, write) in enumerate(files):

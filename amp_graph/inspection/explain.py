@@ -78,6 +78,8 @@ def _level(module: ModuleFigures) -> int:
 def _parts(data: ReportData, depth: int) -> Iterator[RenderableType]:
     yield Text(f"{data.model} in {data.dtype}", style="bold")
     yield Text(_in_one_line(data))
+    if data.nothing:
+        yield Text(f"Nothing was converted: {data.nothing}.")
     if data.modules[0].figures.operators.total:
         yield _section("In low precision, by module", _module_table(data, depth))
     if len(data.graphs) > 1:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from amp_graph.errors import AmpGraphError, in_brief
 from amp_graph.inspection.spelling import (
     byte_count,
     count,
@@ -41,8 +42,12 @@ def render(plan: Plan) -> str:
     module and the source line it came from; the rule that decided, and what was responsible.
     Parameters and buffers go by their path in the model, and `.default` is left off operators.
     A cast has a line of its own above its first reader. The graphs inside higher-order
-    operators follow the node that holds them, indented.
+    operators follow the node that holds them, indented. Raises AmpGraphError for what is no plan.
     """
+    if not isinstance(plan, Plan):
+        raise AmpGraphError(
+            f"render() takes one Plan, such as amp_graph.plans(model)[0], not {in_brief(plan)}"
+        )
     return "\n".join([*_summary(plan), "", *_table(plan)]).rstrip() + "\n"
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from amp_graph.inspection.annotated import AnnotatedGraph, AnnotatedNode
 from amp_graph.inspection.source import AnnotatedModel
 from amp_graph.inspection.suggestions import Suggestion, suggestions
+from amp_graph.reasons import why_nothing_is_low
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class GraphFigures:
 
 @dataclass(frozen=True)
 class ReportData:
-    """Everything that `explain` says, as data."""
+    """Everything that `explain` says, as data. `nothing`: why nothing was converted, if so."""
 
     model: str
     dtype: str
@@ -84,6 +85,7 @@ class ReportData:
     breaks: tuple[str, ...]
     fallbacks: tuple[str, ...]
     suggestions: tuple[Suggestion, ...]
+    nothing: str = ""
 
     @property
     def note(self) -> str:
@@ -108,6 +110,7 @@ def report_data(model: AnnotatedModel) -> ReportData:
             f"{g.name}: {why}" for g in everything for why in (g.fallback, g.uncompiled) if why
         ),
         suggestions=suggestions(everything, model.breaks),
+        nothing="" if any(p.converts for p in model.plans) else why_nothing_is_low(model.plans),
     )
 
 

@@ -26,6 +26,7 @@ from amp_graph.backend.rewrite import rewrite, saved_pins
 from amp_graph.errors import AmpGraphError
 from amp_graph.ir import Color, Paint, Plan
 from amp_graph.numerics.compare import Beside, NodeNumerics, Reference, outcome_errors
+from amp_graph.numerics.outputs import check_loss
 from amp_graph.numerics.rerun import Batch, Loss, Outcome, Rerun, rerun_of
 from amp_graph.plans.pins import Pins
 from amp_graph.plans.plan_file import save_plan
@@ -65,7 +66,7 @@ class Calibration:
         lines = [
             f"error {_spelled(self.before, self.bound)} before, "
             f"{_spelled(self.after, self.bound)} after; bound {self.bound:g}; {count} in "
-            f"{self.trials} trials"
+            f"{self.trials} trial{'s' * (self.trials != 1)}"
         ]
         lines += [f"  graph {graph}  {name}: {reason}" for graph, name, reason in self.denied]
         return "\n".join(lines)
@@ -90,6 +91,7 @@ def calibrate(
     and its error. Raises AmpGraphError if nothing can be denied that helps, or for a bound that is
     negative or not a number.
     """
+    check_loss(loss, loss_scale)
     _check(batches, bound)
     search = _Search(rerun_of(model, policy), list(batches), loss, loss_scale, bound, progress)
     before = search.error(())
@@ -109,8 +111,8 @@ def calibrate(
 
 
 def _check(batches: Any, bound: float) -> None:
-    if not bound >= 0:
-        raise AmpGraphError(f"the bound must be a number that is not negative, not {bound:g}")
+    if not isinstance(bound, (int, float)) or not bound >= 0:
+        raise AmpGraphError(f"the bound must be a number that is not negative, not {bound!r}")
     if isinstance(batches, (torch.Tensor, Mapping)):
         raise AmpGraphError(
             f"calibrate takes a list of batches, not a {type(batches).__name__}; give [batch]"

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from amp_graph.errors import AmpGraphError
 from amp_graph.inspection.spelling import op_name
 from amp_graph.ir import NodeFacts, dtype_name
+from amp_graph.numerics.outputs import check_loss
 from amp_graph.numerics.rerun import Batch, Loss, Observer, Outcome, Place, Rerun, rerun_of
 from amp_graph.numerics.statistics import Statistics, exponents, relative_error, statistics
 from amp_graph.plans.plain_json import encode
@@ -99,7 +101,10 @@ class Comparison:
         Path(path).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Draw the histogram of gradient exponents as SVG, with float16's range marked."""
+        """Draw the histogram of gradient exponents as SVG, with float16's range marked. Raises
+        AmpGraphError for a file of another kind."""
+        if Path(path).suffix.lower() not in ("", ".svg"):
+            raise AmpGraphError(f"{path}: the drawing is SVG; give a file that ends in .svg")
         from amp_graph.numerics.report import histogram
 
         Path(path).write_text(histogram(self), encoding="utf-8")
@@ -132,8 +137,10 @@ def compare(
     `loss` makes a scalar of the output; without it the output's own loss is used, or the mean
     square of the outputs. Backward starts from `loss_scale` times the loss. The model, its
     gradients and the random state stay as they were; a model that is not converted is compared
-    with what `convert(model, policy=policy)` would make of it.
+    with what `convert(model, policy=policy)` would make of it. Raises AmpGraphError for a batch,
+    loss or scale that is none.
     """
+    check_loss(loss, loss_scale)
     rerun = rerun_of(model, policy)
     kept = Reference()
     reference = rerun.run("float32", batch, loss, kept, loss_scale=loss_scale)

@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.ir import Plan, dtype_name
+from amp_graph.numerics.outputs import check_loss
 from amp_graph.numerics.rerun import Batch, Loss, Observer, Outcome, Place, Rerun, rerun_of
 
 NAN, PLUS, MINUS = "NaN", "inf", "-inf"
@@ -71,13 +72,15 @@ def find_nonfinite(
     policy: Any = None,
 ) -> NonFinite | None:
     """Run `model` once in mixed precision, forward and backward, and name where the first value
-    that is not finite comes from. None if outputs, loss and gradients are all finite.
+    that is not finite comes from; the first that float32 does not have, or else the first of all.
+    None if outputs, loss and gradients are all finite.
 
     `loss` makes a scalar of the model's output; without it the output's own loss is used, or the
     mean square of the outputs. Backward starts from `loss_scale` times it. The model, its
     gradients and the random state stay as they were; a model that is not converted is looked at
     as `convert(model, policy=policy)` would run it.
     """
+    check_loss(loss, loss_scale)
     rerun = rerun_of(model, policy)
     mixed = _Flags()
     outcome = rerun.run("mixed", batch, loss, mixed, loss_scale=loss_scale)

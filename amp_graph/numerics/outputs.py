@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.errors import AmpGraphError
+from amp_graph.errors import AmpGraphError, in_brief
 
 
 def default_loss(output: Any) -> torch.Tensor:
@@ -20,6 +21,14 @@ def default_loss(output: Any) -> torch.Tensor:
     if not squares:
         raise AmpGraphError("the model's outputs are empty; give a batch that has samples")
     return torch.stack(squares).sum()
+
+
+def check_loss(loss: Any, scale: Any) -> None:
+    """Raises AmpGraphError unless `loss` can be called, if there is one, and `scale` is above 0."""
+    if loss is not None and not callable(loss):
+        raise AmpGraphError(f"loss is a function of the model's output, not {in_brief(loss)}")
+    if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+        raise AmpGraphError(f"loss_scale is a number above 0, not {in_brief(scale)}")
 
 
 def floating(output: Any) -> list[torch.Tensor]:

@@ -38,7 +38,8 @@ PlanSource: TypeAlias = str | Path | Plan | Sequence[Plan]
 def save_plan(plan: Plan | Sequence[Plan], path: str | Path) -> None:
     """Write one plan, or all plans of a model (`save_plan(plans(model), path)`), as JSON.
 
-    The file is complete or not there at all: it is written beside `path` and then moved.
+    The file is complete or not there at all: it is written beside `path` and then moved. Raises
+    PlanError if it cannot be.
     """
     table = {
         "format": FORMAT,
@@ -48,8 +49,11 @@ def save_plan(plan: Plan | Sequence[Plan], path: str | Path) -> None:
     }
     path = Path(path)
     beside = path.with_name(f"{path.name}.part")
-    beside.write_text(_lines(table) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    try:
+        beside.write_text(_lines(table) + "\n", encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as error:
+        raise PlanError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def load_plan(path: str | Path) -> tuple[Plan, ...]:

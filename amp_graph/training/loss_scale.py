@@ -65,8 +65,9 @@ class LossScale:
         after `growth_interval` steps without.
     floor, ceiling: the scale stays between them.
     hysteresis: how many overflows in a row it takes to back off.
-    abort_after: after so many skipped steps in a row the model's next call raises OverflowAbort,
-        which names the first operator whose value or gradient was not finite. None: never.
+    abort_after: after so many skipped steps in a row the next one is looked at, operator by
+        operator; if it is skipped too, the model's next call raises OverflowAbort, which names the
+        first whose value or gradient was not finite. None: never.
     """
 
     init_scale: float = 2.0**16
@@ -89,9 +90,14 @@ class LossScale:
                 f"{self.floor:g} and ceiling {self.ceiling:g}"
             )
         if self.floor < 2.0**-126 or self.ceiling > 2.0**126:
-            raise PolicyError("LossScale: float32 holds no such bound, or not its reciprocal")
-        if self.growth_factor < 1 or self.backoff_factor > 1:
-            raise PolicyError("LossScale: growth_factor is below 1 or backoff_factor above")
+            raise PolicyError(
+                f"LossScale: floor {self.floor:g} and ceiling {self.ceiling:g} must lie between "
+                f"2^-126 and 2^126, whose reciprocals float32 holds"
+            )
+        if self.growth_factor < 1:
+            raise PolicyError(f"LossScale: growth_factor {self.growth_factor:g} is below 1")
+        if self.backoff_factor > 1:
+            raise PolicyError(f"LossScale: backoff_factor {self.backoff_factor:g} is above 1")
         for name in ("growth_interval", "hysteresis", "abort_after"):
             value = getattr(self, name)
             if not (value is None and name == "abort_after") and not _is_count(value):

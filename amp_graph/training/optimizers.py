@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_graph.errors import AmpGraphError, in_brief
 from amp_graph.training.blame import overflowed
 from amp_graph.training.closures import closure_of
 from amp_graph.training.engine import not_compiled
@@ -60,7 +61,9 @@ def detach(optimizer: Optimizer, conversion: object) -> None:
 
 def step_counts(optimizer: Optimizer) -> StepCounts:
     """An optimizer's steps under a loss scale, those before the checkpoint it was loaded from
-    included. Waits for the device."""
+    included. Waits for the device. Raises AmpGraphError for what is no optimizer."""
+    if not isinstance(optimizer, Optimizer):
+        raise AmpGraphError(f"this is for a torch.optim.Optimizer, not {in_brief(optimizer)}")
     guard = _guards.get(optimizer)
     return guard.record.counts if guard else StepCounts(0, 0)
 
