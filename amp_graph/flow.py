@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import networkx as nx
 import torch
@@ -74,8 +74,16 @@ def vanishing_constants(
 
 
 # What a value carries, as bits. Nothing, if it takes no part in promotion. What is exact holds only
-# numbers that every precision has, such as zeros; it is wide too, as a sum that begins with it.
-WIDE, LOW, WEIGHT, EXACT = 1, 2, 4, 8
+# numbers that every precision has, such as zeros; it is wide too, as a sum that begins with it. A
+# raw value that something low was added to has moved.
+WIDE, LOW, WEIGHT, EXACT, MOVED = 1, 2, 4, 8, 16
+
+
+class Narrowing(NamedTuple):
+    """How streams are narrowed: but for what is made of `raw` values and read for its `digits`."""
+
+    raw: Container[int]
+    digits: Container[int]
 
 
 def wide_values(
@@ -83,16 +91,17 @@ def wide_values(
     flow: nx.DiGraph,
     colors: Sequence[Color | None],
     narrowed: Container[int],
-    narrows_streams: bool,
+    streams: Narrowing | None,
 ) -> tuple[set[int], dict[int, int | None]]:
     """The nodes whose values still hold full float32; and the infer nodes that may not be low, each
     with the wide operand that promotes it, or None if nothing low reaches it at all.
 
     Inputs, weights, float32 results and what is computed from them are wide; beside something low
-    no longer, if streams are narrowed. A 0-dimensional tensor takes no part in promotion, nor does
-    one without elements, or a weight of a `narrowed` node, whose kernel computes in float32 anyway.
-    Zeros and ones that low values are joined with, as padding, add no digits to them; a sum that
-    begins with zeros is wide.
+    no longer, if `streams` are narrowed; but a forecast that is added to the last value, boxes to
+    where they were, and what follows of it goes on to be. A 0-dimensional tensor takes no part in
+    promotion, nor does one without elements, or a weight of a `narrowed` node, whose kernel
+    computes in float32 anyway. Zeros and ones that low values are joined with, as padding, add no
+    digits to them; a sum that begins with zeros is wide.
     """
     wide: set[int] = set()
     not_low: dict[int, int | None] = {}
@@ -107,8 +116,12 @@ def wide_values(
                 reached = reached or bool(bits & LOW)
                 if wide_operand is None and bits & WIDE and not (moves and bits & EXACT):
                     wide_operand = operand
-        if reached and narrows_streams:
-            wide_operand = None
+        moved = streams is not None and any(carried[p] & MOVED for p in flow.predecessors(n))
+        if reached and streams is not None:
+            raw = (p in streams.raw and carried[p] for p in flow.predecessors(n))
+            moved = n in streams.digits and (moved or any(raw))
+            if not moved:
+                wide_operand = None
         stays_wide = wide_operand is not None or not reached
         color = colors[n]
         if color is Color.INFER and stays_wide:
@@ -121,6 +134,8 @@ def wide_values(
             bits |= WIDE
             if not f.is_empty:
                 wide.add(n)
+            if moved:
+                bits |= MOVED
         if _is_exact(f, color, (carried[p] for p in flow.predecessors(n))):
             bits |= EXACT
         carried.append(0 if f.is_scalar or f.is_empty else bits)
@@ -179,7 +194,7 @@ def takes_either(
     A reduction in float32 reads low values if it is asked for a float32 result. Of operators that
     promote, a 0-dimensional operand beside larger ones does not decide the result's type, and a
     float32 operator that reads float32 anyway takes a low operand beside it, as in a residual
-    stream. Not so a wide value, which would arrive rounded.
+    stream. Not so a wide value in front of a float32 reader, where it would arrive rounded.
     """
     if facts[reader].widens:
         return not (is_low or paints[value].wide or paints[reader].color is Color.KEEP)
@@ -187,7 +202,7 @@ def takes_either(
         return False
     others = [o for o in reads if o != value and not facts[o].is_scalar]
     if facts[value].is_scalar:
-        return bool(others)
+        return bool(others) and (is_low or not paints[value].wide)
     if paints[reader].color is not Color.DENY or paints[value].wide:
         return False
     return any(paints[o].color in (Color.DENY, Color.KEEP) for o in others)

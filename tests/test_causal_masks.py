@@ -48,6 +48,35 @@ class Both(nn.Module):
         return self.layers(x, x, tgt_mask=mask, tgt_key_padding_mask=padding)
 
 
+class Cached(nn.Module):
+    """Prompts have many positions, next tokens one."""
+
+    def __init__(self, by_place: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.by_place = nn.Linear(8, 8), nn.Linear(8, 8), by_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.second):
+            y = layer(x)[:, None]
+            attend, length = nn.functional.scaled_dot_product_attention, x.shape[1]
+            if self.by_place:
+                x = attend(y, y, y, None, 0.0, length > 1)[:, 0]
+            else:
+                x = attend(y, y, y, is_causal=length > 1)[:, 0]
+        return x
+
+
+@pytest.mark.parametrize("by_place", [False, True])
+def test_whether_attention_is_causal_may_hang_on_a_length(by_place: bool) -> None:
+    plain = Cached(by_place)
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    for length in (5, 6, 1, 7):
+        x = torch.randn(2, length, 8)
+        torch.testing.assert_close(model(x), plain(x), rtol=0.05, atol=0.05)
+    assert not amp_graph.explain(model).data.breaks
+    assert not any(plan.fallback for plan in amp_graph.plans(model))
+
+
 MODELS: tuple[Callable[[], nn.Module], ...] = (Encoder, Decoder, Both)
 
 

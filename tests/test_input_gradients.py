@@ -51,6 +51,21 @@ def test_large_gradients_without_an_optimizer(magnitude: float) -> None:
     assert_same_gradients(model, plain)
 
 
+def test_large_gradients_that_are_looked_at_after_training() -> None:
+    """Grad-CAM: no step skips them, though an optimizer is known that did so before."""
+    plain = Large()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="float16")
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=1e-9)
+        for _ in range(2):
+            (each(X) * 1e-3).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        each.eval()
+        each(X).sum().backward()
+    assert_same_gradients(model, plain)
+
+
 class Broken(Mlp):
     """In two graphs, of which the inputs of the second are results of the first."""
 

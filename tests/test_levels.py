@@ -119,14 +119,16 @@ def test_every_operator_that_may_be_low_at_the_default_level_was_measured():
 
 
 class Stream(nn.Module):
-    """A residual stream that begins in float32, as with an embedding, between norms."""
+    """A residual stream that begins with a parameter, as with an embedding, between norms."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.begin = nn.Parameter(torch.ones(8))
         self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(3))
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x * self.begin
         for norm, layer in zip(self.norms, self.layers, strict=True):
             x = x + layer(norm(x))
         return x

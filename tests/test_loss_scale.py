@@ -207,14 +207,14 @@ def test_a_state_goes_on_where_it_was_saved(before: list[bool], after: list[bool
         scale = graph_scale(config)
         for overflow in split:
             scale.stepped(YES if overflow else NO, OPTIMIZER)
-            scale.begin_forward()
+            scale.begin_forward(True)
         if split is before:
             saved = scale.state_dict()
     resumed = graph_scale(config)
     resumed.load_state_dict(saved)
     for overflow in after:
         resumed.stepped(YES if overflow else NO, OPTIMIZER)
-        resumed.begin_forward()
+        resumed.begin_forward(True)
     assert resumed.state_dict() == scale.state_dict()
 
 

@@ -35,7 +35,7 @@ class Problem:
     def needs_cast(self, value: str, reader: str, is_low: bool) -> bool:
         """Not to take a part out of a tuple, nor for a reduction that returns float32 of low
         values, nor where operands of two dtypes may meet: a 0-dimensional one beside a larger one,
-        or a low one beside one that is surely float32."""
+        or a low one beside one that is surely float32. In float32 nothing wide may come rounded."""
         f = self.facts[reader]
         if f.op != "getitem" and f.widens:
             return is_low or self.paints[value].wide or self.paints[reader].color is Color.KEEP
@@ -43,7 +43,7 @@ class Problem:
             return f.op != "getitem"
         larger = [r for r in f.reads if r != value and self.facts[r].tensors[0].shape]
         if self.facts[value].tensors[0].shape == ():
-            return not larger
+            return not larger or (not is_low and self.paints[value].wide)
         beside_float32 = any(self.paints[r].color in (Color.DENY, Color.KEEP) for r in larger)
         in_float32 = self.paints[reader].color is Color.DENY
         return not (in_float32 and beside_float32 and not self.paints[value].wide)

@@ -127,7 +127,7 @@ class Conversion(StandIn):
             result = self._calls.own_code.run()(*args, **kwargs)
         else:
             if self.scale is not None and torch.is_grad_enabled():
-                self.scale.begin_forward()
+                self.scale.begin_forward(self.module.training)
             result = self._calls(*args, **kwargs)
         if self.policy.output_dtype is None:
             return result

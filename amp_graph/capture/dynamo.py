@@ -33,6 +33,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from amp_graph.capture.asked_gradients import asked_gradients_kept_inside
+from amp_graph.capture.causal_flags import causal_flags_known
 from amp_graph.capture.causal_masks import masks_unread
 from amp_graph.capture.checkpoint_sequences import checkpoint_sequences_known
 from amp_graph.capture.checkpointed_writes import checkpointed_writes_inside
@@ -92,6 +93,7 @@ SETTINGS: dict[str, Any] = {
 CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     recurrent_layers_whole,
     masks_unread,
+    causal_flags_known,
     quiet_logs,
     locations_untold,
     asked_gradients_kept_inside,

@@ -124,6 +124,20 @@ def displaced(
     return frozenset(found)
 
 
+def read_for_digits(
+    facts: Facts, flow: nx.DiGraph, colors: Colors, narrowed: Container[int]
+) -> dict[int, int]:
+    """What is returned, or read by float32 arithmetic, with the one who does; not what is read by
+    `narrowed` operators alone, such as scores by a softmax, or a stream by norms."""
+    readers = (n for n, f in enumerate(facts) if _reads_digits(f, colors[n]) and n not in narrowed)
+    passes = {n for n, color in enumerate(colors) if color in FREE and n not in narrowed}
+    return read_by(flow, operands_of(flow, readers), passes.__contains__)
+
+
+def _reads_digits(f: NodeFacts, color: Color | None) -> bool:
+    return f.op == "output" or color in (Color.DENY, None)
+
+
 def _adds_to(facts: Facts, flow: nx.DiGraph, n: int, places: Container[int]) -> bool:
     """Whether it is a sum of one of these, which is no smaller than the sum, and of more."""
     if facts[n].op not in SUMS:

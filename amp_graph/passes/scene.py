@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from amp_graph.passes.readers import (
     displaced,
     operands_of,
     read_by,
+    read_for_digits,
     read_for_phase,
     read_for_position,
     read_near_bounds,
@@ -103,20 +104,20 @@ class Scene:
         return read_for_phase(self.facts, self.flow, self.colors)
 
     @cached_property
-    def _raw(self) -> frozenset[int]:
+    def raw(self) -> frozenset[int]:
         return frozenset(raw_values(self.facts, self.flow, self.colors, self.narrowed))
 
     @cached_property
     def displaced(self) -> frozenset[int]:
         """See `displaced`."""
-        return displaced(self.facts, self.flow, self.colors, self.narrowed, self._raw)
+        return displaced(self.facts, self.flow, self.colors, self.narrowed, self.raw)
 
     @cached_property
     def positions(self) -> Mapping[int, int]:
         """See `read_for_position`."""
         if not any(f.positions for f in self.facts):
             return {}
-        return read_for_position(self.facts, self.flow, self.colors, self.narrowed, self._raw)
+        return read_for_position(self.facts, self.flow, self.colors, self.narrowed, self.raw)
 
     @cached_property
     def narrowed(self) -> frozenset[int]:
@@ -132,6 +133,11 @@ class Scene:
         # A constant of no dimension may be on the CPU in any graph.
         on_cpu = any(t.device == "cpu" for f in self.facts if not f.is_scalar for t in f.tensors)
         return self.level is Level.BALANCED and self.dtype is torch.bfloat16 and not on_cpu
+
+    @cached_property
+    def digits(self) -> Container[int]:
+        """See `read_for_digits`."""
+        return read_for_digits(self.facts, self.flow, self.colors, self.narrowed)
 
     @cached_property
     def vanishing(self) -> Mapping[int, float]:

@@ -60,7 +60,7 @@ class GraphScale:
         self._is_stepped = False  # whether its own parameters ever were
         self._factors: dict[torch.device, Factors] = {}
         self._alone, self._exposed = Caution(), Caution()
-        self._is_exposed = False
+        self._is_exposed = self._was_in_training = False
         self.spills = Spills()
         self.first_pass: int | None = None  # of this round
         self._parameters = weakref.WeakMethod(parameters)
@@ -167,12 +167,14 @@ class GraphScale:
         self._skips = sent(self._skips, device)
         self._found_inf = sent(self._found_inf, device)
 
-    def begin_forward(self) -> None:
-        """Called before each training forward."""
+    def begin_forward(self, is_training: bool) -> None:
+        """Called before each forward that autograd records. In evaluation mode, after training in
+        the other, gradients are looked at (Grad-CAM), and no step skips them."""
         if not self._looked_around:
             self._looked_around = True
             self.driven_by_grad_scaler = is_grad_scaler_around()
-        self._is_exposed = False
+        self._was_in_training |= is_training
+        self._is_exposed = self._was_in_training and not is_training
         if is_captured(self._found_inf.device):
             self._forget_factors()  # replayed, they are those of then
         self.end_round()
