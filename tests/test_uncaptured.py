@@ -15,6 +15,7 @@ import pytest
 import torch
 from nets import low_share
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from training import assert_same_gradients, distance
 
 import amp_graph
@@ -283,3 +284,14 @@ def test_a_model_that_cannot_run_under_a_mode_runs() -> None:
     amp_graph.convert(model)
     for _ in range(2):
         torch.testing.assert_close(model(x), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_weights_that_are_held_otherwise_leave_a_model_to_autocast() -> None:
+    """As quantised ones are, of which operators make tensors that no graph has seen."""
+    model = nn.Linear(8, 8)
+    weight = model.weight.detach()
+    model.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+    amp_graph.convert(model, policy="bfloat16")
+    model(X)
+    (plan,) = amp_graph.plans(model)
+    assert plan.autocast and "is held as TwoTensor" in str(plan.fallback)

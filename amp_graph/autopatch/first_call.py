@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_graph.autopatch.script_models import Model, folded, model_of
 from amp_graph.calls.conversion import found_conversion
+from amp_graph.capture.fake import held_otherwise
 from amp_graph.capture.surroundings import can_capture, wants_plain_code
 from amp_graph.convert import convert_at_first_call, is_converted, record_of, restore
 from amp_graph.errors import in_words
@@ -184,8 +185,8 @@ def _why_not(module: nn.Module, inner: nn.Module) -> str:
     if any(".quantized" in type(m).__module__ for m in inner.modules()):
         return "it is quantised"
     for p in inner.parameters():  # but for DTensor, whose parts are as float32 as it is
-        if hasattr(p, "__tensor_flatten__") and not hasattr(p, "device_mesh"):
-            return f"its parameters are held as {type(p).__name__}"
+        if kind := held_otherwise(p):
+            return f"its parameters are {kind}"
     if _is_on_meta(inner):
         return ON_META
     if _is_under_autocast(inner):

@@ -116,3 +116,12 @@ def concrete(value: Any) -> Any:
         sizes = [size_hint(s) for s in value.shape]
         return torch.empty(sizes, dtype=value.dtype, device=value.device)
     return size_hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def held_otherwise(tensor: torch.Tensor) -> str:
+    """What kind of tensor it is, if it is no plain one: nested, or of other tensors, as quantised
+    ones are. A part of a DTensor is as plain as the whole."""
+    if tensor.is_nested:
+        return "a nested tensor"
+    is_of_others = hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "device_mesh")
+    return f"held as {type(tensor).__name__}" if is_of_others else ""

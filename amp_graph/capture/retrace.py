@@ -52,7 +52,7 @@ from amp_graph.capture.aten import (
     tensors_of,
 )
 from amp_graph.capture.decompositions import DECOMPOSITIONS, moved
-from amp_graph.capture.fake import fake_mode_of
+from amp_graph.capture.fake import fake_mode_of, held_otherwise
 from amp_graph.capture.grad_modes import INFERENCE_MODE, grad_modes
 from amp_graph.capture.hidden_memory import hidden_memory
 from amp_graph.capture.own_regions import mark_bodies
@@ -93,8 +93,8 @@ def retrace(
         retracer.leave_autocast()
     for node in traced.graph.nodes:
         node.meta["module_path"] = module_path(node, names or {})
-        if any(tensor.is_nested for tensor in tensors_of(node)):
-            raise CaptureError(f"{node.name} is a nested tensor, whose sizes are no numbers")
+        for kind in filter(None, map(held_otherwise, tensors_of(node))):
+            raise CaptureError(f"{node.name} is {kind}")
     mark_bodies(traced)
     return traced
 
