@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from amp_graph.inspection.annotated import AnnotatedGraph, AnnotatedNode
-from amp_graph.inspection.spelling import byte_count, count, line_of
-from amp_graph.inspection.terminal import aligned
+from amp_graph.inspection.spelling import aligned, byte_count, count, line_of
 
 HEADINGS = ("colour", "math", "storage", "node", "shape", "module", "line", "why")
 CALL_WIDTH = 84  # longer calls are cut to this many columns

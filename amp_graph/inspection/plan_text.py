@@ -16,6 +16,7 @@ from itertools import islice
 
 from amp_graph.errors import AmpGraphError, in_brief
 from amp_graph.inspection.spelling import (
+    aligned,
     byte_count,
     count,
     input_kind,
@@ -23,7 +24,6 @@ from amp_graph.inspection.spelling import (
     op_name,
     shapes,
 )
-from amp_graph.inspection.terminal import aligned
 from amp_graph.ir import Cast, Color, NodeFacts, Plan, dtype_name
 from amp_graph.reasons import short_reason, unlisted
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from amp_graph.ir import NodeFacts, TensorFacts
 
 UNITS = ("KiB", "MiB", "GiB", "TiB")
@@ -56,3 +58,12 @@ def percent(part: float, whole: float) -> str:
         return "–"
     share = 100 * part / whole
     return f"{share:.0f}%" if share in (0, 100) or 1 <= share < 99.5 else f"{share:.1f}%"
+
+
+def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table as plain text, underlined headings first; none without rows."""
+    if not rows:
+        return
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    for row in (headings, ["-" * width for width in widths], *rows):
+        yield "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip()

@@ -1,9 +1,9 @@
-"""Tables: in a terminal, as the text that a terminal would show, and as lines of plain text."""
+"""Tables in a terminal, and as the text that a terminal would show."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -32,12 +32,3 @@ def columns(
             no_wrap=is_right or i in whole,
         )
     return found
-
-
-def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The lines of a table as plain text, underlined headings first; none without rows."""
-    if not rows:
-        return
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    for row in (headings, ["-" * width for width in widths], *rows):
-        yield "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip()
