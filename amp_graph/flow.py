@@ -79,8 +79,11 @@ def vanishing_constants(
 WIDE, LOW, WEIGHT, EXACT, MOVED = 1, 2, 4, 8, 16
 
 
+SUMS = frozenset(f"aten.{name}.Tensor" for name in ("add", "add_", "sub", "sub_"))
+
+
 class Narrowing(NamedTuple):
-    """How streams are narrowed: but for what is made of `raw` values and read for its `digits`."""
+    """How streams are narrowed: but for `raw` values that moved and are read for their `digits`."""
 
     raw: Container[int]
     digits: Container[int]
@@ -118,8 +121,9 @@ def wide_values(
                     wide_operand = operand
         moved = streams is not None and any(carried[p] & MOVED for p in flow.predecessors(n))
         if reached and streams is not None:
-            raw = (p in streams.raw and carried[p] for p in flow.predecessors(n))
-            moved = n in streams.digits and (moved or any(raw))
+            if moves or f.op in SUMS:
+                moved = moved or any(p in streams.raw and carried[p] for p in flow.predecessors(n))
+            moved = moved and n in streams.digits
             if not moved:
                 wide_operand = None
         stays_wide = wide_operand is not None or not reached

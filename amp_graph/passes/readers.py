@@ -10,11 +10,11 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import networkx as nx
 
+from amp_graph.flow import SUMS
 from amp_graph.ir import FREE, Color, Level, NodeFacts
 
 Facts = Sequence[NodeFacts]
 Colors = Sequence[Color | None]
-SUMS = frozenset(f"aten.{name}.Tensor" for name in ("add", "add_", "sub", "sub_"))
 
 
 def read_by(
