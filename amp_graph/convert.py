@@ -152,7 +152,7 @@ def has_finite_gradients(model: nn.Module) -> bool:
     For training without a `torch.optim.Optimizer`, which would ask by itself. Call it once per
     update: the loss scale is adjusted accordingly.
     """
-    scale = scale_of(model)
+    scale = scale_of(model)  # which raises for what is no converted model
     return not overflowed_by_hand([*model.parameters()], scale, by=model)
 
 

@@ -58,7 +58,7 @@ def export(
     precision if nothing reads it in another. `policy` and `plan` are those of `convert`, or those
     that the model was converted with. `dynamic_shapes` is torch.export's.
 
-    Warns if nothing of it is in low precision.
+    Warns if nothing of the program is in low precision.
 
     Raises what `torch.export` raises for a model that it cannot export, PolicyError, ListError
     and PlanError as `convert` does, and AmpGraphError if the program cannot be rewritten.

@@ -78,7 +78,6 @@ def vanishing_constants(
 # raw value that something low was added to has moved.
 WIDE, LOW, WEIGHT, EXACT, MOVED = 1, 2, 4, 8, 16
 
-
 SUMS = frozenset(f"aten.{name}.Tensor" for name in ("add", "add_", "sub", "sub_"))
 
 

@@ -146,6 +146,11 @@ class Policy:
             raise PlanError(f"{saved.origin}: is in {found}, and the policy asks for {asks}")
         return replace(self, dtype=dtypes.pop()) if dtypes else self
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether low-precision weights are kept until a change is seen."""
+        return self.refresh_weights == ON_CHANGE
+
     def loss_scale_for(self, dtype: torch.dtype) -> LossScale | None:
         """How gradients are scaled in graphs of this low precision; None: they are not."""
         if self.loss_scale == "dynamic":

@@ -13,6 +13,7 @@ from amp_graph.autopatch.script_models import Model, folded
 from amp_graph.convert import is_converted
 from amp_graph.inspection import render
 from amp_graph.inspection.dump import dump
+from amp_graph.inspection.spelling import plural
 from amp_graph.reasons import why_nothing_is_low
 
 PER_RUN = ("operators", "operators_low", "casts", "cast_bytes", "casts_of_unknown_size")
@@ -108,17 +109,13 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
             yield (
                 f"{_name(m)}: {m['operators_low']} of {m['operators']} operators in "
                 f"{m['dtype'].removeprefix('torch.')}, {m['casts']} casts moving {least}"
-                f"{m['cast_bytes'] / 2**20:.1f} MiB, in {_number(m['runs'], 'run')} of "
-                f"{_number(m['graphs'], 'graph')}"
+                f"{m['cast_bytes'] / 2**20:.1f} MiB, in {m['runs']} {plural(m['runs'], 'run')} of "
+                f"{m['graphs']} {plural(m['graphs'], 'graph')}"
             )
         yield from (f"  {fallback}" for fallback in m["fallbacks"])
         if "loss_scale" in m:
             yield f"  loss scale {m['loss_scale']:g}, {m['steps_skipped']} steps skipped"
     yield from (f"  graph break at {text}" for text in report["graph_breaks"])
-
-
-def _number(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _alike_together(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

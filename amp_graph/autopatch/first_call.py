@@ -184,7 +184,7 @@ def _why_not(module: nn.Module, inner: nn.Module) -> str:
         return f"its parameters are {found}"
     if any(".quantized" in type(m).__module__ for m in inner.modules()):
         return "it is quantised"
-    for p in inner.parameters():  # but for DTensor, whose parts are as float32 as it is
+    for p in inner.parameters():
         if kind := held_otherwise(p):
             return f"its parameters are {kind}"
     if _is_on_meta(inner):

@@ -12,7 +12,7 @@ from torch import fx
 from amp_graph.backend.compiler import Compiler
 from amp_graph.capture.inner_gradients import compile_in_parts
 from amp_graph.errors import PolicyError, did_you_mean
-from amp_graph.policy import ON_CHANGE, Policy
+from amp_graph.policy import Policy
 from amp_graph.training.weights import LowPrecisionWeights
 
 _of_all_graphs = cache(LowPrecisionWeights)  # that were captured by name, by whether they are kept
@@ -43,6 +43,6 @@ def backend(
     for name in ("output_dtype", "loss_scale"):
         if name in given and getattr(policy, name) is not None:
             raise PolicyError(f"options: {name!r} is for convert(), which knows the whole model")
-    weights = _of_all_graphs(policy.refresh_weights == ON_CHANGE)
+    weights = _of_all_graphs(policy.keeps_weights)
     compile_graph = Compiler(policy, weights=weights).compile_graph
     return compile_in_parts(graph_module, example_inputs, compile_graph)

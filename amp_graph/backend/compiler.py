@@ -16,7 +16,7 @@ from amp_graph.capture.breaks import break_in
 from amp_graph.ir import Plan
 from amp_graph.modules import Run
 from amp_graph.plans.pins import Saved
-from amp_graph.policy import ON_CHANGE, Policy
+from amp_graph.policy import Policy
 from amp_graph.training.weights import LowPrecisionWeights
 
 
@@ -36,7 +36,7 @@ class Compiler:
         weights: LowPrecisionWeights | None = None,
     ) -> None:
         if weights is None:
-            weights = LowPrecisionWeights(kept=policy.refresh_weights == ON_CHANGE)
+            weights = LowPrecisionWeights(policy.keeps_weights)
         self.policy = policy
         self.saved = saved
         self.record = Record()

@@ -79,6 +79,7 @@ class CapturedCalls:
         self._record = compiler.record
         self.own_code = OwnCode(module, self._policy, self._record)
         self._graphs = ModelGraphs(module, compiler)
+        self.policy_id = self._graphs.policy_id
         self._frames, self._hooks = self._graphs.frames, self._graphs.hooks
         self._chosen = Chosen(self._graphs, compiler)
         self._is_watched = can_watch()  # the first call, and again one after each capture

@@ -28,7 +28,7 @@ from amp_graph.modules import (
     weak_method,
 )
 from amp_graph.plans.pins import Saved
-from amp_graph.policy import Policy, one_for_all
+from amp_graph.policy import Policy
 from amp_graph.results import map_tensors
 from amp_graph.training.engine import never_captured
 from amp_graph.training.graph_scale import GraphScale
@@ -46,11 +46,11 @@ class Conversion(StandIn):
 
     def __init__(self, module: nn.Module, policy: Policy, saved: Saved | None = None):
         super().__init__(module)
-        self.policy, self._shared_policy = policy, one_for_all(policy)
+        self.policy = policy
         self.compiler = Compiler(policy, saved, weak_method(self.scale_for))
-        self._policy_id = None if saved or policy.output_dtype else id(self._shared_policy)
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._calls = CapturedCalls(module, self.compiler)
+        self._policy_id = None if saved or policy.output_dtype else self._calls.policy_id
         self.is_awaited = True  # its first call in which autograd records
 
     @property
@@ -127,7 +127,7 @@ class Conversion(StandIn):
             result = self._calls.own_code.run()(*args, **kwargs)
         else:
             if self.scale is not None and torch.is_grad_enabled():
-                self.scale.begin_forward(self.module.training)
+                self.scale.begin_forward(module.training)
             result = self._calls(*args, **kwargs)
         if self.policy.output_dtype is None:
             return result

@@ -52,13 +52,13 @@ def break_in(graph: fx.GraphModule) -> list[str]:
     ending: Any = getattr(graph, "compile_subgraph_reason", None)
     if not getattr(ending, "graph_break", False):
         return []
-    reason = str(ending.reason).strip().splitlines()
-    return [_at(ending.user_stack, in_other_words(reason[0] if reason else "unknown reason"))]
+    return [_at(ending.user_stack, in_other_words(str(ending.reason)) or "unknown reason")]
 
 
 def in_other_words(said: str) -> str:
-    """What Dynamo says of something that it cannot capture, for users of another tool."""
-    return IN_WORDS.get(said, said)
+    """What Dynamo says first of something that it cannot capture, for users of another tool."""
+    first = said.strip().partition("\n")[0]
+    return IN_WORDS.get(first, first)
 
 
 def why_not_captured(error: Exception) -> str:

@@ -96,7 +96,7 @@ class Frames:
                 self.own.raised.append(code)
             said = [*(counters["graph_break"] - breaks), *new]
             if said:
-                self.said = _first_line(said[-1])
+                self.said = in_other_words(said[-1])
             if said and attempt.is_left:
                 _left[code] = _told(code, said[-1])
                 self.skipped.append(_left[code])
@@ -161,8 +161,4 @@ def _told(code: CodeType, reason: str) -> str:
     called = re.search(r"qualname: ([^,\n]+)", reason)
     what = f" ({called[1]})" if called else ""
     file = code.co_filename.rpartition("/")[2]
-    return f"{file}:{code.co_firstlineno}, in {code.co_name}: {_first_line(reason)}{what}"
-
-
-def _first_line(reason: str) -> str:
-    return in_other_words(reason.partition("\n")[0])
+    return f"{file}:{code.co_firstlineno}, in {code.co_name}: {in_other_words(reason)}{what}"

@@ -61,9 +61,10 @@ def _compare(args: Namespace) -> int:
 
 
 def _scale(text: str) -> float:
-    if not _bound(text):
+    scale = _bound(text)
+    if not scale:
         raise ArgumentTypeError(f"must be a number above 0, but is {text}")
-    return _bound(text)
+    return scale
 
 
 def _bound(text: str) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from amp_graph.inspection.report import Figures, report_data
 from amp_graph.inspection.source import AnnotatedModel
-from amp_graph.inspection.spelling import byte_count, percent
+from amp_graph.inspection.spelling import byte_count, percent, plural
 from amp_graph.inspection.template import template
 from amp_graph.plans.plain_json import encode
 
@@ -51,5 +51,5 @@ def _tiles(model: AnnotatedModel) -> list[tuple[str, str, str]]:
     tiles.append((str(len(data.casts)), "casts", f"moving {moved}"))
     for number, noun in ((len(data.fallbacks), "fallback"), (len(data.breaks), "graph break")):
         if number:
-            tiles.append((str(number), noun if number == 1 else f"{noun}s", ""))
+            tiles.append((str(number), plural(number, noun), ""))
     return tiles

@@ -31,8 +31,12 @@ def shapes(tensors: tuple[TensorFacts, ...]) -> str:
     return spelled[0] + more if spelled else ""
 
 
+def plural(number: int, noun: str) -> str:
+    return noun if number == 1 else f"{noun}s"
+
+
 def count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    return f"{number:,} {plural(number, noun)}"
 
 
 def byte_count(number: int) -> str:

@@ -24,6 +24,7 @@ from torch import fx, nn
 
 from amp_graph.backend.rewrite import rewrite, saved_pins
 from amp_graph.errors import AmpGraphError
+from amp_graph.inspection.spelling import plural
 from amp_graph.ir import Color, Paint, Plan
 from amp_graph.numerics.compare import Beside, NodeNumerics, Reference, outcome_errors
 from amp_graph.numerics.outputs import check_loss
@@ -62,11 +63,11 @@ class Calibration:
         save_plan(self.plans, path)
 
     def __str__(self) -> str:
-        count = f"{len(self.denied)} node{'s' * (len(self.denied) != 1)} denied"
+        denied, trials = len(self.denied), self.trials
         lines = [
             f"error {_spelled(self.before, self.bound)} before, "
-            f"{_spelled(self.after, self.bound)} after; bound {self.bound:g}; {count} in "
-            f"{self.trials} trial{'s' * (self.trials != 1)}"
+            f"{_spelled(self.after, self.bound)} after; bound {self.bound:g}; {denied} "
+            f"{plural(denied, 'node')} denied in {trials} {plural(trials, 'trial')}"
         ]
         lines += [f"  graph {graph}  {name}: {reason}" for graph, name, reason in self.denied]
         return "\n".join(lines)
