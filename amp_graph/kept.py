@@ -36,29 +36,40 @@ class KeptRandomState:
             self._others.set_rng_state_all(self._on_others)
 
 
+class KeptTensors:
+    """What is in tensors now. Put back where it has changed, and nowhere else: a graph of the
+    caller's may need the others at the version that they have. What cannot be written to, or not be
+    read, is left alone; of what is not compared (nested, sparse, a subclass) a version tells."""
+
+    def __init__(self, tensors: Iterable[Any]):
+        held = filter(_can_be_kept, tensors)
+        self._values = [(t, t.detach().clone(), _version(t)) for t in held]
+
+    def put_back(self) -> None:
+        for tensor, value, version in self._values:
+            if not _holds(tensor, value, version):
+                # To leave inference mode turns recording on.
+                with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                    tensor.copy_(value)
+
+
 class Kept:
     """What calls of a model change by the way, as it is now: buffers, attributes such as a count of
     steps, random state and, if asked for, parameters (averages of others, say). Not what is in a
     list or object that is an attribute."""
 
-    def __init__(self, model: nn.Module, parameters: bool = False):
+    def __init__(self, model: nn.Module, parameters: bool):
         of_modules: list[Any] = [m._buffers for m in model.modules()]
         # The first call of a lazy module completes it.
         of_modules += [vars(m) for m in model.modules() if not _is_lazy(m)]
         # Those of a TorchScript module are held by what only looks like one.
         self._held = [(held, dict(held)) for held in of_modules if isinstance(held, dict)]
-        self._values = _copies(tensor for held in of_modules for tensor in held.values())
-        dense = (p for p in model.parameters() if p.layout is torch.strided and not p.is_meta)
-        self._parameters = _copies(dense if parameters else ())
+        values = [value for held in of_modules for value in held.values()]
+        self._tensors = KeptTensors([*values, *(model.parameters() if parameters else ())])
         self._random = KeptRandomState()
 
     def put_back(self) -> None:
-        # A graph of the caller's may still need the others as they are.
-        written = ((p, value) for p, value in self._parameters if not torch.equal(p, value))
-        for tensor, value in (*self._values, *written):
-            # To leave inference mode turns recording on.
-            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                tensor.copy_(value)
+        self._tensors.put_back()
         for held, kept in self._held:
             for name in held.keys() - kept.keys():
                 del held[name]
@@ -66,25 +77,38 @@ class Kept:
         self._random.put_back()
 
 
-def _copies(values: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tensors that can be written to, and what is in them now."""
-    tensors = (value for value in values if isinstance(value, torch.Tensor))
-    held = (t for t in tensors if not is_lazy(t) and not _is_freed(t) and not _is_expanded(t))
-    return [(t, t.detach().clone()) for t in held]
+def _can_be_kept(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or is_lazy(value):
+        return False
+    return not (_is_dense(value) and (_is_freed(value) or _is_expanded(value)))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _holds(tensor: torch.Tensor, value: torch.Tensor, version: int | None) -> bool:
+    """Whether a tensor still holds a value, with NaN where it had NaN."""
+    if not _is_dense(tensor) or type(tensor) not in (torch.Tensor, nn.Parameter):
+        return version is not None and version == _version(tensor)
+    has_nan = tensor.is_floating_point() or tensor.is_complex()
+    return torch.equal(tensor, value) or (
+        has_nan and torch.allclose(tensor, value, rtol=0, atol=0, equal_nan=True)
+    )
 
 
 def _is_freed(tensor: torch.Tensor) -> bool:
     """Whether its memory was given back, as that of a gathered parameter between two uses (FSDP).
     To read it would end the process (torch 2.13)."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return False
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
     """Whether elements share memory, so that it cannot be written to."""
-    if tensor.layout is not torch.strided:
-        return False
     return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
@@ -93,7 +117,7 @@ def _is_lazy(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module, parameters: bool = True) -> Iterator[None]:
+def unchanged(model: nn.Module, parameters: bool) -> Iterator[None]:
     """Parameters, buffers, attributes and random state are put back, as `Kept` explains."""
     kept = Kept(model, parameters)
     try:

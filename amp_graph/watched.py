@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,31 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.ir import NodeFacts
+
+NAN, PLUS, MINUS = "NaN", "inf", "-inf"
+NONE: frozenset[str] = frozenset()
+
+
+def kinds(value: Any) -> frozenset[str]:
+    """Which of NaN, inf and -inf are in the tensors of a value; it waits for the device."""
+    return NONE.union(*(_kinds(t) for t in tree_leaves(value) if isinstance(t, Tensor)))
+
+
+def _kinds(tensor: Tensor) -> frozenset[str]:
+    tensor = tensor.detach()
+    if not (tensor.is_floating_point() or tensor.is_complex()) or bool(tensor.isfinite().all()):
+        return NONE
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    tests = {NAN: torch.isnan, PLUS: torch.isposinf, MINUS: torch.isneginf}
+    return frozenset(kind for kind, test in tests.items() if bool(test(tensor).any()))
+
+
+def own_numbers(node: fx.Node) -> frozenset[str]:
+    """The infinities among an operator's own arguments, as of a mask: what it is to give."""
+    numbers = (a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, float))
+    infinite = (n for n in numbers if math.isinf(n))
+    return frozenset(MINUS if n < 0 else PLUS for n in infinite)
 
 
 class FirstNonfinite:
@@ -49,26 +75,22 @@ class _Looking(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if n.op == "placeholder" and n.name not in self._facts:  # a low-precision weight
-            if self._found.value is None and not _is_finite(result):
+            if self._found.value is None and kinds(result):
                 self._found.value = f"{self._weight(n)}, a weight that low precision cannot hold"
         if n.op != "call_function":
             return result
-        for tensor in tree_leaves(result):
-            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-                continue
-            if self._found.value is None and not _is_finite(tensor) and self._was_finite(n):
+        if self._found.value is None:
+            given = kinds([self.env.get(a) for a in n.all_input_nodes])
+            if kinds(result) - given - own_numbers(n):
                 self._found.value = self._spelled(n)
-            if tensor.requires_grad:
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._look_at_gradient(n))
         return result
 
-    def _was_finite(self, n: fx.Node) -> bool:
-        inputs = tree_leaves([self.env.get(a) for a in n.all_input_nodes])
-        return all(_is_finite(t) for t in inputs if isinstance(t, Tensor))
-
     def _look_at_gradient(self, n: fx.Node) -> Callable[[Tensor], None]:
         def look(gradient: Tensor) -> None:
-            if self._found.gradient is None and not _is_finite(gradient):
+            if self._found.gradient is None and kinds(gradient):
                 self._found.gradient = self._spelled(n)
 
         return look
@@ -84,7 +106,3 @@ class _Looking(fx.Interpreter):
         where = [f"in module '{facts.module_path}'"] if facts.module_path else []
         where += [f"at {facts.source}"] if facts.source else []
         return " ".join([facts.op, *where])
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor.detach()).all())

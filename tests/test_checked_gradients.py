@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -173,6 +175,34 @@ def test_memory_that_is_used_again_is_not_known() -> None:
     del gradient
     other = torch.frombuffer(memory, dtype=torch.float32)  # same address, same version
     assert checked.known([other]) == ([], [other])
+
+
+def test_each_thread_of_a_pass_gets_the_check_of_its_device() -> None:
+    """A backward pass has a thread per device."""
+    inverses = [torch.ones((), device=device) for device in ("cpu", "meta")]
+    wrong: list[Any] = []
+
+    def ask(checked: CheckedGradients, inverse: Tensor, start: threading.Barrier) -> None:
+        start.wait()
+        for _ in range(30):
+            check = checked._check_on(inverse)
+            wrong.extend([check] if check.made_in[1] != inverse.device else [])
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(100):
+            shared = CheckedGradients(), threading.Barrier(4)
+            each = [
+                threading.Thread(target=ask, args=(shared[0], i, shared[1])) for i in inverses * 2
+            ]
+            for thread in each:
+                thread.start()
+            for thread in each:
+                thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
 
 
 def test_no_gradient_is_kept_alive() -> None:

@@ -53,6 +53,12 @@ def test_graphs_are_paired_by_what_they_are() -> None:
     assert "1 graph in the first alone" in str(fewer)
 
 
+def test_a_graph_that_is_there_twice_has_one_partner_each() -> None:
+    first, second = plans(), plans(overrides=(Override("deny", module="second"),))
+    found = amp_graph.diff([*first, *first], [*second, *first])
+    assert [bool(g.changes) for g in found.graphs] == [True, False]
+
+
 def test_nodes_that_are_gone() -> None:
     class Shorter(Net):
         def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:

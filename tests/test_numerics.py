@@ -237,3 +237,21 @@ def test_a_nan_that_precision_makes_is_found_where_its_infinities_are() -> None:
     found = amp_graph.find_nonfinite(Planted("nan"), inputs(), policy="float16")
     assert found is not None and found.code == "x = (x * 3e4 - x * 2e4) * 1e-4"
     assert (found.operator, found.in_float32) == ("aten.mul.Tensor", False)
+
+
+class Chosen(nn.Module):
+    """How many numbers it returns depends on what they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 400)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x).flatten()
+        return y[y > 0.5]
+
+
+def test_outputs_of_different_sizes_are_infinitely_far_apart() -> None:
+    torch.manual_seed(0)
+    found = amp_graph.compare(Chosen(), torch.randn(16, 16), policy="bfloat16")
+    assert found.outputs == float("inf")

@@ -156,6 +156,28 @@ def test_abort_names_the_operator_whose_gradient_was_not_finite() -> None:
     assert "gradient" in message and "test_overflow.py" in message
 
 
+class Masked(nn.Module):
+    """Attention whose mask is infinite, and a product beyond float16 after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ahead = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        weights = (self.query(x) @ x.T).masked_fill(ahead, -math.inf).softmax(-1)
+        return self.last(weights @ x * 1e6)
+
+
+def test_an_abort_names_no_mask() -> None:
+    """Its infinity is a number that the operator was given."""
+    model = Masked()
+    with torch.no_grad():
+        model.last.weight.fill_(1.0)
+    _, message = steps_until_abort(model, 20)
+    assert "masked_fill" not in message and "test_overflow.py" in message, message
+
+
 def test_no_abort_without_overflows_in_a_row() -> None:
     model = Mlp()
     optimizer = SGD(model.parameters(), lr=0.01)

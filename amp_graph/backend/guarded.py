@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_graph.errors import NO_FAILURES, in_words
-from amp_graph.kept import KeptRandomState
+from amp_graph.kept import KeptRandomState, KeptTensors
 from amp_graph.modules import Run
 
 
@@ -41,7 +40,7 @@ class Guarded:
 
     def _first_run(self, *args: Any) -> Any:
         with _disable_current_modes():  # as that of selective checkpointing, which keeps results
-            saved = [(i, args[i].detach().clone()) for i in self._at_risk]
+            given = KeptTensors([args[i] for i in self._at_risk])
         random = KeptRandomState()
         try:
             result = self._emitted(*args)
@@ -52,10 +51,7 @@ class Guarded:
         else:
             self._run = self._emitted
             return result
-        with torch.no_grad():
-            for i, value in saved:
-                if not torch.equal(args[i], value):
-                    args[i].copy_(value)
+        given.put_back()
         random.put_back()
         result = self._original(*args)  # outside of the handler: its error is the user's own
         self._run = self._original

@@ -105,7 +105,7 @@ class CapturedCalls:
         frames, runs, uncaptured = self._frames.own.begun, self._graphs.own.runs, None
         charged, settings = self._frames.charged, chosen.settings
         records = torch.is_grad_enabled()
-        kept = Kept(self.own_code.module) if self._is_new else None
+        kept = Kept(self.own_code.module, parameters=False) if self._is_new else None
         watch, self._watch = self._watch, None
         hooks = self._hooks.number() if watch is not None else 0
         try:

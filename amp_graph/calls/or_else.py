@@ -32,7 +32,7 @@ def or_else(
         nonlocal chosen, has_run, other
         if chosen is not run:
             return chosen(*args, **kwargs)
-        kept = None if has_run or (called := alive()) is None else Kept(called)
+        kept = None if has_run or (called := alive()) is None else Kept(called, parameters=False)
         try:
             result = run(*args, **kwargs)
         except Exception as error:

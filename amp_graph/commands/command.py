@@ -101,7 +101,7 @@ def converted(args: Namespace) -> Subject:
     with working(f"capturing {args.factory}"):
         made = subject(args.factory)
         convert(made.model, policy=policy_of(args), plan=args.plan)
-        with unchanged(made.model):
+        with unchanged(made.model, parameters=True):
             for batch in made.batches:
                 call_with(made.model, batch)
     return made

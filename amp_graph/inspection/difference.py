@@ -7,7 +7,8 @@ graph 0: 2 nodes decided otherwise, casts 286.3 KiB -> 240.0 KiB
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
@@ -18,7 +19,7 @@ from rich.text import Text
 from amp_graph.inspection.spelling import byte_count, count, line_of
 from amp_graph.inspection.terminal import columns, without_colors
 from amp_graph.ir import Cast, Plan, dtype_name
-from amp_graph.plans.pins import fingerprint
+from amp_graph.plans.pins import Saved
 from amp_graph.plans.plan_file import PlanSource, as_plans
 from amp_graph.reasons import short_reason
 
@@ -101,26 +102,25 @@ def diff(before: PlanSource, after: PlanSource) -> Difference:
     Plans of the same graph are compared with each other, the others in order of capture; nodes by
     name. Raises PlanError for a file that cannot be read.
     """
-    first, second = list(as_plans(before).plans), list(as_plans(after).plans)
+    first, second = as_plans(before), as_plans(after)
     pairs = _pairs(first, second)
     graphs = [g for i, (a, b) in enumerate(pairs) for g in _differences(f"graph {i}", a, b)]
-    return Difference(tuple(graphs), len(first) - len(pairs), len(second) - len(pairs))
+    only_before, only_after = (len(s.plans) - len(pairs) for s in (first, second))
+    return Difference(tuple(graphs), only_before, only_after)
 
 
-def _pairs(first: Sequence[Plan], second: Sequence[Plan]) -> list[tuple[Plan, Plan]]:
-    rest = list(second)
-    partners: list[Plan | None] = []
-    for plan in first:
-        same = [p for p in rest if fingerprint(p) == fingerprint(plan)]
-        partners.append(same[0] if same else None)
-        if same:
-            rest.remove(same[0])
-    pairs = []
-    for plan, partner in zip(first, partners, strict=True):
-        found = partner or (rest.pop(0) if rest else None)
-        if found is not None:
-            pairs.append((plan, found))
-    return pairs
+def _pairs(first: Saved, second: Saved) -> list[tuple[Plan, Plan]]:
+    alike: defaultdict[str, deque[Plan]] = defaultdict(deque)
+    for mark, plan in zip(second.fingerprints, second.plans, strict=True):
+        alike[mark].append(plan)
+    partners = [alike[mark].popleft() if alike[mark] else None for mark in first.fingerprints]
+    left = {id(plan) for plans in alike.values() for plan in plans}
+    others = (plan for plan in second.plans if id(plan) in left)
+    pairs = (
+        (plan, partner or next(others, None))
+        for plan, partner in zip(first.plans, partners, strict=True)
+    )
+    return [(plan, partner) for plan, partner in pairs if partner is not None]
 
 
 def _differences(name: str, a: Plan, b: Plan) -> Iterator[GraphDifference]:

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from amp_graph.ir import Plan, dtype_name
 from amp_graph.numerics.outputs import check_loss
 from amp_graph.numerics.rerun import Batch, Loss, Observer, Outcome, Place, Rerun, rerun_of
+from amp_graph.watched import MINUS, NAN, PLUS, kinds, own_numbers
 
-NAN, PLUS, MINUS = "NaN", "inf", "-inf"
 OUTSIDE = "code outside of the graphs"
 
 
@@ -129,21 +129,21 @@ class _Flags(Observer):
     def value(self, place: Place, node: fx.Node, value: Any) -> None:
         tensors = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
         floats = [t.detach() for t in tensors if t.is_floating_point()]
-        kinds = frozenset[str]().union(*(_kinds(t) for t in floats))
+        found = kinds(floats)
         self.nodes[place] = node
-        self.values[place] = kinds
+        self.values[place] = found
         before = [self.values.get(_at(place, o), frozenset()) for o in node.all_input_nodes]
-        new = kinds.difference(*before, _own_numbers(node))
+        new = found.difference(*before, own_numbers(node))
         if new and node.op != "output":
             self._note("forward", place, new, floats[0].dtype)
 
     def gradient(self, place: Place, gradient: torch.Tensor) -> None:
-        kinds = _kinds(gradient)
+        found = kinds(gradient)
         finite = gradient.detach().abs().nan_to_num(0, 0, 0)
         largest = float(finite.max()) if gradient.numel() else 0.0
-        self.gradients[place] = kinds, largest
-        if kinds:
-            self._note("backward", place, kinds, gradient.dtype)
+        self.gradients[place] = found, largest
+        if found:
+            self._note("backward", place, found, gradient.dtype)
 
     def has(self, finding: _Finding, kind: str) -> bool:
         """Whether this run has such numbers at the place of a finding in another."""
@@ -155,10 +155,10 @@ class _Flags(Observer):
             return kind in self.values.get(place, ())
         return kind in self.gradients.get(place, (frozenset(), 0.0))[0]
 
-    def _note(self, phase: str, place: Place, kinds: frozenset[str], dtype: torch.dtype) -> None:
+    def _note(self, phase: str, place: Place, new: frozenset[str], dtype: torch.dtype) -> None:
         valued = self.nodes[place]
         node = self._culprit(place, valued) if phase == "backward" else valued
-        self.found.append(_Finding(phase, place, node, valued, _in_order(kinds), dtype))
+        self.found.append(_Finding(phase, place, node, valued, _in_order(new), dtype))
 
     def _culprit(self, place: Place, node: fx.Node) -> fx.Node:
         """The reader whose derivative gave the gradient; of several, that with the largest
@@ -174,25 +174,8 @@ def _at(place: Place, node: fx.Node) -> Place:
     return Place(place.call, place.graph, place.body, node.name)
 
 
-def _kinds(tensor: torch.Tensor) -> frozenset[str]:
-    if bool(torch.isfinite(tensor).all()):
-        return frozenset()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    tests = {NAN: torch.isnan, PLUS: torch.isposinf, MINUS: torch.isneginf}
-    return frozenset(kind for kind, test in tests.items() if bool(test(tensor).any()))
-
-
-def _in_order(kinds: frozenset[str]) -> tuple[str, ...]:
-    return tuple(kind for kind in (NAN, PLUS, MINUS) if kind in kinds)
-
-
-def _own_numbers(node: fx.Node) -> frozenset[str]:
-    """The infinities among an operator's own arguments."""
-    numbers = (a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, float))
-    return frozenset(
-        MINUS if n < 0 else PLUS for n in numbers if n in (float("inf"), -float("inf"))
-    )
+def _in_order(found: frozenset[str]) -> tuple[str, ...]:
+    return tuple(kind for kind in (NAN, PLUS, MINUS) if kind in found)
 
 
 def _not_finite(outcome: Outcome) -> Iterator[NonFinite]:
@@ -202,7 +185,7 @@ def _not_finite(outcome: Outcome) -> Iterator[NonFinite]:
         results.append(("forward", "the loss", "the loss", outcome.loss))
     results += [("backward", OUTSIDE, name, g) for name, g in outcome.gradients.items()]
     for phase, node, value, tensor in results:
-        for kind in _in_order(_kinds(tensor)):
+        for kind in _in_order(kinds(tensor)):
             dtype = dtype_name(tensor.dtype)
             yield NonFinite(phase, node, "no graph", value, kind, dtype, "", "", "", None, False)
 

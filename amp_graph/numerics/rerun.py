@@ -138,7 +138,11 @@ class Rerun:
         self._mixed, self._calls = precision == "mixed", 0
         self._observer = observer or Observer()
         try:
-            with unchanged(self.model), warnings.catch_warnings(), torch.enable_grad():
+            with (
+                unchanged(self.model, parameters=True),
+                warnings.catch_warnings(),
+                torch.enable_grad(),
+            ):
                 warnings.simplefilter("ignore", ConversionWarning)
                 torch.manual_seed(SEED)
                 output = call_with(self._call, batch)
@@ -205,7 +209,7 @@ def _own_error(model: nn.Module, batch: Batch) -> Exception | None:
     """What the model's own code raises on a batch. Dynamo raises an error of its own when an
     operator refuses its arguments."""
     try:
-        with unchanged(model), torch.enable_grad():
+        with unchanged(model, parameters=True), torch.enable_grad():
             call_with(plain_code(model), batch)
     except Exception as error:
         return error

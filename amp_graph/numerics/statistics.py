@@ -83,8 +83,11 @@ def exponents(values: torch.Tensor) -> Counter[int]:
 
 
 def relative_error(reference: list[torch.Tensor], mixed: list[torch.Tensor]) -> float:
-    """The distance of two lists of tensors, each taken as one vector, relative to the first."""
+    """The distance of two lists of tensors, each taken as one vector, relative to the first;
+    infinite if they differ in shape, as what is chosen by its values may."""
     if not reference:
         return 0.0
+    if [r.shape for r in reference] != [m.shape for m in mixed]:
+        return math.inf
     r, m = (torch.cat([*map(numbers, ts)]) for ts in (reference, mixed))
     return statistics(r, m).error

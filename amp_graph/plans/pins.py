@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from amp_graph.errors import PlanError
@@ -31,6 +32,10 @@ class Saved:
 
     plans: tuple[Plan, ...]
     origin: str = "the plan given"
+
+    @cached_property
+    def fingerprints(self) -> tuple[str, ...]:
+        return tuple(map(fingerprint, self.plans))
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,8 @@ def pins_for(saved: Saved, captured: Plan) -> Pins:
     Raises PlanError if no saved plan is for this graph, or several that differ are.
     """
     mark = fingerprint(captured)
-    exact = [(i, plan) for i, plan in enumerate(saved.plans) if fingerprint(plan) == mark]
+    marks = enumerate(saved.fingerprints)
+    exact = [(i, saved.plans[i]) for i, its_mark in marks if its_mark == mark]
     if exact:
         _check_agreement(exact, saved.origin)
         return _pins(exact[0][1], captured, saved.origin, exact=True)

@@ -48,8 +48,9 @@ class CheckedGradients:
         if len(self._checks) >= self._enough:
             self._checks = [check for check in self._checks if check.memories.are_alive()]
             self._enough = 2 * len(self._checks) + 1
-        self._checks.append(_Check(made_in, torch.zeros_like(inverse)))
-        return self._checks[-1]
+        check = _Check(made_in, torch.zeros_like(inverse))
+        self._checks.append(check)  # beside those that other devices' threads append
+        return check
 
     def forget(self) -> None:
         """A round has ended; what is overwritten in place has the same memory in the next."""

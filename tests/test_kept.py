@@ -1,0 +1,80 @@
+"""What is kept beside a run is put back where it has changed, and nowhere else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import amp_graph
+from amp_graph.backend.guarded import Guarded
+from amp_graph.kept import KeptTensors, unchanged
+
+
+def test_what_has_changed_is_put_back() -> None:
+    written, again = torch.arange(3.0), torch.arange(3)
+    kept = KeptTensors([written, None, again])
+    written.data.add_(1)  # its version stays
+    again[1] = 7
+    kept.put_back()
+    assert written.tolist() == again.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([math.nan, 1.0, math.inf]),
+        torch.tensor([complex(0, math.nan)]),
+        torch.eye(3).to_sparse(),
+        torch.ones((2, 3), device="meta"),
+        torch.ones(1).expand(4),
+        torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(1, 2)], layout=torch.jagged),
+    ],
+    ids="nan complex sparse meta expanded nested".split(),
+)
+def test_what_has_not_keeps_its_version(tensor: torch.Tensor) -> None:
+    before = tensor._version
+    KeptTensors([tensor]).put_back()
+    assert tensor._version == before
+
+
+def test_sparse_values_are_put_back() -> None:
+    tensor = torch.eye(3).to_sparse()
+    kept = KeptTensors([tensor])
+    tensor.mul_(2)
+    kept.put_back()
+    assert torch.equal(tensor.to_dense(), torch.eye(3))
+
+
+def test_inference_tensors_are_put_back() -> None:
+    with torch.inference_mode():
+        tensor = torch.zeros(3)
+        kept = KeptTensors([tensor])
+        tensor.add_(1)
+    kept.put_back()
+    assert tensor.tolist() == [0, 0, 0]
+
+
+def test_a_graph_of_the_callers_may_be_walked_back_after_a_look_at_the_model() -> None:
+    """It has saved the running statistics."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
+    x = torch.randn(8, 4)
+    loss = model(x).sum()
+    with unchanged(model, parameters=True):
+        model(x)
+    amp_graph.compare(model, x, policy="bfloat16")
+    loss.backward()
+
+
+def test_a_failed_run_is_followed_by_the_original_on_what_cannot_be_compared() -> None:
+    def fail(*_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("planted")
+
+    reasons: list[str] = []
+    nested = torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(1, 2)], layout=torch.jagged)
+    sparse, lost = torch.eye(2).to_sparse(), torch.tensor([math.nan])
+    run = Guarded(fail, lambda *args: args[2] + 1, [0, 1, 2], reasons.append)
+    assert run(nested, sparse, lost).isnan()
+    assert lost._version == 0 and reasons == ["RuntimeError: planted"]
