@@ -79,9 +79,8 @@ def export(
     with torch.no_grad():
         decision = decide(_traced(exported), chosen, chosen.load_lists(), saved, _paths(exported))
     if decision.lifted is None:
-        reason = decision.failure or decision.plan.fallback
         raise AmpGraphError(
-            f"cannot export {type(model).__name__} in mixed precision: {reason}. "
+            f"cannot export {type(model).__name__} in mixed precision: {decision.plan.fallback}. "
             f"torch.export.export has it in float32"
         )
     if not decision.plan.converts:

@@ -82,7 +82,8 @@ SUMS = frozenset(f"aten.{name}.Tensor" for name in ("add", "add_", "sub", "sub_"
 
 
 class Narrowing(NamedTuple):
-    """How streams are narrowed: but for `raw` values that moved and are read for their `digits`."""
+    """Residual streams may be low, but for what is in `digits` and follows from `raw` values that
+    something low was added to."""
 
     raw: Container[int]
     digits: Container[int]

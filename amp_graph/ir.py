@@ -1,6 +1,6 @@
 """The nouns of the compiler: plain, frozen data that the passes hand to one another.
 
-Nothing here runs a model, or needs the rest of the package; `Plan.save` does when it is called.
+Nothing here runs a model.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ import enum
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 
+from amp_graph.stored_path import stored_path
+
 LOW_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 LOW = tuple(LOW_DTYPES.values())  # the precisions that count as low
+READERS = 16  # of one low value: so many gradients add up with about one rounding of each
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
@@ -92,6 +94,9 @@ class NodeFacts:
         is a view of another value or was written in place.
     written: some node of the graph writes into that storage.
     writes: the memories that this node itself writes into, or may.
+    external: its memory is an input's, a parameter's or a buffer's.
+    user_cast: of float32 to float32, in the model's code: stay precise from here.
+    scalars: the numbers that take part in its arithmetic.
     fixed: why the node must run as captured, or "".
     source, code: the line of the user's code that it came from, and that line's text.
     """
@@ -146,13 +151,9 @@ class NodeFacts:
 
     @property
     def label(self) -> str:
-        """The name to show: a parameter or buffer by its path in the model ("head.fc.weight"),
-        which Dynamo calls `l_self_modules_head_modules_fc_parameters_weight_`."""
-        stored = re.search(r"^(\w*?)(_dict)?_(?:parameters|buffers)_(\w+?)_*$", self.name)
-        if self.op != "placeholder" or stored is None:
-            return self.name
-        chain = re.split(r"(?:_dict)?_modules_", stored[1])[1:]
-        return ".".join([*_owner(self.module_path, chain), stored[3]])
+        """The name to show: of a parameter or buffer its path in the model ("head.fc.weight")."""
+        path = stored_path(self.name, self.module_path) if self.op == "placeholder" else None
+        return path or self.name
 
     @property
     def is_scalar(self) -> bool:
@@ -162,23 +163,6 @@ class NodeFacts:
     def is_empty(self) -> bool:
         """Whether it returns no element, whatever the inputs (the cache before the first token)."""
         return bool(self.tensors) and all(0 in t.shape for t in self.tensors)
-
-
-def _owner(reader: str, chain: list[str]) -> list[str]:
-    """The path of the module whose parameter a module reads. `chain` is how Dynamo spells it, from
-    the module on in which the graph begins, in snake case and without dots. Where it begins with an
-    end of the reader's path, it is that module, or inside of it."""
-    path = reader.split(".") if reader else []
-    for begin in range(len(path)):
-        end = _letters(path[begin:])
-        for length in range(1, len(chain) + 1):
-            if _letters(chain[:length]) == end:
-                return path + chain[length:]
-    return chain or path
-
-
-def _letters(path: list[str]) -> str:
-    return re.sub(r"[\W_]", "", "_modules_".join(path)).lower()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +197,11 @@ class Cast:
     bytes: int
     saturate: bool = False
     is_weight: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a gradient more would be lost among those of the readers that it has."""
+        return len(self.readers) >= READERS and self.dtype is not torch.float32
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -292,9 +281,3 @@ class Plan:
     def weight_bytes(self) -> int:
         """Bytes read and written to bring all low-precision weights up to date."""
         return sum(c.bytes for c in self.casts if c.is_weight)
-
-    def save(self, path: str | Path) -> None:
-        """Write this plan alone to a file; `amp_graph.save_plan` writes all plans of a model."""
-        from amp_graph.plans.plan_file import save_plan
-
-        save_plan(self, path)

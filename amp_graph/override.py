@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 
 from amp_graph.errors import PolicyError, did_you_mean
 from amp_graph.ir import Color, NodeFacts
-from amp_graph.oplists import known_names, spellings
+from amp_graph.oplists import full_name, known_names, spellings
 
 PYTHON = ("torch", "nn", "F")  # the functions there go by other names in a graph
 
@@ -21,7 +21,7 @@ class Override:
     """A colour for all nodes that match every criterion given; it beats the lists.
 
     module: glob over module paths ("encoder.*.attn"); a path matches with all below it.
-    op: operator as lists spell it, "aten.gelu" or "aten.gelu.default"; in place too.
+    op: operator as lists spell it, "gelu", "aten.gelu" or "aten.gelu.default"; in place too.
     name: glob over node names.
     where: a function of NodeFacts that returns whether the node matches.
     """
@@ -46,7 +46,9 @@ class Override:
         if self.where is not None and not callable(self.where):
             raise PolicyError(f"Override(where=...) takes a function, not {self.where!r}")
         if self.op is not None:
-            _check_operator(self.op)
+            known = known_names()
+            object.__setattr__(self, "op", full_name(self.op, known) or self.op)
+            _check_operator(self.op, known)
 
     def matches(self, facts: NodeFacts) -> bool:
         if self.module is not None and not inside(facts.module_path, self.module):
@@ -65,18 +67,17 @@ class Override:
             ) from error
 
     def __str__(self) -> str:
-        given = {"module": self.module, "op": self.op, "name": self.name}
-        text = ", ".join(f"{k}={v}" for k, v in given.items() if v is not None)
-        return f"{text or 'where=' + getattr(self.where, '__name__', 'predicate')}"
+        where = None if self.where is None else getattr(self.where, "__name__", "predicate")
+        given = {"module": self.module, "op": self.op, "name": self.name, "where": where}
+        return ", ".join(f"{k}={v}" for k, v in given.items() if v is not None)
 
 
-def _check_operator(op: str) -> None:
+def _check_operator(op: str, known: Collection[str]) -> None:
     """Refuse an operator that no node can have; other libraries' may be registered later."""
-    known = known_names()
     namespace = re.split(r"\.|::", op)[0]
     is_missing = namespace in ("aten", *PYTHON) and op not in known
     is_bare = namespace == op and f"higher_order.{op}" not in known
-    if is_missing or is_bare or f"aten.{op}" in known:
+    if is_missing or is_bare:
         last = op.rpartition(".")[2].lower()
         name = op.replace("::", ".") if namespace == "aten" else f"aten.{last}"
         raise PolicyError(

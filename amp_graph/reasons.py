@@ -15,23 +15,8 @@ from amp_graph.listing import Listing
 
 OWN_AUTOCAST = "the model's own autocast region"  # why something runs as captured
 
-# The rules whose `because` is another node; of others it may be a group of the same name.
-NAME_A_NODE = frozenset(
-    {
-        "downstream of",
-        "promoted by",
-        "number not known",
-        "saturates",
-        "angle of",
-        "position for",
-        "looked up often",
-        "result of",
-        "shares memory with",
-        "writes into",
-        "output shares memory with",
-    }
-)
-
+# What a rule says; `because` is another node where the words name one, else perhaps a group of the
+# same name.
 WORDS = {
     "downstream of": "computes on values of {node}, which is float32 for precision",
     "promoted by": "also reads {node}, which holds full float32, and PyTorch would promote",
@@ -61,6 +46,11 @@ class Reason:
 
     node: str
     text: str
+
+
+def names_a_node(paint: Paint) -> bool:
+    """Whether the decision follows from that for another node, `paint.because`."""
+    return "{node}" in WORDS.get(paint.rule, "")
 
 
 def short_reason(plan: Plan, name: str) -> str:
@@ -122,7 +112,7 @@ def _steps(
         if paint.rule in ("free", "float32 math inside") and name in listings:
             entry = listings[name]
             yield Reason(name, f"on the {entry.color.value} list, {_entry(entry)}")
-        if paint.rule not in NAME_A_NODE or paint.because not in plan.facts:
+        if not names_a_node(paint) or paint.because not in plan.facts:
             return
         name = paint.because
 

@@ -71,7 +71,6 @@ def test_what_cannot_be_converted(model: Any, message: str) -> None:
         lambda: Override("purple", op="aten.add"),
         lambda: Override("deny"),
         lambda: Override("deny", op="aten.gelu.defualt"),
-        lambda: Override("deny", op="gelu"),
         lambda: Override("deny", op="liner"),
         lambda: Override("deny", op="torch.nn.functional.gelu"),
         lambda: Override("deny", op="F.gelu"),

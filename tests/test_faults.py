@@ -119,15 +119,20 @@ def test_a_body_that_cannot_be_retraced_does_not_keep_the_rest_back(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
-    retrace_module = sys.modules["amp_graph.capture.retrace"]
-    monkeypatch.setattr(retrace_module, "_retrace_body", lambda body, names, users: body)
+
+    def fail(*_: Any) -> Any:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(sys.modules["amp_graph.capture.retrace"], "retrace", fail)
     case = next(c for c in zoo.cases() if c.name == name)
     args, kwargs = case.batch(0, 0)
     model = amp_graph.convert(case.make())
     model(*args, **kwargs)
     (plan,) = amp_graph.plans(model)
     assert "linear" in plan.low
-    assert {body.fallback for body in plan.bodies.values()} == {"not retraced to ATen"}
+    assert {body.fallback for body in plan.bodies.values()} == {
+        "not retraced to ATen (ValueError: planted)"
+    }
 
 
 class Dropping(Net):

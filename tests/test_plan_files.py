@@ -70,7 +70,7 @@ def test_every_kind_of_value_comes_back(tmp_path: Path) -> None:
         (Cast("a", torch.float32, ("b", "c"), 24, saturate=True),),
         {"body": body},
     )
-    plan.save(tmp_path / "p.json")
+    amp_graph.save_plan(plan, tmp_path / "p.json")
     assert amp_graph.load_plan(tmp_path / "p.json") == (plan,)
 
 
@@ -153,7 +153,7 @@ def test_saved_decisions_beat_lists_and_policy(saved: Path, x: torch.Tensor) -> 
 def test_an_override_that_was_saved_keeps_its_reason(tmp_path: Path, x: torch.Tensor) -> None:
     policy = Policy(dtype="bfloat16", overrides=(Override("deny", module="second"),))
     model = amp_graph.convert(Net().eval(), policy=policy, example_inputs=(x,))
-    amp_graph.plans(model)[0].save(tmp_path / "p.json")
+    amp_graph.save_plan(amp_graph.plans(model), tmp_path / "p.json")
     torch._dynamo.reset()
     again = amp_graph.convert(Net().eval(), plan=tmp_path / "p.json", example_inputs=(x,))
     assert amp_graph.plans(again)[0].paints["linear_1"].because == "module=second"

@@ -13,7 +13,7 @@ from amp_graph.autopatch.script_models import Model, folded
 from amp_graph.convert import is_converted
 from amp_graph.inspection import render
 from amp_graph.inspection.dump import dump
-from amp_graph.inspection.spelling import plural
+from amp_graph.inspection.spelling import byte_count, plural
 from amp_graph.reasons import why_nothing_is_low
 
 PER_RUN = ("operators", "operators_low", "casts", "cast_bytes", "casts_of_unknown_size")
@@ -109,7 +109,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
             yield (
                 f"{_name(m)}: {m['operators_low']} of {m['operators']} operators in "
                 f"{m['dtype'].removeprefix('torch.')}, {m['casts']} casts moving {least}"
-                f"{m['cast_bytes'] / 2**20:.1f} MiB, in {m['runs']} {plural(m['runs'], 'run')} of "
+                f"{byte_count(m['cast_bytes'])}, in {m['runs']} {plural(m['runs'], 'run')} of "
                 f"{m['graphs']} {plural(m['graphs'], 'graph')}"
             )
         yield from (f"  {fallback}" for fallback in m["fallbacks"])

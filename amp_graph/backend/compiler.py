@@ -76,6 +76,6 @@ class Compiler:
         decision = built.decision
         index = self.record.add(decision.plan)
         self._graphs[index] = decision.graphs
-        if decision.failure:
-            self.record.fall_back(index, decision.failure)
+        if decision.graphs is not None and decision.lifted is None:
+            self.record.tell_as_captured(index)
         return index, self._assembler.assemble(index, built)

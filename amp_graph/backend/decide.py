@@ -56,14 +56,12 @@ class Decision:
     """What becomes of a graph.
 
     graphs: None if it could not be retraced; the captured one twice if it could not be rewritten.
-    lifted: what is to run; None in both cases.
-    failure: why it could not be rewritten.
+    lifted: what is to run; None in both cases, for which the plan has the reason.
     """
 
     plan: Plan
     graphs: Graphs | None = None
     lifted: Lifted | None = None
-    failure: str = ""
 
 
 def decide(
@@ -96,8 +94,8 @@ def decide(
     except MISTAKES:
         raise
     except Exception as error:
-        nothing_decided = outline(captured, policy, lists)
-        return Decision(nothing_decided, Graphs(captured, captured), failure=in_words(error))
+        plan = outline(captured, policy, lists).as_captured(in_words(error))
+        return Decision(plan, Graphs(captured, captured))
     return Decision(plan, Graphs(captured, emitted), lifted)
 
 

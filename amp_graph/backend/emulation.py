@@ -32,7 +32,7 @@ from amp_graph.cpu import emulates
 from amp_graph.ir import LOW, Color
 from amp_graph.oplists import OpLists
 from amp_graph.policy import Policy
-from amp_graph.training.engine import never_captured
+from amp_graph.uncaptured import never_captured
 
 
 def emulated_nodes(policy: Policy, lists: OpLists) -> Callable[[fx.Node], bool]:

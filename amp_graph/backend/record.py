@@ -11,8 +11,6 @@ from amp_graph.errors import warn
 from amp_graph.ir import Plan
 from amp_graph.training.graph_scale import GraphScale
 
-_adding = threading.Lock()
-
 
 @dataclass
 class Record:
@@ -23,21 +21,26 @@ class Record:
     runs: Counter[int] = field(default_factory=Counter)
     breaks: list[str] = field(default_factory=list)
     scale: GraphScale | None = None
+    _adding: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, plan: Plan) -> int:
         """Keep the plan of a graph that was captured, or of code without one; its index."""
-        with _adding:
+        with self._adding:
             self.plans.append(plan)
             return len(self.plans) - 1
 
     def drop(self, index: int) -> None:
         """Take it back, unless another thread has added one since: that is known by its index."""
-        with _adding:
+        with self._adding:
             if index == len(self.plans) - 1:
                 del self.plans[index]
 
     def fall_back(self, index: int, reason: str) -> None:
         self.plans[index] = self.plans[index].as_captured(reason)
+        self.tell_as_captured(index)
+
+    def tell_as_captured(self, index: int) -> None:
+        reason = self.plans[index].fallback
         warn(f"graph {index} runs as it was captured, in its own precision: {reason}")
 
     def not_under_autocast(self, index: int, what: str, reason: str) -> None:

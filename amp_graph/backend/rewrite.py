@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from amp_graph.capture.aten import bodies_of, is_retraced, set_attribute, tensors_of
+from amp_graph.capture.aten import (
+    WHY_NOT_RETRACED,
+    bodies_of,
+    is_retraced,
+    set_attribute,
+    tensors_of,
+)
 from amp_graph.capture.grad_modes import recorded_nodes
 from amp_graph.errors import MISTAKES, in_words
 from amp_graph.flow import flow_graph
@@ -85,7 +91,7 @@ def rewrite_body(
     """As `rewrite`, but a body that fails runs as captured, and its plan says so."""
     dtype = policy.dtype_for(device_types(body))
     if not is_retraced(body):
-        return body, Plan(dtype, fallback="not retraced to ATen")
+        return body, Plan(dtype, fallback=f"not retraced to ATen ({body.meta[WHY_NOT_RETRACED]})")
     try:
         return rewrite(body, policy, lists, pins)
     except MISTAKES:

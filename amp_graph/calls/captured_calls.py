@@ -161,9 +161,9 @@ class CapturedCalls:
         self._stop_if_too_many()
 
     def _tell(self) -> None:
-        """Of what was skipped and, after the first call, of that: of several at once it is the one
-        that is watched. Others are called by what was captured in it, if nothing is to run beside
-        its graphs."""
+        """Report what Dynamo skipped and, after the first call, what was converted. From then on
+        models that are alike may be called by these captures, if nothing is to run beside their
+        graphs. Of concurrent first calls the one that is watched does this."""
         skipped, chosen = self._frames.take_skipped(), self._chosen
         if self._is_new:
             self._is_new = False

@@ -30,7 +30,7 @@ class InForce(NamedTuple):
 
 
 class Chosen:
-    """Of one model, which it does not keep alive.
+    """Which captures one model is called by; the model is held weakly.
 
     captures: those that `run` calls, which is there before them; None before the first call.
     is_stale: whether they are of no use any more.

@@ -30,9 +30,9 @@ from amp_graph.modules import (
 from amp_graph.plans.pins import Saved
 from amp_graph.policy import Policy
 from amp_graph.results import map_tensors
-from amp_graph.training.engine import never_captured
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.optimizers import attach, detach, drop_scale, use_scale
+from amp_graph.uncaptured import never_captured
 
 
 class Conversion(StandIn):

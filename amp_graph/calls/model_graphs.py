@@ -35,7 +35,7 @@ class Graph(NamedTuple):
 
 
 class CallsOfThread(threading.local):
-    """Of the calls of one thread.
+    """How far one thread is in its call of a model.
 
     runs: how often a graph ran.
     watch: looks at what runs outside of graphs; None if nobody does.
@@ -49,7 +49,7 @@ class CallsOfThread(threading.local):
 
 
 class ModelGraphs:
-    """Of one model, which it does not keep alive."""
+    """The graphs of one model, built and counted; the model is held weakly."""
 
     def __init__(self, module: nn.Module, compiler: Compiler):
         self.frames, self.hooks = Frames(), Hooks(module)

@@ -18,7 +18,8 @@ from amp_graph.policy import Policy
 
 
 class OwnCode:
-    """Of one model, which it does not keep alive; `record` has a plan for each reason to run it."""
+    """A model's own code, and whether to run it; the model is held weakly. `record` has a plan for
+    each reason to run it."""
 
     def __init__(self, module: nn.Module, policy: Policy, record: Record):
         self._module = weakref.ref(module)

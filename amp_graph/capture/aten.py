@@ -43,6 +43,7 @@ SET_DATA: Callable[..., Any] = (
 )
 SELECTIVE = "_checkpoint_context_fn"  # in the meta of a body: what selective checkpointing saves
 IN_REGION = "amp_graph_in_region"  # in the meta of a graph: all of it is in an autocast region
+WHY_NOT_RETRACED = "amp_graph_why_not_retraced"  # in the meta of a body that is as Dynamo left it
 ASKS_FOR_LOW = "amp_graph_asks_for_low"  # in the meta of a graph captured under autocast: a node
 
 

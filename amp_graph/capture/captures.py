@@ -32,9 +32,6 @@ from amp_graph.modules import Run, alive, weak_method
 PAUSE = 1e-3  # seconds
 MANY = 64  # graphs, beside Dynamo's limit of 256 for each piece of code
 
-# .caller: in whose call this thread is; .known: among how many captures it has looked one up;
-# .frame: what it captures
-_now = threading.local()
 _assembling = threading.RLock()
 
 
@@ -51,16 +48,32 @@ class Frame(NamedTuple):
     is_in_region: bool = False
 
 
+class _Now(threading.local):
+    """What a thread is in the middle of.
+
+    caller: in whose call it is.
+    known: among how many captures it has looked one up.
+    frame: what it captures.
+    """
+
+    def __init__(self) -> None:
+        self.caller: Caller | None = None
+        self.known = 0
+        self.frame = Frame()
+
+    def calling(self) -> Caller:
+        assert self.caller is not None, "a capture outside of a call"
+        return self.caller
+
+
+_now = _Now()
+
+
 @torch.compiler.assume_constant_result
 def captured_policy_id() -> int:
     """The `policy_id` of the model that this thread captures, 0 if it captures none. Dynamo asks
     while it captures, and makes no guard of the answer."""
-    return _captured().policy_id
-
-
-def _captured() -> Frame:
-    frame: Frame = getattr(_now, "frame", Frame())
-    return frame
+    return _now.frame.policy_id
 
 
 class GuardsFail(Exception):
@@ -114,12 +127,12 @@ class Captures:
         return self._is_stale
 
     def _compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Run:
-        called = _now.caller.called
+        called = _now.calling().called
         return compile_in_parts(graph, example_inputs, self._compile_part, called.module)
 
     def _compile_part(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Run:
-        caller: Caller = _now.caller
-        if not (frame := _captured()).is_entry:
+        caller = _now.calling()
+        if not (frame := _now.frame).is_entry:
             own_regions.hold_in_region(frame.is_in_region)
         if frame.is_in_region:
             own_regions.write_region(graph)
@@ -131,13 +144,13 @@ class Captures:
     @contextlib.contextmanager
     def _capturing(self, code: CodeType) -> Iterator[Attempt]:
         """Around the capture of a frame, for which a thread waits until others have made theirs."""
-        caller: Caller = _now.caller
+        caller = _now.calling()
         is_first = self.code.begins_with(code)
         if is_first and not caller.may_capture():
             raise GuardsFail
         called = caller.called
         chosen = {**SETTINGS, **self._own, **called.settings(), **self._logs.settings()}
-        before = _captured()
+        before = _now.frame
         _now.frame = Frame(called.policy_id, is_first, own_regions.is_in_region())
         try:
             frames = called.frames
@@ -153,7 +166,7 @@ class Captures:
 def _run(captures: Callable[[], Captures | None], index: int, *args: Any) -> Any:
     """Run a graph of these in the model that is being called by them. That is another one, or none,
     where Dynamo was told to run whatever was captured by anybody (`torch._dynamo.run`)."""
-    caller: Caller | None = getattr(_now, "caller", None)
+    caller = _now.caller
     found = alive(captures)
     if caller is None or caller.captures is not found:
         graph, _ = found.graphs[index]
@@ -179,7 +192,7 @@ class Caller:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()  # which lives while it is called
-        before, _now.caller = getattr(_now, "caller", None), self
+        before, _now.caller = _now.caller, self
         around = own_regions.begin()
         try:
             while True:  # each time for a capture that another thread has made

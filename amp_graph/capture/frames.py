@@ -32,8 +32,8 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 
 from amp_graph.capture.breaks import in_other_words
 
-MAX_CAPTURES = 16  # calls that captured something, less one for
-REPAID_BY = 4  # calls that did not
+MAX_CAPTURES = 16  # calls that captured something: as many that nothing pays for are too many
+REPAID_BY = 4  # calls that captured nothing pay for one that did
 RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
 AS_EVER = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
 _numbers = itertools.count()
@@ -48,9 +48,9 @@ class Attempt:
 
 
 class FramesOfThread(threading.local):
-    """Of the calls of one thread.
+    """What one thread's calls of a model have captured.
 
-    begun: how many frames were.
+    begun: how many frames were begun.
     raised: the code of those in which Dynamo saw an error of the model's, and left them to Python.
     """
 

@@ -8,6 +8,8 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch import fx
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
@@ -34,6 +36,12 @@ def grad_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
             continue
         found[node] = records
     return found
+
+
+def is_switch(node: fx.Node, captured: Container[str]) -> bool:
+    """Whether a node of an emitted graph is there to have a cast recorded, and is none of those
+    that were captured."""
+    return node.target is SET_GRAD_ENABLED and node.name not in captured
 
 
 def mode_after(graph: fx.Graph) -> bool | None:

@@ -46,6 +46,7 @@ from amp_graph.capture.aten import (
     SELECTIVE,
     SET_DATA,
     SET_GRAD_ENABLED,
+    WHY_NOT_RETRACED,
     get_attribute,
     module_path,
     set_attribute,
@@ -58,7 +59,7 @@ from amp_graph.capture.hidden_memory import hidden_memory
 from amp_graph.capture.own_regions import mark_bodies
 from amp_graph.capture.tensor_indices import as_read_by
 from amp_graph.capture.vmap import all_left, drop_unused_detaches, inside_vmap
-from amp_graph.errors import CaptureError
+from amp_graph.errors import CaptureError, in_words
 
 KERNEL_CHOICE = (_sdpa_kernel, _backend_from_string)
 MODE_SETTERS = (SET_GRAD_ENABLED, ENTER_AUTOCAST, EXIT_AUTOCAST, *INFERENCE_MODE, *KERNEL_CHOICE)
@@ -294,5 +295,6 @@ def _retrace_body(
     try:
         with as_read_by(users):
             return retrace(body, names)
-    except Exception:
+    except Exception as error:
+        body.meta[WHY_NOT_RETRACED] = in_words(error)
         return body

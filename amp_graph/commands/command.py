@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from amp_graph.commands.factory import Subject, subject
 from amp_graph.convert import convert
-from amp_graph.errors import AmpGraphError
+from amp_graph.files import check_file
 from amp_graph.ir import LOW_DTYPES
 from amp_graph.kept import unchanged
 from amp_graph.modules import call_with
@@ -69,24 +67,9 @@ def policy_of(args: Namespace) -> Policy:
 
 
 def check_files(*files: str | None) -> None:
-    """Refuse files that cannot be written, before the work whose results they are for."""
-    for path in (Path(file) for file in files if file is not None):
-        if path.is_dir():
-            raise AmpGraphError(f"{path}: is a folder; give the path of a file")
-        if not path.parent.is_dir():
-            raise AmpGraphError(f"{path}: there is no folder {str(path.parent)!r}; make it first")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise AmpGraphError(f"{path}: may not be written; give another path")
-
-
-def check_folder(folder: str) -> None:
-    """Refuse a folder that cannot be made or written to."""
-    path = Path(folder)
-    existing = next(p for p in (path, *path.parents) if p.exists())
-    if not existing.is_dir():
-        raise AmpGraphError(f"{path}: {str(existing)!r} is a file; give a folder")
-    if not os.access(existing, os.W_OK):
-        raise AmpGraphError(f"{path}: may not be written; give another folder")
+    """As `check_file`, of those that are given."""
+    for file in filter(None, files):
+        check_file(file)
 
 
 def working(description: str) -> Progress:

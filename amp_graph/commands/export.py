@@ -20,6 +20,7 @@ from amp_graph.commands.command import (
 )
 from amp_graph.commands.factory import subject
 from amp_graph.export import export
+from amp_graph.inspection.spelling import byte_count
 from amp_graph.modules import arguments_of
 
 
@@ -38,14 +39,14 @@ def _export(args: Namespace) -> int:
         with torch.no_grad():
             program = export(made.model.eval(), *batch, policy=policy_of(args), plan=args.plan)
         torch.export.save(program, args.output)
-    before, after = map(_mebibytes, (made.model.state_dict(), program.state_dict))
-    told = f"{args.output}: weights of {after:.1f} MiB, {before:.1f} MiB in the model"
+    before, after = map(_size, (made.model.state_dict(), program.state_dict))
+    told = f"{args.output}: weights of {after}, {before} in the model"
     out.print(Text(told), soft_wrap=True)
     return 0
 
 
-def _mebibytes(tensors: Mapping[str, torch.Tensor]) -> float:
-    return sum(tensor.nbytes for tensor in tensors.values()) / 2**20
+def _size(tensors: Mapping[str, torch.Tensor]) -> str:
+    return byte_count(sum(tensor.nbytes for tensor in tensors.values()))
 
 
 EXPORT = Command(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import os
 import runpy
 import signal
@@ -66,10 +67,11 @@ def _run_file(script: Path) -> None:
     """As `python script` would: in a `__main__` that stays, its folder first on the path."""
     file = str(script.absolute())
     main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=file, __builtins__=__builtins__)
+    main.__dict__.update(__file__=file, __builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
     sys.path[0] = str(script.resolve().parent)
-    exec(compile(script.read_bytes(), file, "exec"), main.__dict__)
+    # Not under the future imports of this file.
+    exec(compile(script.read_bytes(), file, "exec", dont_inherit=True), main.__dict__)
 
 
 def _is_ours(traceback: types.TracebackType) -> bool:

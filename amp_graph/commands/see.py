@@ -11,7 +11,6 @@ from rich.text import Text
 from amp_graph.commands.command import (
     Command,
     check_files,
-    check_folder,
     converted,
     factory_argument,
     out,
@@ -19,6 +18,7 @@ from amp_graph.commands.command import (
     policy_arguments,
     working,
 )
+from amp_graph.files import check_folder
 from amp_graph.inspection.difference import diff
 from amp_graph.inspection.dump import dump
 from amp_graph.inspection.explain import explain

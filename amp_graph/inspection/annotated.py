@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from amp_graph.capture.aten import CAST, get_attribute, is_operator, op_name, tensors_of
+from amp_graph.capture.grad_modes import is_switch
 from amp_graph.inspection.flops import flops_of
 from amp_graph.inspection.spelling import byte_count, input_kind, shapes
 from amp_graph.inspection.spelling import op_name as short_op
@@ -27,7 +28,6 @@ from amp_graph.ir import LOW, Cast, NodeFacts, Plan, dtype_name
 from amp_graph.listing import Listing
 from amp_graph.oplists import OpLists
 from amp_graph.passes.annotate import tensor_facts
-from amp_graph.passes.written_casts import is_switch
 from amp_graph.reasons import Reason, chain, short_reason, unlisted
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import nn
 
-from amp_graph.errors import AmpGraphError
+from amp_graph.files import check_folder, writing
 from amp_graph.inspection.annotated import AnnotatedGraph
 from amp_graph.inspection.formats import graph_dot, graph_json, model_explorer
 from amp_graph.inspection.graph_text import graph_text
@@ -39,21 +39,22 @@ def dump(
     files written. `progress` is told each file's name before it is written, how many were
     before it, and how many there are.
 
-    Raises AmpGraphError if the model is not converted, or has not run, or there can be no such
-    folder.
+    Raises AmpGraphError if the model is not converted, or has not run, or the folder or
+    a file in it cannot be written.
     """
-    annotated = annotated_model(model)
     folder = Path(folder)
-    try:
+    check_folder(folder)
+    annotated = annotated_model(model)
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise AmpGraphError(f"{folder} cannot be made a folder: {error.strerror}") from error
     written = []
     files = list(_files(annotated))
     for i, (name, write) in enumerate(files):
         if progress is not None:
             progress(name, i, len(files))
-        if write(folder / name):
+        with writing(folder / name):
+            is_written = write(folder / name)
+        if is_written:
             written.append(folder / name)
     return tuple(written)
 

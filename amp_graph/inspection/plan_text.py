@@ -31,7 +31,6 @@ HEADINGS = ("colour", "precision", "node", "shape", "module", "line", "why")
 NODE_WIDTH = 72  # a longer list of operands is cut to this many columns
 READERS_SHOWN = 2
 BODY_INDENT = "    "
-INPUT_OPS = ("placeholder", "get_attr")
 
 
 def render(plan: Plan) -> str:

@@ -57,10 +57,14 @@ def flop_count(number: int) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """A share; a dash where there is nothing to have a share of."""
+    """A share, of which 0% is nothing and 100% all; a dash where there is nothing to share."""
     if not whole:
         return "–"
     share = 100 * part / whole
+    if 0 < share < 0.05:
+        return "<0.1%"
+    if 99.95 <= share < 100:
+        return ">99.9%"
     return f"{share:.0f}%" if share in (0, 100) or 1 <= share < 99.5 else f"{share:.1f}%"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from amp_graph.inspection.annotated import AnnotatedGraph, AnnotatedNode
@@ -51,17 +51,29 @@ def suggestions(
     groups: dict[tuple[str, str], Found] = defaultdict(list)
     for graph in graphs:
         nodes = {n.name: n for n in graph.nodes}
+        reached: set[str] = set()  # by something low, if what is denied did not spread
         for node in graph.nodes:
             if node.is_float and not node.low and not graph.fallback and node.chain:
                 root = nodes.get(node.chain[-1].node, node)
                 key = _key(node, root)
-                if key is not None:
+                if key is not None and (key[0] != "spread" or _is_reached(node, nodes, reached)):
+                    reached.add(node.name)
                     groups[key].append((node, root))
     told = [_told(kind, found_here) for (kind, _), found_here in groups.items()]
     told = [s for s in told if s.bytes or s.flops]
     found += sorted(told, key=lambda s: -(s.bytes + s.flops / FLOPS_PER_BYTE))
     found += [_break(reason) for reason in dict.fromkeys(breaks)]
     return tuple(found[:SHOWN])
+
+
+def _is_reached(
+    node: AnnotatedNode, nodes: Mapping[str, AnnotatedNode], reached: Container[str]
+) -> bool:
+    """Whether something low, or that would be, is among the operands, casts looked through: what
+    reads float32 alone stays in it."""
+    operands = (nodes[name] for name in node.operands if name in nodes)
+    values = (nodes.get(o.value, o) if o.kind == "cast" else o for o in operands)
+    return any(value.low or value.name in reached for value in values)
 
 
 def _key(node: AnnotatedNode, root: AnnotatedNode) -> tuple[str, str] | None:

@@ -27,6 +27,7 @@ from amp_graph.errors import AmpGraphError
 from amp_graph.inspection.spelling import plural
 from amp_graph.ir import Color, Paint, Plan
 from amp_graph.numerics.compare import Beside, NodeNumerics, Reference, outcome_errors
+from amp_graph.numerics.observer import Observer
 from amp_graph.numerics.outputs import check_loss
 from amp_graph.numerics.rerun import Batch, Loss, Outcome, Rerun, rerun_of
 from amp_graph.plans.pins import Pins
@@ -137,7 +138,7 @@ class _Search:
     def __post_init__(self) -> None:
         if not self.batches:
             raise AmpGraphError("calibrate needs at least one batch")
-        self.references = [self._run("float32", batch) for batch in self.batches]
+        self.references = [self._run(batch, mixed=False) for batch in self.batches]
 
     @property
     def trials(self) -> int:
@@ -162,9 +163,9 @@ class _Search:
         worst: dict[Node, NodeNumerics] = {}
         for batch in self.batches:
             kept = Reference()
-            self._run("float32", batch, kept)
+            self._run(batch, kept, mixed=False)
             seen = Beside(self.rerun, kept)
-            self._run("mixed", batch, seen)
+            self._run(batch, seen, mixed=True)
             for found in seen.nodes():
                 node = found.graph, found.body, found.node
                 if node not in worst or found.badness > worst[node].badness:
@@ -180,12 +181,12 @@ class _Search:
     def _errors(self) -> list[float]:
         errors = []
         for batch, reference in zip(self.batches, self.references, strict=True):
-            outputs, _, gradients = outcome_errors(reference, self._run("mixed", batch))
+            outputs, _, gradients = outcome_errors(reference, self._run(batch, mixed=True))
             errors += [outputs, gradients]
         return errors
 
-    def _run(self, precision: str, batch: Batch, observer: Any = None) -> Outcome:
-        return self.rerun.run(precision, batch, self.loss, observer, loss_scale=self.loss_scale)
+    def _run(self, batch: Batch, observer: Observer | None = None, *, mixed: bool) -> Outcome:
+        return self.rerun.run(batch, self.loss, observer, mixed=mixed, loss_scale=self.loss_scale)
 
     def _apply(self, denied: Sequence[Node]) -> None:
         modules = [module for _, module in self._rewritten(denied, {})]

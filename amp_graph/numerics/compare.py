@@ -17,10 +17,12 @@ import torch
 from torch import fx, nn
 
 from amp_graph.errors import AmpGraphError
+from amp_graph.files import writing
 from amp_graph.inspection.spelling import op_name
 from amp_graph.ir import NodeFacts, dtype_name
+from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import check_loss
-from amp_graph.numerics.rerun import Batch, Loss, Observer, Outcome, Place, Rerun, rerun_of
+from amp_graph.numerics.rerun import Batch, Loss, Outcome, Rerun, rerun_of
 from amp_graph.numerics.statistics import Statistics, exponents, relative_error, statistics
 from amp_graph.plans.plain_json import encode
 
@@ -96,18 +98,20 @@ class Comparison:
         return next((n for n in self.nodes if n.forward.error > bound), None)
 
     def save(self, path: str | Path) -> None:
-        """Write all figures as JSON."""
+        """Write all figures as JSON. Raises AmpGraphError if the file cannot be written."""
         table = {"format": FORMAT, "schema": SCHEMA, **encode(self)}
-        Path(path).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        with writing(Path(path)):
+            Path(path).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
         """Draw the histogram of gradient exponents as SVG, with float16's range marked. Raises
-        AmpGraphError for a file of another kind."""
+        AmpGraphError for a file of another kind, or that cannot be written."""
         if Path(path).suffix.lower() not in ("", ".svg"):
             raise AmpGraphError(f"{path}: the drawing is SVG; give a file that ends in .svg")
         from amp_graph.numerics.report import histogram
 
-        Path(path).write_text(histogram(self), encoding="utf-8")
+        with writing(Path(path)):
+            Path(path).write_text(histogram(self), encoding="utf-8")
 
     def __str__(self) -> str:
         from amp_graph.numerics.report import text
@@ -143,9 +147,9 @@ def compare(
     check_loss(loss, loss_scale)
     rerun = rerun_of(model, policy)
     kept = Reference()
-    reference = rerun.run("float32", batch, loss, kept, loss_scale=loss_scale)
+    reference = rerun.run(batch, loss, kept, mixed=False, loss_scale=loss_scale)
     seen = Beside(rerun, kept)
-    mixed = rerun.run("mixed", batch, loss, seen, loss_scale=loss_scale)
+    mixed = rerun.run(batch, loss, seen, mixed=True, loss_scale=loss_scale)
     outputs, lost, gradients = outcome_errors(reference, mixed)
     for gradient in reference.gradients.values():
         kept.count(gradient * loss_scale)
@@ -253,7 +257,7 @@ class Beside(Observer):
         return max((self._error(place, operand) for operand in node.all_input_nodes), default=0.0)
 
     def _error(self, place: Place, node: fx.Node) -> float:
-        at = Place(place.call, place.graph, place.body, node.name)
+        at = place.at(node)
         if at in self.forward:
             return self.forward[at][2].error
         sources = node.all_input_nodes

@@ -17,8 +17,9 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.ir import Plan, dtype_name
+from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import check_loss
-from amp_graph.numerics.rerun import Batch, Loss, Observer, Outcome, Place, Rerun, rerun_of
+from amp_graph.numerics.rerun import Batch, Loss, Outcome, Rerun, rerun_of
 from amp_graph.watched import MINUS, NAN, PLUS, kinds, own_numbers
 
 OUTSIDE = "code outside of the graphs"
@@ -83,12 +84,12 @@ def find_nonfinite(
     check_loss(loss, loss_scale)
     rerun = rerun_of(model, policy)
     mixed = _Flags()
-    outcome = rerun.run("mixed", batch, loss, mixed, loss_scale=loss_scale)
+    outcome = rerun.run(batch, loss, mixed, mixed=True, loss_scale=loss_scale)
     unseen = next(_not_finite(outcome), None)
     if unseen is None:
         return None
     plain = _Flags()
-    in_float32 = rerun.run("float32", batch, loss, plain, loss_scale=loss_scale)
+    in_float32 = rerun.run(batch, loss, plain, mixed=False, loss_scale=loss_scale)
     if not mixed.found:
         return replace(unseen, in_float32=any(_not_finite(in_float32)))
     for finding in mixed.found:
@@ -132,7 +133,7 @@ class _Flags(Observer):
         found = kinds(floats)
         self.nodes[place] = node
         self.values[place] = found
-        before = [self.values.get(_at(place, o), frozenset()) for o in node.all_input_nodes]
+        before = [self.values.get(place.at(o), frozenset()) for o in node.all_input_nodes]
         new = found.difference(*before, own_numbers(node))
         if new and node.op != "output":
             self._note("forward", place, new, floats[0].dtype)
@@ -150,7 +151,7 @@ class _Flags(Observer):
         place, node = finding.place, finding.valued
         while place not in self.values and node.all_input_nodes:  # a cast is of this run's value
             node = node.all_input_nodes[0]
-            place = _at(place, node)
+            place = place.at(node)
         if finding.phase == "forward":
             return kind in self.values.get(place, ())
         return kind in self.gradients.get(place, (frozenset(), 0.0))[0]
@@ -165,13 +166,9 @@ class _Flags(Observer):
         gradient of its own."""
         readers = [r for r in node.users if r.op != "output"]
         sizes: Mapping[fx.Node, float] = {
-            r: self.gradients.get(_at(place, r), (None, -1.0))[1] for r in readers
+            r: self.gradients.get(place.at(r), (None, -1.0))[1] for r in readers
         }
         return max(readers, key=lambda r: sizes[r], default=node)
-
-
-def _at(place: Place, node: fx.Node) -> Place:
-    return Place(place.call, place.graph, place.body, node.name)
 
 
 def _in_order(found: frozenset[str]) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """Rerun: a model captured once more, each of its graphs run node by node under observation.
 
     rerun = Rerun(model, policy)
-    rerun.run("float32", batch, loss, observer)     the graphs as captured
-    rerun.run("mixed", batch, loss, observer)       the graphs as emitted
+    rerun.run(batch, loss, observer, mixed=False)     the graphs as captured
+    rerun.run(batch, loss, observer, mixed=True)      the graphs as emitted
 
 Both runs see the same random numbers, buffers and attributes are put back after each, and no
 gradient reaches `param.grad`. A graph that cannot be retraced runs unobserved, and so does Python
@@ -33,6 +33,7 @@ from amp_graph.errors import AmpGraphError, CaptureError, ConversionWarning, in_
 from amp_graph.ir import Plan
 from amp_graph.kept import unchanged
 from amp_graph.modules import Run, call_with, path_by_id, plain_code, unwrapped
+from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import default_loss, floating
 from amp_graph.plans.pins import Saved
 from amp_graph.policy import Policy, as_policy
@@ -43,27 +44,6 @@ Loss: TypeAlias = Callable[[Any], torch.Tensor]
 """From the model's output to a scalar."""
 
 SEED = 0
-
-
-@dataclass(frozen=True)
-class Place:
-    """One node in one run of a graph: the how-manieth graph of the call, the plan of the graph
-    or body that the node is in, and its name. `call` tells repeated runs of one graph apart."""
-
-    call: int
-    graph: int
-    body: str
-    name: str
-
-
-class Observer:
-    """Is shown every value of a run and, in backward, every gradient."""
-
-    def value(self, place: Place, node: fx.Node, value: Any) -> None:
-        """`value` is what the node returned."""
-
-    def gradient(self, place: Place, gradient: torch.Tensor) -> None:
-        """`gradient` is that of the node's value, complete, as the engine computed it; dense."""
 
 
 @dataclass(frozen=True)
@@ -126,16 +106,16 @@ class Rerun:
 
     def run(
         self,
-        precision: str,
         batch: Batch,
         loss: Loss | None = None,
         observer: Observer | None = None,
         *,
+        mixed: bool,
         loss_scale: float = 1.0,
     ) -> Outcome:
-        """Run the model in "float32" or "mixed" and, if anything needs a gradient, backward from
-        `loss_scale` times the loss; the gradients returned are divided by it again."""
-        self._mixed, self._calls = precision == "mixed", 0
+        """Run the model, in mixed precision or in float32, and, if anything needs a gradient,
+        backward from `loss_scale` times the loss, by which the gradients are divided again."""
+        self._mixed, self._calls = mixed, 0
         self._observer = observer or Observer()
         try:
             with (
@@ -206,8 +186,7 @@ def _scalar(loss: Any) -> torch.Tensor:
 
 
 def _own_error(model: nn.Module, batch: Batch) -> Exception | None:
-    """What the model's own code raises on a batch. Dynamo raises an error of its own when an
-    operator refuses its arguments."""
+    """What the model's own code raises. Dynamo's error, if an operator refuses, is another."""
     try:
         with unchanged(model, parameters=True), torch.enable_grad():
             call_with(plain_code(model), batch)
@@ -240,7 +219,7 @@ class _Watched(fx.Interpreter):
         else:
             value = self._run_inside(n) if _is_entered(n) else super().run_node(n)
         place = self.place
-        self.rerun.show(Place(place.call, place.graph, place.body, n.name), n, value)
+        self.rerun.show(place.at(n), n, value)
         return value
 
     def _run_inside(self, n: fx.Node) -> Any:

@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from amp_graph.capture.aten import CAST
+from amp_graph.capture.grad_modes import is_switch
 from amp_graph.ir import Plan
-from amp_graph.passes.written_casts import is_switch
 
 
 def lift_weights(

@@ -19,11 +19,10 @@ import networkx as nx
 import torch
 
 from amp_graph.flow import Narrowing, huge_values, raw_values, wide_values
-from amp_graph.ir import FREE, Color, Level, NodeFacts, Paint
+from amp_graph.ir import FREE, READERS, Color, Level, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 from amp_graph.passes.node_rules import NODE_RULES
 from amp_graph.passes.scene import Paints, Rule, Scene
-from amp_graph.passes.written_casts import READERS
 from amp_graph.policy import Policy
 
 # The rules whose denied operators deny, at levels below "max", what is computed on their results.

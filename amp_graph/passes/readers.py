@@ -1,20 +1,21 @@
 """Who reads a value, and for what: how far it is from a bound, its phase, where something is.
 
-The readers are seen through free operators, which only pass numbers on. Each function takes one
-graph as in `flow`: its nodes by number, their flow graph and their colours.
+The readers are seen through free operators, which only pass numbers on. Nodes go by their numbers
+in a scene.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import networkx as nx
 
 from amp_graph.flow import SUMS
 from amp_graph.ir import FREE, Color, Level, NodeFacts
 
-Facts = Sequence[NodeFacts]
-Colors = Sequence[Color | None]
+if TYPE_CHECKING:
+    from amp_graph.passes.scene import Scene
 
 
 def read_by(
@@ -37,13 +38,12 @@ def operands_of(flow: nx.DiGraph, readers: Iterable[int]) -> Iterator[tuple[int,
     return ((value, n) for n in readers for value in flow.predecessors(n))
 
 
-def read_near_bounds(
-    facts: Facts, flow: nx.DiGraph, colors: Colors, level: Level
-) -> dict[int, int]:
+def read_near_bounds(scene: Scene) -> dict[int, int]:
     """What saturates and could be low, with one who reads how far it is from the bound: float32
     arithmetic, such as a logarithm, what orders elements, or, as an output, code outside of the
     graph; seen through operators that read nothing but such results. A cast before the operator
     costs as much as one after it."""
+    facts, flow, colors, level = scene.facts, scene.flow, scene.colors_by_lists, scene.level
     saturates: set[int] = set()
     made_of: set[int] = set()  # such results and what is computed of them alone
     for n, f in enumerate(facts):
@@ -63,23 +63,19 @@ def _reads_bounds(f: NodeFacts, color: Color | None, level: Level) -> bool:
     return color in (Color.DENY, None) and not f.widens  # None: on no list, or with a body
 
 
-def read_for_phase(facts: Facts, flow: nx.DiGraph, colors: Colors) -> dict[int, int]:
+def read_for_phase(scene: Scene) -> dict[int, int]:
     """What is read for its phase, with the operator that does."""
-    readers = (n for n, f in enumerate(facts) if f.reads_phase)
+    flow, colors = scene.flow, scene.colors
+    readers = (n for n, f in enumerate(scene.facts) if f.reads_phase)
     return read_by(flow, operands_of(flow, readers), lambda n: colors[n] in FREE)
 
 
-def read_for_position(
-    facts: Facts,
-    flow: nx.DiGraph,
-    colors: Colors,
-    narrowed: Container[int],
-    raw: Container[int],
-) -> dict[int, int]:
+def read_for_position(scene: Scene) -> dict[int, int]:
     """What says where something is, with one who looks there, seen through no `narrowed` operator,
     which computes in float32 inside. So is what is computed of such values and full float32 alone,
     as the fraction by which neighbours are weighed, and a place that moved on, if places are
     counted from `raw` coordinates: those of the last step nobody looks at any more."""
+    facts, flow, colors = scene.facts, scene.flow, scene.colors
     pairs = [
         (value, n)
         for n, f in enumerate(facts)
@@ -87,7 +83,7 @@ def read_for_position(
         for value in flow.predecessors(n)
         if facts[value].name in f.positions
     ]
-    read = read_by(flow, pairs, lambda n: colors[n] in FREE and n not in narrowed)
+    read = read_by(flow, pairs, lambda n: colors[n] in FREE and n not in scene.narrowed)
     of: dict[int, int | None] = {}  # all in full float32: whose position it is, if one's
     counted: set[int] = set()  # of these, from raw coordinates
     for n, f in enumerate(facts):
@@ -99,47 +95,42 @@ def read_for_position(
             of[n] = None
         elif colors[n] in FREE and all(o in of for o in operands):
             of[n] = next(readers, None)
-        elif colors[n] is Color.INFER and _adds_to(facts, flow, n, counted):
+        elif colors[n] is Color.INFER and _adds_to(scene, n, counted):
             of[n] = next(readers)
-        if of.get(n) is not None and any(o in counted or o in raw for o in operands):
+        if of.get(n) is not None and any(o in counted or o in scene.raw for o in operands):
             counted.add(n)
     return {n: reader for n, reader in of.items() if reader is not None}
 
 
-def displaced(
-    facts: Facts,
-    flow: nx.DiGraph,
-    colors: Colors,
-    narrowed: Container[int],
-    raw: Container[int],
-) -> frozenset[int]:
+def displaced(scene: Scene) -> frozenset[int]:
     """Raw coordinates that the model added something to, and what is computed of them by free
     operators."""
     found: set[int] = set()
-    for n, color in enumerate(colors):
-        if color not in FREE or n in raw or n in narrowed:
+    for n, color in enumerate(scene.colors):
+        if color not in FREE or n in scene.raw or n in scene.narrowed:
             continue
-        if not found.isdisjoint(flow.predecessors(n)) or _adds_to(facts, flow, n, raw):
+        if not found.isdisjoint(scene.flow.predecessors(n)) or _adds_to(scene, n, scene.raw):
             found.add(n)
     return frozenset(found)
 
 
-def read_for_digits(
-    facts: Facts, flow: nx.DiGraph, colors: Colors, narrowed: Container[int]
-) -> dict[int, int]:
+def read_for_digits(scene: Scene) -> dict[int, int]:
     """What is returned, or read by float32 arithmetic, with the one who does; not what is read by
     `narrowed` operators alone, such as scores by a softmax, or a stream by norms."""
+    facts, colors, narrowed = scene.facts, scene.colors, scene.narrowed
     readers = (n for n, f in enumerate(facts) if _reads_digits(f, colors[n]) and n not in narrowed)
     passes = {n for n, color in enumerate(colors) if color in FREE and n not in narrowed}
-    return read_by(flow, operands_of(flow, readers), passes.__contains__)
+    return read_by(scene.flow, operands_of(scene.flow, readers), passes.__contains__)
 
 
 def _reads_digits(f: NodeFacts, color: Color | None) -> bool:
     return f.op == "output" or color in (Color.DENY, None)
 
 
-def _adds_to(facts: Facts, flow: nx.DiGraph, n: int, places: Container[int]) -> bool:
+def _adds_to(scene: Scene, n: int, places: Container[int]) -> bool:
     """Whether it is a sum of one of these, which is no smaller than the sum, and of more."""
-    if facts[n].op not in SUMS:
+    total = scene.facts[n]
+    if total.op not in SUMS:
         return False
-    return any(o in places and facts[o].numel == facts[n].numel for o in flow.predecessors(n))
+    of_these = (scene.facts[o] for o in scene.flow.predecessors(n) if o in places)
+    return any(f.numel == total.numel for f in of_these)

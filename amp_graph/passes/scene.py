@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -69,7 +69,7 @@ class Scene:
         low-precision tensors is as free as an infer one, unless its result, say of a last softmax,
         is returned, or orders elements, as that of a router does; so is what moves places. What
         saturates is denied where that is seen."""
-        colors = [*self._by_lists]
+        colors = [*self.colors_by_lists]
         for n in self.saturating:
             colors[n] = Color.DENY
         for n, (color, _) in self.overrides.items():
@@ -77,7 +77,7 @@ class Scene:
         return colors
 
     @cached_property
-    def _by_lists(self) -> Sequence[Color | None]:
+    def colors_by_lists(self) -> Sequence[Color | None]:
         colors = [f.color for f in self.facts]
         kept: set[int] = set()
         if self.level is not Level.MAX:
@@ -93,31 +93,15 @@ class Scene:
                 colors[n] = Color.INFER
         return colors
 
-    @cached_property
-    def saturating(self) -> Mapping[int, int]:
-        """See `read_near_bounds`."""
-        return read_near_bounds(self.facts, self.flow, self._by_lists, self.level)
-
-    @cached_property
-    def phases(self) -> Mapping[int, int]:
-        """See `read_for_phase`."""
-        return read_for_phase(self.facts, self.flow, self.colors)
+    saturating = cached_property(read_near_bounds)
+    phases = cached_property(read_for_phase)
+    positions = cached_property(read_for_position)
+    displaced = cached_property(displaced)
+    digits = cached_property(read_for_digits)
 
     @cached_property
     def raw(self) -> frozenset[int]:
         return frozenset(raw_values(self.facts, self.flow, self.colors, self.narrowed))
-
-    @cached_property
-    def displaced(self) -> frozenset[int]:
-        """See `displaced`."""
-        return displaced(self.facts, self.flow, self.colors, self.narrowed, self.raw)
-
-    @cached_property
-    def positions(self) -> Mapping[int, int]:
-        """See `read_for_position`."""
-        if not any(f.positions for f in self.facts):
-            return {}
-        return read_for_position(self.facts, self.flow, self.colors, self.narrowed, self.raw)
 
     @cached_property
     def narrowed(self) -> frozenset[int]:
@@ -133,11 +117,6 @@ class Scene:
         # A constant of no dimension may be on the CPU in any graph.
         on_cpu = any(t.device == "cpu" for f in self.facts if not f.is_scalar for t in f.tensors)
         return self.level is Level.BALANCED and self.dtype is torch.bfloat16 and not on_cpu
-
-    @cached_property
-    def digits(self) -> Container[int]:
-        """See `read_for_digits`."""
-        return read_for_digits(self.facts, self.flow, self.colors, self.narrowed)
 
     @cached_property
     def vanishing(self) -> Mapping[int, float]:

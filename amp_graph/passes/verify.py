@@ -27,7 +27,6 @@ from amp_graph.capture.grad_modes import recorded_nodes
 from amp_graph.errors import VerifyError
 from amp_graph.flow import takes_either
 from amp_graph.ir import Cast, Color, NodeFacts, Plan
-from amp_graph.passes.written_casts import is_full
 
 ADDED = (CAST, CLAMP, SET_GRAD_ENABLED)  # what emit writes besides the captured nodes
 
@@ -223,7 +222,7 @@ def one_cast_per_value(of: Emission) -> Iterator[str]:
     last: dict[tuple[str, torch.dtype], Cast] = {}
     for cast in of.plan.casts:
         key = (cast.value, cast.dtype)
-        if key in last and not (of.plan.facts[cast.value].written or is_full(last[key])):
+        if key in last and not (of.plan.facts[cast.value].written or last[key].is_full):
             yield f"'{cast.value}' is cast to {cast.dtype} twice"
         last[key] = cast
 

@@ -32,18 +32,6 @@ from amp_graph.capture.aten import CAST, CLAMP, SET_GRAD_ENABLED
 from amp_graph.capture.grad_modes import recorded_nodes
 from amp_graph.ir import Cast, NodeFacts, Paint, dtype_name
 
-READERS = 16  # the sum of as many gradients is off by no more than about one rounding of each
-
-
-def is_full(cast: Cast) -> bool:
-    """Whether a gradient more would be lost among those of the readers that a cast has."""
-    return len(cast.readers) >= READERS and cast.dtype is not torch.float32
-
-
-def is_switch(node: fx.Node, facts: Mapping[str, NodeFacts]) -> bool:
-    """Whether a node of an emitted graph is there to have a cast recorded, and was not captured."""
-    return node.target is SET_GRAD_ENABLED and node.name not in facts
-
 
 class WrittenCasts:
     """`new` gives the emitted form of each captured node that was emitted so far."""
@@ -97,7 +85,7 @@ class WrittenCasts:
 
     def _loses_gradients(self, found: fx.Node) -> bool:
         cast = self._casts.get(found)
-        return self._records_some and cast is not None and is_full(cast)
+        return self._records_some and cast is not None and cast.is_full
 
     @contextlib.contextmanager
     def _recorded(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from amp_graph.training.crossing import carries_gradient, enter_input, leave, write_back
-from amp_graph.training.engine import memories, memory, view_of
+from amp_graph.training.memory import memories, memory, view_of
 from amp_graph.training.scale import Scale
 
 VIEWS_OF_VIEWS = 64  # followed down to their base

@@ -19,8 +19,9 @@ from torch.nn import Parameter
 from amp_graph.errors import AmpGraphError
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.crossing import has_left
-from amp_graph.training.engine import backward_pass, sent, unbatched
+from amp_graph.training.engine import backward_pass, sent
 from amp_graph.training.loss_scale import LossScale
+from amp_graph.training.transforms import unbatched
 from amp_graph.watched import FirstNonfinite
 
 PEAK = 1.0  # what the largest incoming gradient is brought to

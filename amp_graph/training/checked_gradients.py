@@ -8,7 +8,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from amp_graph.training.engine import Memories, backward_pass, check_and_unscale_
+from amp_graph.training.engine import backward_pass, check_and_unscale_
+from amp_graph.training.memory import Memories
 
 
 class CheckedGradients:

@@ -21,16 +21,10 @@ from torch.autograd import Function
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from amp_graph.training.engine import (
-    applied,
-    are_plain,
-    backward_pass,
-    check_and_unscale_,
-    copy_all_,
-    for_all,
-    never_captured,
-)
+from amp_graph.training.engine import backward_pass, check_and_unscale_, copy_all_
 from amp_graph.training.scale import Scale
+from amp_graph.training.transforms import applied, are_plain, for_all
+from amp_graph.uncaptured import never_captured
 
 # Of a model that takes gradients inside, Dynamo would capture what runs in them.
 not_captured = never_captured(reason="the boundary of a graph of amp_graph")

@@ -104,9 +104,10 @@ class GraphScale:
         return found
 
     def for_call(self, inputs: Sequence[Tensor]) -> GraphScale | Exposed:
-        """What scales the gradients of a graph's call. If those of inputs of the model are wanted,
-        no step that is skipped would keep an overflow from being used; and so in the graphs that
-        the same call of the model runs later. What runs again in a backward pass is a part."""
+        """The scale for one call of a graph. If a gradient of `inputs`, which are no parameters, is
+        wanted, no skipped step would discard an overflow in it: this graph, and all that the same
+        call of the model runs later, get the cautious scale. What a checkpoint runs again, inside
+        of a backward pass, is not asked about."""
         if inputs and not self._is_exposed and backward_pass() is None:
             self._is_exposed = are_wanted(inputs)
         return Exposed(self, self._exposed) if self._is_exposed else self
@@ -215,11 +216,11 @@ class GraphScale:
     @property
     def skips(self) -> int:
         """Rounds in which an optimizer skipped its step; waits for the device."""
-        return int(self._skips + self._found_inf * self._is_pending)
+        return self.outcome().skips
 
     def get_scale(self) -> float:
         """The loss scale as a number; waits for the device."""
-        return float(self.state.scale) if self.is_on() else 1.0
+        return self.outcome().get_scale()
 
     def outcome(self) -> Outcome:
         """What is to be told of it; computes nothing."""

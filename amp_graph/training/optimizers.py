@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from amp_graph.errors import AmpGraphError, in_brief
 from amp_graph.training.blame import overflowed
 from amp_graph.training.closures import closure_of
-from amp_graph.training.engine import not_compiled
 from amp_graph.training.found_inf import parameters_of
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.step_guard import StepGuard
 from amp_graph.training.step_hooks import hear_steps
 from amp_graph.training.step_record import StepCounts
+from amp_graph.uncaptured import not_compiled
 
 _scales: weakref.WeakValueDictionary[int, GraphScale] = weakref.WeakValueDictionary()
 _guards: weakref.WeakKeyDictionary[Optimizer, StepGuard] = weakref.WeakKeyDictionary()

@@ -26,11 +26,13 @@ class Outcome:
 
     @property
     def skips(self) -> int:
-        """As `GraphScale.skips`."""
-        return int(self.skipped) + (0 if self.found_inf is None else int(self.found_inf))
+        """Rounds in which an optimizer skipped its step; waits for the device."""
+        return int(self.skipped if self.found_inf is None else self.skipped + self.found_inf)
 
     def get_scale(self) -> float:
-        """As `GraphScale.get_scale`."""
-        if self.found_inf is None or not self.is_on:
-            return float(self.state.scale) if self.is_on else 1.0
+        """The loss scale as a number, 1 if it is off; waits for the device."""
+        if not self.is_on:
+            return 1.0
+        if self.found_inf is None:
+            return float(self.state.scale)
         return float(self.config.adjust(self.state, self.found_inf, self.counts).scale)

@@ -27,8 +27,8 @@ class Scale(Protocol):
 
     def factor(self, gradient: Tensor, again: bool, of_gradient: bool = False) -> Tensor:
         """S for a gradient that comes in, 0-dimensional, float32; the same for all gradients of
-        one backward pass. What is to outlive it has to be a copy. `again`: it is to be
-        differentiated again. `of_gradient`: it comes into the backward pass of one."""
+        one backward pass. What is to outlive it has to be a copy. `again`: the pass is recorded,
+        for another derivative (create_graph). `of_gradient`: it comes into a recorded pass."""
 
     def inverse(self, device: torch.device) -> Tensor:
         """1/S, 0-dimensional, float32."""

@@ -31,12 +31,12 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from amp_graph.modules import weak_method
 from amp_graph.training.blame import overflowed
 from amp_graph.training.closures import GuardedClosure, closure_of, guarding_closure
-from amp_graph.training.engine import around_compiled, not_compiled
 from amp_graph.training.explicit_scalers import is_grad_scaler_stepping
 from amp_graph.training.found_inf import parameters_of
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.step_record import StepRecord
 from amp_graph.training.undo import Copies
+from amp_graph.uncaptured import around_compiled, not_compiled
 
 InUse = Callable[[], Iterable[GraphScale]]
 _serial = attrgetter("serial")

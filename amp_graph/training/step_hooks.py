@@ -17,7 +17,7 @@ Hook = Callable[[Optimizer, Any, Any], None]
 
 @functools.cache
 def hear_steps(after: Hook, before: Hook | None = None) -> None:
-    """From now on each step of an optimizer calls these. They count once, however often given."""
+    """From now on each step of an optimizer calls these, once however often they are given."""
     if before is not None:
         register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from amp_graph.errors import CheckpointError
-from amp_graph.training.engine import not_compiled, sent
+from amp_graph.training.engine import sent
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.loss_scale import load_state
+from amp_graph.uncaptured import not_compiled
 
 STATE_KEY = "amp_graph"  # in an optimizer's state_dict
 UNREAD = 256  # flags kept before they are summed up, so that not every step pays for a sum

@@ -58,7 +58,9 @@ class GraphWeights:
         self._store = store
         self._dtypes = tuple(dtypes)
         self._copies: list[_Copy] = []
-        self._are_first: list[bool] = []  # and not copies that stand further in front, too
+        self._are_first: list[
+            bool
+        ] = []  # False where a copy stands earlier too: it is written once
         self._written: list[Tensor] = []
         self._lows: list[Tensor] = []
         self._unrecorded: list[Tensor] = []

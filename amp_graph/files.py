@@ -1,0 +1,41 @@
+"""Files and folders that results go to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from amp_graph.errors import AmpGraphError
+
+
+def check_file(file: str | Path) -> None:
+    """Refuse a file that cannot be written, before the work whose result it is for. Raises
+    AmpGraphError."""
+    path = Path(file)
+    if path.is_dir():
+        raise AmpGraphError(f"{path}: is a folder; give the path of a file")
+    if not path.parent.is_dir():
+        raise AmpGraphError(f"{path}: there is no folder {str(path.parent)!r}; make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise AmpGraphError(f"{path}: may not be written; give another path")
+
+
+def check_folder(folder: str | Path) -> None:
+    """Refuse a folder that cannot be made or written to. Raises AmpGraphError."""
+    path = Path(folder)
+    existing = next(p for p in (path, *path.parents) if p.exists())
+    if not existing.is_dir():
+        raise AmpGraphError(f"{path}: {str(existing)!r} is a file; give a folder")
+    if not os.access(existing, os.W_OK):
+        raise AmpGraphError(f"{path}: may not be written; give another folder")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around what writes a file: raises AmpGraphError if it cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise AmpGraphError(f"{path} cannot be written: {error.strerror or error}") from error
