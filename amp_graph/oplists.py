@@ -92,6 +92,8 @@ class OpLists:
 
     def without(self, color: str, op: str) -> OpLists:
         """These lists with an operator taken off one. Raises ListError if it is not on it."""
+        if color not in {c.value for c in Color}:
+            raise ListError(f"{op!r} cannot be taken off {color!r}: there is no such list")
         name = full_name(op, self.entries) or op
         listing = self.entries.get(name)
         if listing is None or listing.color.value != color:
@@ -167,7 +169,9 @@ def _add_groups(
 ) -> None:
     """Check the groups of one colour and add their operators to `entries`."""
     if not isinstance(groups, Mapping):
-        raise ListError(f"{file}: {color.value!r} must hold groups, not {groups!r}.")
+        raise ListError(
+            f"{file}: {color.value!r} must hold groups, or a list of operators, not {groups!r}."
+        )
     for group, table in groups.items():
         where = f"{file}, group {group!r}"
         listing = check_group(table, color, group, file, where)

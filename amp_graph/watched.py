@@ -38,8 +38,13 @@ def own_numbers(node: fx.Node) -> frozenset[str]:
     return frozenset(MINUS if n < 0 else PLUS for n in infinite)
 
 
+LOWER = "Keep that operator in float32 (Policy.overrides) or lower the learning rate"
+ELSEWHERE = "Precision inside of the graphs is not the cause: look at the data and at the loss"
+
+
 class FirstNonfinite:
-    """The answer for the graphs that ran under it: the first value, else the first gradient.
+    """The answer for the graphs that ran under it: the first value, else the first gradient; and
+    what to do about it.
 
     It looks at every tensor on the host, so it is for runs that are known to go wrong.
     """
@@ -47,13 +52,22 @@ class FirstNonfinite:
     def __init__(self) -> None:
         self.value: str | None = None
         self.gradient: str | None = None
+        self.advice = ELSEWHERE
 
     def __str__(self) -> str:
         if self.value is not None:
             return f"the first value that was not finite: {self.value}"
         if self.gradient is not None:
-            return f"the first gradient that was not finite: of the result of {self.gradient}"
+            return f"the first gradient that was not finite: {self.gradient}"
         return "every value and gradient inside the graphs was finite"
+
+    def note_value(self, what: str, advice: str) -> None:
+        if self.value is None:
+            self.value, self.advice = what, advice
+
+    def note_gradient(self, what: str, advice: str) -> None:
+        if self.gradient is None and self.value is None:
+            self.gradient, self.advice = what, advice
 
 
 def run_watched(
@@ -74,35 +88,49 @@ class _Looking(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        if n.op == "placeholder" and n.name not in self._facts:  # a low-precision weight
-            if self._found.value is None and kinds(result):
-                self._found.value = f"{self._weight(n)}, a weight that low precision cannot hold"
+        if n.op == "placeholder":
+            self._look_at_input(n, result)
         if n.op != "call_function":
             return result
         if self._found.value is None:
             given = kinds([self.env.get(a) for a in n.all_input_nodes])
             if kinds(result) - given - own_numbers(n):
-                self._found.value = self._spelled(n)
+                self._found.note_value(self._spelled(n), LOWER)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._look_at_gradient(n))
         return result
 
+    def _look_at_input(self, n: fx.Node, value: Any) -> None:
+        facts = self._facts.get(n.name)
+        if self._found.value is not None:
+            return
+        if facts is None and kinds(value):
+            weight = self._facts.get(n.meta.get("weight_of", ""))
+            name = n.name if weight is None else weight.label
+            self._found.note_value(f"{name}, a weight that low precision cannot hold", LOWER)
+        elif facts is not None and kinds(value) - {MINUS}:  # which may be meant, as in a mask
+            self._found.note_value(f"{facts.label}, which came into a graph", ELSEWHERE)
+
     def _look_at_gradient(self, n: fx.Node) -> Callable[[Tensor], None]:
+        is_result = any(reader.op == "output" for reader in n.users)
+        came = f"what the loss, or other code, gave for {self._spelled(n)}, an output", ELSEWHERE
+        made = f"of the result of {self._spelled(n)}", LOWER
+
         def look(gradient: Tensor) -> None:
             if self._found.gradient is None and kinds(gradient):
-                self._found.gradient = self._spelled(n)
+                self._found.note_gradient(*(came if is_result else made))
 
         return look
 
-    def _weight(self, n: fx.Node) -> str:
-        parameter = self._facts.get(n.meta.get("weight_of", ""))
-        return parameter.label if parameter else n.name
-
     def _spelled(self, n: fx.Node) -> str:
-        facts = self._facts.get(n.name)
+        captured = n
+        while captured.name not in self._facts and captured.all_input_nodes:
+            captured = captured.all_input_nodes[0]
+        facts = self._facts.get(captured.name)
         if facts is None:
-            return f"{n.name} (a cast)"
+            return n.name
         where = [f"in module '{facts.module_path}'"] if facts.module_path else []
         where += [f"at {facts.source}"] if facts.source else []
-        return " ".join([facts.op, *where])
+        what = facts.op if captured is n else f"the cast of {facts.label} ({facts.op})"
+        return " ".join([what, *where])

@@ -127,10 +127,6 @@ Most rewarding changes
   1. an override keeps operators in float32: module=second
      would free 2 operators, 400 B moved less, 512 FLOP in low precision
      narrow or remove the override
-  2. exp (aten.exp at test_explain.py:LINE) is denied, and what computes on its values with it
-     would free 2 operators, 256 B moved less
-     if its values stay in a small range: Policy(lists={"deny": {"mine": {"why": "...", "bounded": True,
-     "ops": ["aten.exp"]}}})
 """,
     )
 
@@ -165,20 +161,36 @@ def test_what_the_figures_leave_out_is_said() -> None:
             assert ("code that is not captured is not counted" not in text) == is_whole
 
 
-def test_the_suggestions_free_what_they_say() -> None:
-    """Following the first one makes its operators low, and moves the bytes that it says."""
+class Spread(nn.Module):
+    """The one that is denied and what computes on it: of that the model's own products are low."""
+
+    def __init__(self, mixes: bool):
+        super().__init__()
+        self.first, self.second, self.mixes = nn.Linear(8, 8), nn.Linear(8, 8), mixes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        scores = hidden.exp() * (hidden if self.mixes else 2)
+        return self.second(F.gelu(scores))
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_the_suggestions_free_what_they_say(mixes: bool) -> None:
+    """Following one makes its operators low, and as many as it says. What reads float32 alone
+    would stay there, so that there is none."""
     x = torch.randn(4, 8)
-    model = amp_graph.convert(Mixed(), policy="bfloat16")
+    model = amp_graph.convert(Spread(mixes), policy="bfloat16")
     model(x)
-    before = amp_graph.explain(model).data
-    spread = next(s for s in before.suggestions if "aten.exp" in s.what)
-    assert (spread.nodes, spread.bytes) == (2, 2 * (2 + 2) * 32)
+    found = [s for s in amp_graph.explain(model).data.suggestions if "aten.exp" in s.what]
+    bytes_of_both = (3 + 2) * 2 * 32  # of what `mul` and `gelu` read and write, at 2 bytes less
+    assert [(s.nodes, s.bytes) for s in found] == ([(2, bytes_of_both)] if mixes else [])
     lists = {"deny": {"mine": {"why": "small", "bounded": True, "ops": ["aten.exp"]}}}
     torch._dynamo.reset()
-    model = amp_graph.convert(Mixed(), policy=Policy(dtype="bfloat16", lists=lists))
-    model(x)
-    after = amp_graph.explain(model).data
-    assert not any("aten.exp" in s.what for s in after.suggestions)
+    freed = amp_graph.convert(Spread(mixes), policy=Policy(dtype="bfloat16", lists=lists))
+    freed(x)
+    gained = amp_graph.plans(freed)[0].low - amp_graph.plans(model)[0].low
+    assert len(gained) == sum(s.nodes for s in found)
+    assert not any("aten.exp" in s.what for s in amp_graph.explain(freed).data.suggestions)
 
 
 class Promoting(nn.Module):

@@ -27,6 +27,15 @@ def inner():
 
 inner()
 """
+LOOKS_AT_ITSELF = """
+import dataclasses
+
+@dataclasses.dataclass
+class Config:
+    rate: float = 0.1
+
+print(dataclasses.fields(Config)[0].type, type(__builtins__), __annotations__)
+"""
 WAITS = """
 import time
 print("ready", flush=True)
@@ -53,6 +62,13 @@ def test_arguments_and_exit_code_are_the_scripts(run):
     assert result.stdout == "__main__ ['--rate', '3']\n"
     assert result.returncode == 3
     assert "Sequential: " in result.stderr and "in bfloat16" in result.stderr
+
+
+def test_a_script_is_compiled_as_ever(run):
+    """It has annotations that are no text, and modules where Python puts them."""
+    plain, ours = run(LOOKS_AT_ITSELF, command=()), run(LOOKS_AT_ITSELF)
+    assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
+    assert plain.stdout.startswith("<class 'float'> <class 'module'>")
 
 
 def test_a_traceback_is_the_scripts(run):

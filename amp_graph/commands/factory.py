@@ -61,7 +61,9 @@ def _checked(name: str, made: Any) -> Subject:
         raise AmpGraphError(f"{name} returned {kind}; it has to return (model, batch[, loss])")
     model, batch, *loss = made
     batches = tuple(batch) if isinstance(batch, list) else (batch,)
-    if not batches or not all(isinstance(b, (torch.Tensor, tuple, Mapping)) for b in batches):
+    if not batches:
+        raise AmpGraphError(f"{name} returned an empty list of batches; give at least one")
+    if not all(isinstance(b, (torch.Tensor, tuple, Mapping)) for b in batches):
         raise AmpGraphError(
             f"{name}: a batch is a tensor, a tuple of positional arguments or a mapping of keyword "
             "arguments; several go into a list"

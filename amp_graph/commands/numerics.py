@@ -19,7 +19,7 @@ from amp_graph.commands.command import (
 )
 from amp_graph.commands.factory import subject
 from amp_graph.numerics.calibrate import calibrate
-from amp_graph.numerics.compare import compare
+from amp_graph.numerics.compare import check_drawing, compare
 
 
 def _numerics_arguments(parser: ArgumentParser) -> None:
@@ -40,6 +40,8 @@ def _compare_arguments(parser: ArgumentParser) -> None:
 
 def _compare(args: Namespace) -> int:
     check_files(args.json, args.plot)
+    if args.plot:
+        check_drawing(args.plot)
     made = converted(args) if args.plan else subject(args.factory)
     with working(f"running {args.factory} in float32 and in mixed precision"):
         found = compare(

@@ -43,14 +43,14 @@ def byte_count(number: int) -> str:
     if number < 1024:
         return f"{number} B"
     size, power = number / 1024, 0
-    while size >= 1024 and power < len(UNITS) - 1:
+    while round(size, 1) >= 1024 and power < len(UNITS) - 1:
         size, power = size / 1024, power + 1
     return f"{size:.1f} {UNITS[power]}"
 
 
 def flop_count(number: int) -> str:
     size, units = float(number), ["", "k", "M", "G", "T", "P"]
-    while size >= 1000 and len(units) > 1:
+    while float(f"{size:.3g}") >= 1000 and len(units) > 1:
         size /= 1000
         units.pop(0)
     return f"{size:.3g} {units[0]}FLOP"

@@ -1,4 +1,4 @@
-"""`calibrate`: the fewest nodes to keep in float32 so that a model's error meets a bound.
+"""`calibrate`: few nodes to keep in float32 so that a model's error meets a bound.
 
     error of the plan as it is     0.9
     with everything in float32     0
@@ -86,8 +86,8 @@ def calibrate(
     policy: Any = None,
     progress: Progress | None = None,
 ) -> Calibration:
-    """Find the fewest nodes to deny so that on each of `batches` the relative error of the outputs
-    and that of the parameters' gradients are at most `bound`, and all of them finite.
+    """Find nodes to deny, none of which could be left out, so that on each of `batches` the
+    relative errors of outputs and of gradients of parameters are at most `bound`, and all finite.
 
     For `loss`, `loss_scale` and `policy` see `compare`. `progress` is told the number of the trial
     and its error. Raises AmpGraphError if nothing can be denied that helps, or for a bound that is

@@ -106,8 +106,7 @@ class Comparison:
     def plot(self, path: str | Path) -> None:
         """Draw the histogram of gradient exponents as SVG, with float16's range marked. Raises
         AmpGraphError for a file of another kind, or that cannot be written."""
-        if Path(path).suffix.lower() not in ("", ".svg"):
-            raise AmpGraphError(f"{path}: the drawing is SVG; give a file that ends in .svg")
+        check_drawing(path)
         from amp_graph.numerics.report import histogram
 
         with writing(Path(path)):
@@ -164,6 +163,12 @@ def compare(
         gradient_exponents=dict(sorted(kept.exponents.items())),
         gradient_zeros=kept.zeros,
     )
+
+
+def check_drawing(path: str | Path) -> None:
+    """Refuse a file for `Comparison.plot` that is to be of another kind. Raises AmpGraphError."""
+    if Path(path).suffix.lower() not in ("", ".svg"):
+        raise AmpGraphError(f"{path}: the drawing is SVG; give a file that ends in .svg")
 
 
 def outcome_errors(reference: Outcome, mixed: Outcome) -> tuple[float, float, float]:

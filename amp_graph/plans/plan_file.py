@@ -48,6 +48,8 @@ def save_plan(plan: Plan | Sequence[Plan], path: str | Path) -> None:
         "plans": [encode_plan(p) for p in as_plans(plan).plans],
     }
     path = Path(path)
+    if path.is_dir():
+        raise PlanError(f"{path}: is a folder; give the path of a file")
     beside = path.with_name(f"{path.name}.part")
     try:
         beside.write_text(_lines(table) + "\n", encoding="utf-8")

@@ -202,8 +202,7 @@ class GraphScale:
             raise OverflowAbort(
                 f"{self._skipped.latest} optimizer steps in a row were skipped because gradients "
                 f"were not finite, the loss scale is down to {self.get_scale():g}; {watched}. "
-                f"Keep that operator in float32 (Policy.overrides) or lower the learning rate; "
-                f"LossScale(abort_after=None) goes on regardless"
+                f"{watched.advice}; LossScale(abort_after=None) goes on regardless"
             )
 
     @property
