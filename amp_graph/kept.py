@@ -68,6 +68,13 @@ class Kept:
         self._tensors = KeptTensors([*values, *(model.parameters() if parameters else ())])
         self._random = KeptRandomState()
 
+    def has_other_attributes(self) -> bool:
+        """Whether an attribute of a module is another object than it was."""
+        return any(
+            held.keys() != kept.keys() or any(held[name] is not kept[name] for name in kept)
+            for held, kept in self._held
+        )
+
     def put_back(self) -> None:
         self._tensors.put_back()
         for held, kept in self._held:

@@ -3,7 +3,7 @@
 One name of PyTorch is patched for it: `nn.Module._compiled_call_impl`, a class attribute that
 `module(...)` looks at before anything else, and that is None where `nn.Module.compile` was not
 used (torch 2.11 to 2.15). A descriptor in its place sees every call that Dynamo does not inline;
-Dynamo itself does not look there.
+Dynamo itself does not look there. (Another one for what optimizers load: `loaded_states`.)
 
 This is the only file that reads the environment.
 """
@@ -27,6 +27,7 @@ from torch import nn
 
 from amp_graph.autopatch.exit_report import write_report
 from amp_graph.autopatch.first_call import Models
+from amp_graph.autopatch.loaded_states import scales_are_loaded
 from amp_graph.autopatch.script_models import Model
 from amp_graph.errors import AmpGraphError, PolicyError, did_you_mean, in_words, telling
 from amp_graph.ir import COLORS, LEVELS
@@ -141,6 +142,7 @@ class Installation:
         self._original = getattr(nn.Module, SLOT)
         self._undone = contextlib.ExitStack()
         self._undone.enter_context(telling(self._say))
+        self._undone.enter_context(scales_are_loaded())
         self._patch = _EveryCall(self.models)
         setattr(nn.Module, SLOT, self._patch)
 

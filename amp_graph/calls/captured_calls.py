@@ -54,11 +54,10 @@ _UNWATCHED = contextlib.nullcontext()
 class Before(NamedTuple):
     """What a call found as it began.
 
-    charged: how many calls were, see `Frames`.
-    settings: with which captures were made.
-    watch: what looks at it.
-    hooks: how many the model had, if it is watched.
+    charged, settings: how many calls were, see `Frames`, and with what captures were made.
+    watch, hooks: what looks at it and, if anything does, how many hooks the model had.
     has_run: whether a graph has run in it since.
+    kept: the model as it was, if it is the first.
     """
 
     charged: int
@@ -66,6 +65,7 @@ class Before(NamedTuple):
     watch: Outside | None = None
     hooks: int = 0
     has_run: bool = False
+    kept: Kept | None = None
 
 
 class CapturedCalls:
@@ -84,7 +84,7 @@ class CapturedCalls:
         self._chosen = Chosen(self._graphs, compiler)
         self._is_watched = can_watch()  # the first call, and again one after each capture
         self._watch = Outside(self._lists) if self._is_watched else None  # for the next call
-        self._is_new = True
+        self._is_new, self._may_set_itself_up = True, True
         self._passed_on: set[type[Exception]] = {*DYNAMO_ERRORS}  # none for autocast's sake
         self._runs_own: Run | None = None  # once it is not captured any more
 
@@ -122,7 +122,7 @@ class CapturedCalls:
             torch.set_grad_enabled(records)  # as it was before what had been captured already
             if kept is not None:
                 kept.put_back()
-            before = Before(charged, settings, has_run=self._graphs.own.runs != runs)
+            before = Before(charged, settings, has_run=self._graphs.own.runs != runs, kept=kept)
             result = self._run_uncaptured(uncaptured, before, args, kwargs)
         has_captured = self._frames.own.begun != frames
         is_counted = self._frames.unpaid or self._frames.failed
@@ -226,8 +226,8 @@ class CapturedCalls:
     def _run_uncaptured(self, error: Exception, before: Before, args: Any, kwargs: Any) -> Any:
         """Capture with more breaks, then each size apart. If that was tried, or is not likely to
         help a model that would begin for the third time, run its own code under autocast, and go
-        on so: it may raise no such error, or catch it. If it raises, nothing could have been
-        captured, and the next call is."""
+        on so: it may raise no such error, or catch it. The next call is captured again if it
+        raises, or is a first one that changed the model, which may set itself up in it."""
         cause = getattr(error, "inner_exception", None)
         if isinstance(cause, MISTAKES):
             self._begin_again()
@@ -255,6 +255,11 @@ class CapturedCalls:
             self._record.drop(index)
             self._begin_again()
             raise
+        if self._may_set_itself_up and before.kept and before.kept.has_other_attributes():
+            self._may_set_itself_up = False  # more than once
+            self._record.drop(index)
+            self._begin_again()
+            return result
         if self._record.plans[index] is planned:  # else it was told that autocast fails
             warn(f"{self.own_code.name} {planned.otherwise}")
         self._runs_own, self._chosen.is_stale, self._watch = own_code, False, None

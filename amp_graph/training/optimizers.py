@@ -9,7 +9,7 @@ scales in use, and the guard of each optimizer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from amp_graph.training.found_inf import parameters_of
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.step_guard import StepGuard
 from amp_graph.training.step_hooks import hear_steps
-from amp_graph.training.step_record import StepCounts
+from amp_graph.training.step_record import STATE_KEY, StepCounts
 from amp_graph.uncaptured import not_compiled
 
 _scales: weakref.WeakValueDictionary[int, GraphScale] = weakref.WeakValueDictionary()
@@ -33,6 +33,10 @@ def use_scale(scale: GraphScale) -> None:
     """From now on guard all optimizers that step parameters under this scale."""
     hear_steps(_after_step, _before_step)
     _scales[scale.serial] = scale
+    for optimizer, guard in [*_guards.items()]:
+        if guard.record.is_waiting and scale.own(parameters_of(optimizer)):
+            scale.has_optimizer = True
+            guard.record.begin_scale(optimizer, scale)
 
 
 def drop_scale(scale: GraphScale) -> None:
@@ -50,6 +54,13 @@ def attach(optimizer: Optimizer, scale: GraphScale | None, conversion: object) -
         scale.has_optimizer = True
         guard.attached.append(weakref.ref(scale))
         guard.record.begin_scale(optimizer, scale)
+
+
+def before_load(optimizer: Optimizer, state: Any) -> None:
+    """An optimizer is about to load a state. One that holds scales, it takes for the models whose
+    parameters it will be seen to step."""
+    if isinstance(state, Mapping) and STATE_KEY in state:
+        _guard_of(optimizer)
 
 
 def detach(optimizer: Optimizer, conversion: object) -> None:

@@ -91,6 +91,11 @@ class StepRecord:
             self._unread.clear()
         return self._skipped
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a checkpoint was loaded that holds scales which are not there yet."""
+        return self._waiting is not None
+
     def begin_scale(self, optimizer: Optimizer, scale: GraphScale) -> None:
         """Have a scale go on from a checkpoint that was loaded before there was any."""
         if self._waiting is None:
