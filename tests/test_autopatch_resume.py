@@ -45,3 +45,11 @@ def test_an_optimizer_that_nobody_gave_goes_on_from_the_scale_it_loads(start, is
     assert trained(*resumed, 6) == expected
     assert amp_graph.step_counts(resumed[1]) == amp_graph.step_counts(first[1])
     assert amp_graph.scale_of(resumed[0]).state_dict() == amp_graph.scale_of(first[0]).state_dict()
+
+
+def test_what_is_patched_is_put_back(start):
+    original = torch.optim.Optimizer.load_state_dict
+    installation = start()
+    assert torch.optim.Optimizer.load_state_dict is not original
+    installation.undo()
+    assert torch.optim.Optimizer.load_state_dict is original

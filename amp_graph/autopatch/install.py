@@ -1,9 +1,9 @@
 """The patch of PyTorch, and the variables that say how models are converted.
 
-One name of PyTorch is patched for it: `nn.Module._compiled_call_impl`, a class attribute that
+Private name of PyTorch patched here: `nn.Module._compiled_call_impl`, a class attribute that
 `module(...)` looks at before anything else, and that is None where `nn.Module.compile` was not
 used (torch 2.11 to 2.15). A descriptor in its place sees every call that Dynamo does not inline;
-Dynamo itself does not look there. (Another one for what optimizers load: `loaded_states`.)
+Dynamo itself does not look there. `loaded_states` patches a public one.
 
 This is the only file that reads the environment.
 """

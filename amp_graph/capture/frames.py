@@ -32,8 +32,8 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 
 from amp_graph.capture.breaks import in_other_words
 
-MAX_CAPTURES = 16  # calls that captured something: as many that nothing pays for are too many
-REPAID_BY = 4  # calls that captured nothing pay for one that did
+MAX_CAPTURES = 16  # so many calls that captured something, and are not repaid, are too many
+REPAID_BY = 4  # as many calls that captured nothing repay one that did
 RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
 AS_EVER = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
 _numbers = itertools.count()

@@ -27,8 +27,8 @@ def overflowed(
 ) -> Tensor:
     """Whether any gradient of these parameters overflowed, as `found_inf` tells. Each scale is told
     of what it is to blame for, of the step that `by` is about to take. `owners`: those of the
-    parameters that are of its model. `only_spilled`: none of them has a
-    scale, so that an overflow counts only if one of the scales has spilled."""
+    parameters that are of its model. `only_spilled`: none of them has a scale, so that an overflow
+    counts only if one of the scales has spilled."""
     scales, owned = [*owners], [*owners.values()]
     for scale in scales:
         scale.begin_step(by)

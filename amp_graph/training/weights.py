@@ -58,9 +58,7 @@ class GraphWeights:
         self._store = store
         self._dtypes = tuple(dtypes)
         self._copies: list[_Copy] = []
-        self._are_first: list[
-            bool
-        ] = []  # False where a copy stands earlier too: it is written once
+        self._are_first: list[bool] = []  # else a copy stands further in front, and is written
         self._written: list[Tensor] = []
         self._lows: list[Tensor] = []
         self._unrecorded: list[Tensor] = []
