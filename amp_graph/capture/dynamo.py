@@ -40,6 +40,7 @@ from amp_graph.capture.checkpointed_writes import checkpointed_writes_inside
 from amp_graph.capture.context_variables import context_variables_known
 from amp_graph.capture.frames import Attempt
 from amp_graph.capture.given_twice import given_once
+from amp_graph.capture.hidden_names import hidden_names_found
 from amp_graph.capture.inner_gradients import gradients_end_graphs
 from amp_graph.capture.known_values import known_values
 from amp_graph.capture.logs import locations_untold, quiet_logs
@@ -108,6 +109,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     gradients_end_graphs,
     own_names,
     modes_above_autograd_apart,
+    hidden_names_found,
 )
 
 
