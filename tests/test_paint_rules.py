@@ -29,6 +29,7 @@ def test_override_by_operator():
     assert (result.color("infer1"), result.rule("infer1")) == (Color.DENY, "override")
     assert not result.is_low("infer1")
     assert not any(with_overrides(Override("deny", op="aten.matmul")).plan.low)
+    assert Override("deny", op="matmul") == Override("deny", op="aten.matmul"), "as lists take it"
 
 
 def test_override_by_name():
@@ -43,6 +44,8 @@ def test_override_by_predicate():
     result = with_overrides(Override("deny", where=second))
     assert [result.is_low(f"allow{i}") for i in (1, 2, 3)] == [True, False, True]
     assert "second" in result.plan.paints["allow2"].because
+    both = Override("deny", module="enc", where=second)
+    assert str(both) == "module=enc, where=second"
 
 
 class Net(nn.Module):
