@@ -33,9 +33,9 @@ def check_folder(folder: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Around what writes a file: raises AmpGraphError if it cannot be written."""
+def writing(path: Path, kind: type[AmpGraphError] = AmpGraphError) -> Iterator[None]:
+    """Around what writes a file: raises an error of this kind if it cannot be written."""
     try:
         yield
     except OSError as error:
-        raise AmpGraphError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise kind(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -92,7 +92,7 @@ class OpLists:
 
     def without(self, color: str, op: str) -> OpLists:
         """These lists with an operator taken off one. Raises ListError if it is not on it."""
-        if color not in {c.value for c in Color}:
+        if color not in COLORS:
             raise ListError(f"{op!r} cannot be taken off {color!r}: there is no such list")
         name = full_name(op, self.entries) or op
         listing = self.entries.get(name)

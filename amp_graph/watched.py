@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from amp_graph.capture.aten import captured_of
 from amp_graph.ir import NodeFacts
 
 NAN, PLUS, MINUS = "NaN", "inf", "-inf"
@@ -62,12 +63,10 @@ class FirstNonfinite:
         return "every value and gradient inside the graphs was finite"
 
     def note_value(self, what: str, advice: str) -> None:
-        if self.value is None:
-            self.value, self.advice = what, advice
+        self.value, self.advice = what, advice
 
     def note_gradient(self, what: str, advice: str) -> None:
-        if self.gradient is None and self.value is None:
-            self.gradient, self.advice = what, advice
+        self.gradient, self.advice = what, advice
 
 
 def run_watched(
@@ -113,20 +112,20 @@ class _Looking(fx.Interpreter):
             self._found.note_value(f"{facts.label}, which came into a graph", ELSEWHERE)
 
     def _look_at_gradient(self, n: fx.Node) -> Callable[[Tensor], None]:
-        is_result = any(reader.op == "output" for reader in n.users)
-        came = f"what the loss, or other code, gave for {self._spelled(n)}, an output", ELSEWHERE
-        made = f"of the result of {self._spelled(n)}", LOWER
-
         def look(gradient: Tensor) -> None:
-            if self._found.gradient is None and kinds(gradient):
-                self._found.note_gradient(*(came if is_result else made))
+            found = self._found
+            if found.value is not None or found.gradient is not None or not kinds(gradient):
+                return
+            if any(reader.op == "output" for reader in n.users):
+                came = f"what the loss, or other code, gave for {self._spelled(n)}, an output"
+                found.note_gradient(came, ELSEWHERE)
+            else:
+                found.note_gradient(f"of the result of {self._spelled(n)}", LOWER)
 
         return look
 
     def _spelled(self, n: fx.Node) -> str:
-        captured = n
-        while captured.name not in self._facts and captured.all_input_nodes:
-            captured = captured.all_input_nodes[0]
+        captured = captured_of(n, self._facts)
         facts = self._facts.get(captured.name)
         if facts is None:
             return n.name

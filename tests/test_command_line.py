@@ -190,6 +190,7 @@ CALIBRATE = ["calibrate", "models_here:counting", "--bound", "0.1", "--output"]
         (["compare", "models_here:counting", "--json", "no/c.json"], "no/c.json"),
         (["compare", "models_here:counting", "--plot", "no/c.svg"], "no/c.svg"),
         (["explain", "models_here:counting", "--json", "no/e.json"], "no/e.json"),
+        (["explain", "models_here:counting", "--json", ""], "."),
         (["dump", "models_here:counting", "models_here.py"], "models_here.py"),
         (["dump", "models_here:counting", "models_here.py/out"], "models_here.py/out"),
     ],

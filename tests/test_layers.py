@@ -13,8 +13,8 @@ PACKAGE = Path(__file__).parents[1] / "amp_graph"
 LAYERS = [
     "errors", "files", "kept", "modules", "results", "stored_path", "uncaptured",
     "ir", "plans",
-    "cpu", "flow", "listing", "watched",
-    "capture", "oplists", "reasons", "training",
+    "cpu", "flow", "listing",
+    "capture", "watched", "oplists", "reasons", "training",
     "modes", "override", "policy",
     "passes",
     "backend",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -163,6 +163,14 @@ def _written_by_body(body: fx.GraphModule, operands: list[fx.Node]) -> list[fx.N
 def is_retraced(module: fx.GraphModule) -> bool:
     """Whether a graph is in ATen form. A body that could not be retraced is as Dynamo left it."""
     return all("val" in n.meta for n in module.graph.find_nodes(op="placeholder"))
+
+
+def captured_of(node: fx.Node, captured: Container[str]) -> fx.Node:
+    """The captured node that one of an emitted graph is, or is a cast of, the clamp in front of a
+    cast included; where there is none, what stands first."""
+    while node.name not in captured and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def bodies_of(module: fx.GraphModule, node: fx.Node) -> dict[str, fx.GraphModule]:

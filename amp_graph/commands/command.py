@@ -68,8 +68,9 @@ def policy_of(args: Namespace) -> Policy:
 
 def check_files(*files: str | None) -> None:
     """As `check_file`, of those that are given."""
-    for file in filter(None, files):
-        check_file(file)
+    for file in files:
+        if file is not None:
+            check_file(file)
 
 
 def working(description: str) -> Progress:

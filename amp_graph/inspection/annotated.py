@@ -19,7 +19,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from amp_graph.capture.aten import CAST, get_attribute, is_operator, op_name, tensors_of
+from amp_graph.capture.aten import (
+    CAST,
+    captured_of,
+    get_attribute,
+    is_operator,
+    op_name,
+    tensors_of,
+)
 from amp_graph.capture.grad_modes import is_switch
 from amp_graph.inspection.flops import flops_of
 from amp_graph.inspection.spelling import byte_count, input_kind, shapes
@@ -208,9 +215,7 @@ class _Writer:
 
     def _cast(self, node: fx.Node) -> AnnotatedNode:
         """A cast, or the clamp in front of a saturating one."""
-        value = node
-        while value.name not in self.plan.facts:
-            value = value.all_input_nodes[0]
+        value = captured_of(node, self.plan.facts)
         facts, source = self.plan.facts[value.name], node.all_input_nodes[0]
         to, came = _dtype(node), _dtype(source)
         cast = self._planned(value.name, node)

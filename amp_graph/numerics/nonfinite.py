@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
+from amp_graph.capture.aten import captured_of
 from amp_graph.ir import Plan, dtype_name
 from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import check_loss
@@ -189,7 +190,7 @@ def _not_finite(outcome: Outcome) -> Iterator[NonFinite]:
 
 def _told(rerun: Rerun, finding: _Finding, kind: str, in_float32: bool) -> NonFinite:
     plan = rerun.plan_at(finding.place)
-    node, name = finding.node, _captured(plan, finding.node)
+    node, name = finding.node, captured_of(finding.node, plan.facts).name
     facts = plan.facts[name]
     is_cast = node.name not in plan.facts
     operator = "cast" if is_cast else facts.op.removesuffix(".default")
@@ -207,13 +208,6 @@ def _told(rerun: Rerun, finding: _Finding, kind: str, in_float32: bool) -> NonFi
         graph=finding.place.graph,
         in_float32=in_float32,
     )
-
-
-def _captured(plan: Plan, node: fx.Node) -> str:
-    """The captured node that a node of the emitted graph is, or is a cast of."""
-    while node.name not in plan.facts:
-        node = node.all_input_nodes[0]
-    return node.name
 
 
 def _label(plan: Plan, name: str) -> str:

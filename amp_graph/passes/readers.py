@@ -83,6 +83,8 @@ def read_for_position(scene: Scene) -> dict[int, int]:
         for value in flow.predecessors(n)
         if facts[value].name in f.positions
     ]
+    if not pairs:
+        return {}
     read = read_by(flow, pairs, lambda n: colors[n] in FREE and n not in scene.narrowed)
     of: dict[int, int | None] = {}  # all in full float32: whose position it is, if one's
     counted: set[int] = set()  # of these, from raw coordinates

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import torch
 
 from amp_graph.errors import PlanError
+from amp_graph.files import writing
 from amp_graph.ir import Plan
 from amp_graph.plans.json_schema import describe, schema
 from amp_graph.plans.pins import Saved, fingerprint
@@ -51,11 +52,9 @@ def save_plan(plan: Plan | Sequence[Plan], path: str | Path) -> None:
     if path.is_dir():
         raise PlanError(f"{path}: is a folder; give the path of a file")
     beside = path.with_name(f"{path.name}.part")
-    try:
+    with writing(path, PlanError):
         beside.write_text(_lines(table) + "\n", encoding="utf-8")
         os.replace(beside, path)
-    except OSError as error:
-        raise PlanError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def load_plan(path: str | Path) -> tuple[Plan, ...]:
