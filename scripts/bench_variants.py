@@ -65,13 +65,21 @@ class Variant:
         with self.region():
             return self.work.loss(self.model)
 
+    def arithmetic(self) -> AbstractContextManager[Any]:
+        """With TF32 or without. A context, since `torch.testing`, whose lists CudaRules reads,
+        forbids to set it for good."""
+        torch.backends.cuda.matmul.allow_tf32 = self.tf32
+        return torch.backends.cudnn.flags(enabled=True, allow_tf32=self.tf32)
+
     def step(self) -> None:
-        if self.device == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.tf32
-        if self.inference:
-            with torch.inference_mode():
-                self.forward()
-            return
+        with self.arithmetic():
+            if self.inference:
+                with torch.inference_mode():
+                    self.forward()
+            else:
+                self.train()
+
+    def train(self) -> None:
         for _ in range(self.accumulate):
             self.scaler.scale(self.forward() / self.accumulate).backward()
         self.scaler.unscale_(self.optimizer)
@@ -84,7 +92,8 @@ class Variant:
         """True gradients of one forward and backward pass, as one float32 vector."""
         scale = self.scaler.get_scale()
         for _ in range(24):  # a scale that overflows is halved, as GradScaler would
-            (self.forward() * scale).backward()
+            with self.arithmetic():
+                (self.forward() * scale).backward()
             found = [
                 torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()
             ]

@@ -4,12 +4,14 @@
     python scripts/model_report.py --only gpt2 t5   some
     python scripts/model_report.py --batches 300    enough that errors of losses compare, 20 minutes
     python scripts/model_report.py --json out.json  the numbers also as a file
+    python scripts/model_report.py --device cuda --dtype float16     in another precision, elsewhere
 
 Columns: graphs captured; share of forward matrix products in low precision; casts between
-float32 and bfloat16 and the megabytes they read and write in one forward, as converted and
-under CPU autocast ("auto"), whose rules keep norms and softmax low; errors against float32 as a
-ratio to autocast's (loss: mean over the batches, outputs and gradient: median); seconds that
-Dynamo's capture took and what converting added. Exits 1 if a case fails, if a median error ratio,
+float32 and the low precision and the megabytes they read and write in one forward, as converted and
+under autocast ("auto"), whose rules for the CPU keep norms and softmax low; errors against float32
+as a ratio to autocast's (loss: mean over the batches, outputs and gradient: median); seconds that
+Dynamo's capture took and what converting added. In float16 losses are scaled by 1024, here and
+there. Exits 1 if a case fails, if a median error ratio,
 to two digits, is above 1, or, from 300 batches on, if any error ratio is above 1.2: over 20 a loss
 is off by that much by chance (tests/zoo/measure.py).
 """
@@ -25,6 +27,7 @@ import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +40,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import zoo
 from counting import CastCounter, MatmulCounter
-from zoo.measure import autocast, errors, for_autocast, ratio, step, steps
+from zoo.measure import autocast, errors, for_autocast, on_device_of, ratio, step, steps
 
 import amp_graph
 
+SCALE = 1024.0  # of losses in float16
 RATIOS = ("loss_ratio", "outputs_ratio", "gradient_ratio")
 ALLOWED_RATIO, MANY_BATCHES = 1.2, 300
 
@@ -71,40 +75,42 @@ def fallbacks(plan: amp_graph.Plan) -> list[str]:
     return own + [f for body in plan.bodies.values() for f in fallbacks(body)]
 
 
-def capture_seconds(case: zoo.Case) -> float:
+def capture_seconds(case: zoo.Case, device: str) -> float:
     """A first forward through Dynamo alone."""
-    torch._dynamo.reset()
-    model = case.make()
+    model = case.make().to(device)
     model.compile(backend="eager")
-    args, kwargs = case.batch(0, 0)
-    start = time.perf_counter()
-    model(*args, **kwargs)
-    return time.perf_counter() - start
+    return first_call_seconds(case, model)
 
 
-def convert_seconds(case: zoo.Case, model: torch.nn.Module) -> float:
-    """A first forward through Dynamo and all stages."""
+def first_call_seconds(case: zoo.Case, model: torch.nn.Module) -> float:
     torch._dynamo.reset()
-    args, kwargs = case.batch(0, 0)
+    args, kwargs = on_device_of(model, case.batch(0, 0))
     start = time.perf_counter()
     model(*args, **kwargs)
     return time.perf_counter() - start
 
 
-def measure(case: zoo.Case, batches: int) -> Result:
-    dynamo = capture_seconds(case)
-    model = amp_graph.convert(case.make(), policy="bfloat16")
-    both = convert_seconds(case, model)
-    model.load_state_dict(case.make().state_dict())
+def measure(case: zoo.Case, device: str, dtype: torch.dtype, batches: int) -> Result:
+    def plain() -> torch.nn.Module:
+        return case.make().to(device)
+
+    around = partial(autocast, device, dtype)
+    scale = SCALE if dtype is torch.float16 else 1.0
+    dynamo = capture_seconds(case, device)
+    policy = amp_graph.Policy(dtype, loss_scale=scale if dtype is torch.float16 else None)
+    model = amp_graph.convert(plain(), policy=policy)
+    both = first_call_seconds(case, model)
+    model.load_state_dict(plain().state_dict())
     with MatmulCounter() as products, CastCounter() as casts:
         step(case, model, seed=0)
     with CastCounter() as autocasts:
-        step(case, for_autocast(case), seed=0, around=autocast)
+        step(case, for_autocast(case).to(device), seed=0, around=around)
 
-    model.load_state_dict(case.make().state_dict())
-    reference = steps(case, case.make(), batches)
+    model.load_state_dict(plain().state_dict())
+    reference = steps(case, plain(), batches)
     ours = errors(reference, steps(case, model, batches))
-    theirs = errors(reference, steps(case, for_autocast(case), batches, around=autocast))
+    other = for_autocast(case).to(device)
+    theirs = errors(reference, steps(case, other, batches, around=around, scale=scale))
     plans = amp_graph.plans(model)
     return Result(
         name=case.name,
@@ -125,8 +131,8 @@ def measure(case: zoo.Case, batches: int) -> Result:
     )
 
 
-def table_of(results: list[Result]) -> Table:
-    table = Table(title="bfloat16 on CPU, beside torch.autocast", header_style="bold")
+def table_of(results: list[Result], title: str) -> Table:
+    table = Table(title=title, header_style="bold")
     table.add_column("model", no_wrap=True)
     columns = ["graphs", "left", "low %", "casts", "MB", "auto casts", "auto MB"]
     columns += ["loss ×", "outputs ×", "gradient ×", "gradient error", "Dynamo s", "pass s"]
@@ -171,10 +177,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="CASE", help="names of cases")
     parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # so that float32 is
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     console = Console(width=None if sys.stdout.isatty() else 170)
@@ -182,16 +191,20 @@ def main() -> int:
     if not chosen:
         console.print(f"no such case; there are: {', '.join(c.name for c in zoo.cases())}")
         return 2
-    capture_seconds(chosen[0])  # the first capture of a process also imports what Dynamo needs
+    dtype = getattr(torch, options.dtype)
+    capture_seconds(
+        chosen[0], options.device
+    )  # the first capture of a process also imports what Dynamo needs
     results, failed = [], {}
     for case in track(chosen, description="models", console=console, transient=True):
         try:
-            results.append(measure(case, options.batches))
+            results.append(measure(case, options.device, dtype, options.batches))
         except Exception as error:
             failed[case.name] = f"{type(error).__name__}: {error}"
         gc.collect()
     if results:
-        console.print(table_of(results))
+        title = f"{options.dtype} on {options.device}, torch {torch.__version__}, beside autocast"
+        console.print(table_of(results, title))
     for r in results:
         for reason in sorted(set(r.fallbacks)):
             console.print(f"[red]{r.name}[/]: left original: {reason}", highlight=False)

@@ -1,6 +1,6 @@
-"""One rank of a distributed run; test_distributed starts two. Prints a line per check that holds.
+"""One rank of a distributed run; test_distributed starts them. Prints a line per check that holds.
 
-torchrun --nproc-per-node 2 distributed_training.py WAY DTYPE [BACKEND]
+torchrun --nproc-per-node 2 distributed_training.py DTYPE BACKEND
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ def whole(tensor):
 def main(dtype: str, backend: str) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     for way in WAYS:
         print(f"{way}:", flush=True)
@@ -129,7 +131,8 @@ def train(way: str, dtype: str, backend: str) -> None:
     generator = torch.Generator().manual_seed(1)
     tolerance = 0.02 if dtype == "bfloat16" else 0.004  # a few roundings: 2**-9, 2**-12
     for step in range(STEPS):
-        data = torch.randn(2, 2, 4, 16, generator=generator).to(device)  # micro-batch, rank, ...
+        shape = (2, dist.get_world_size(), 4, 16)  # micro-batch, rank, ...
+        data = torch.randn(shape, generator=generator).to(device)
         ddp = isinstance(model, DistributedDataParallel)
         optimizer.zero_grad()
         if ddp:

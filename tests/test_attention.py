@@ -161,7 +161,7 @@ def test_what_takes_a_fused_kernel_stays_whole(call: str) -> None:
 CUDA = pytest.param(
     "cuda",
     marks=[
-        pytest.mark.cuda,  # not yet run on a device
+        pytest.mark.cuda,
         pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     ],
 )

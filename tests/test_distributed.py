@@ -1,4 +1,4 @@
-"""Two processes under torchrun: gradients, skipped steps and scales agree between ranks."""
+"""Processes under torchrun: gradients, skipped steps and scales agree between ranks."""
 
 import os
 import subprocess
@@ -12,23 +12,31 @@ from distributed_training import BY_HAND, CHECKS, IN_PARTS, WAYS
 SCRIPT = Path(__file__).with_name("distributed_training.py")
 
 
-def assert_two_ranks_agree(dtype: str, backend: str) -> None:
+def assert_ranks_agree(dtype: str, backend: str, ranks: int = 2) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(SCRIPT), dtype, backend]
+    command += ["--nproc-per-node", f"{ranks}", str(SCRIPT), dtype, backend]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr[-6000:]
     for check in CHECKS:
-        assert result.stdout.count(check) == 2 * len(WAYS), result.stdout
-    assert result.stdout.count(BY_HAND) == result.stdout.count(IN_PARTS) == 2, result.stdout
+        assert result.stdout.count(check) == ranks * len(WAYS), result.stdout
+    assert result.stdout.count(BY_HAND) == result.stdout.count(IN_PARTS) == ranks, result.stdout
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_two_ranks(dtype):
-    assert_two_ranks_agree(dtype, "gloo")
+    assert_ranks_agree(dtype, "gloo")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_one_rank_on_nccl(dtype):
+    """What one device can show: that every collective of ours is one that NCCL has."""
+    assert_ranks_agree(dtype, "nccl", ranks=1)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_ranks_on_nccl():
-    assert_two_ranks_agree("float16", "nccl")
+    assert_ranks_agree("float16", "nccl")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -102,6 +103,24 @@ def test_gradients(dtype: str, uncompiled: None) -> None:
     assert distance(found, exact) <= 1.1 * distance(theirs, exact)
 
 
+def test_gradients_of_what_scores_index_are_operations_on_single_scores(
+    uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Inductor compiles into the kernel of the backward pass (on CUDA: `test_on_cuda`)."""
+    seen: set[str] = set()
+
+    def look(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        if hasattr(graph, "joint_graph0"):
+            seen.update(str(node.target) for node in graph.joint_graph0.graph.nodes)
+        return graph
+
+    monkeypatch.setattr(backend, "inductor", aot_autograd(fw_compiler=look))
+    model = amp_graph.convert(Attention("learned"), policy="bfloat16")
+    model(torch.randn(2, PLACES, 64)).square().mean().backward()
+    assert "flex_lib.zeros_and_scatter.default" in seen
+    assert not any(name.startswith("aten.index_put") for name in seen)
+
+
 def test_a_backward_pass_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPU there is no kernel of one (torch 2.13): the operator runs as it is."""
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
@@ -168,7 +187,7 @@ def test_where_it_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert amp_graph.plans(ours)[0].fallback is None
 
 
-@pytest.mark.cuda  # not yet run on a device
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", ["distance", "learned", "documents"])

@@ -6,6 +6,7 @@ parameters computes, to the bit.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -224,3 +225,56 @@ def test_gradients_of_a_weight_in_a_loop_are_added_up_in_float32() -> None:
     with patch.object(weights, "copy_all_", wraps=weights.copy_all_) as copied:
         model(x)
     assert [len(call.args[0]) for call in copied.call_args_list] == [4]
+
+
+def put_together(model: nn.Module, spare: float = 0.0) -> nn.Module:
+    """Its parameters in one memory, as cuDNN has those of a recurrent layer."""
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    flat = torch.cat([flat, torch.zeros(int(spare * flat.numel()))])
+    place = 0
+    for p in model.parameters():
+        p.data = flat[place : place + p.numel()].view_as(p)
+        place += p.numel()
+    return model
+
+
+def places(tensors: list[Tensor]) -> tuple[int, list[int]]:
+    """How many memories they lie in, and where."""
+    memories = {t.untyped_storage().data_ptr() for t in tensors}
+    return len(memories), [t.storage_offset() for t in tensors]
+
+
+@pytest.mark.parametrize(("spare", "is_one"), [(0.0, True), (0.05, True), (0.5, False)])
+def test_copies_lie_as_the_parameters_do(spare: float, is_one: bool) -> None:
+    """Where these make up a memory; a few in a large one are not worth as much again."""
+    layer = put_together(nn.LSTM(8, 8, num_layers=2), spare)
+    model = amp_graph.convert(layer, policy="bfloat16")
+    with patch.object(weights, "copy_all_", wraps=weights.copy_all_) as copied:
+        model(torch.randn(3, 2, 8))
+    (written, parameters), _ = copied.call_args
+    assert len(written) == len(list(layer.parameters())) == 8
+    assert places(parameters)[0] == 1
+    assert places(written) == (places(parameters) if is_one else (8, [0] * 8))
+
+
+def test_training_in_one_memory() -> None:
+    apart, together = Mlp(), put_together(Mlp())
+    together.load_state_dict(apart.state_dict())
+    for model in (apart, together):
+        optimizer = SGD(model.parameters(), 0.1)
+        amp_graph.convert(model, optimizer, policy=SCALED)
+        for _ in range(3):
+            model(X).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(apart.parameters(), together.parameters(), strict=True):
+        assert torch.equal(p, q)
+    *_, last, _ = together.parameters()
+    for parameter, is_read in ((next(together.parameters()), False), (last, True)):
+        loss = together(X).square().mean()
+        with torch.no_grad():
+            parameter.add_(1)
+        together(X)  # its copy is written anew, and no other copy counts that as a change
+        objects = pytest.raises(RuntimeError, match="modified by an inplace operation")
+        with objects if is_read else contextlib.nullcontext():
+            loss.backward()

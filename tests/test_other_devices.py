@@ -61,6 +61,31 @@ assert emulated_device.ran_elsewhere() > 0
 os._exit(0)  # a thread of backward passes may abort Python's own exit (pytorch issue 38228)
 """
 
+MASK_ON_THE_CPU = """
+import torch, emulated_device
+from torch import nn
+import amp_graph
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerDecoder(layer, 2)
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.layers(x, x, tgt_mask=mask)
+
+torch.manual_seed(0)
+plain = Decoder().to("emulated")
+model = amp_graph.convert(Decoder().to("emulated"), policy="float16")
+model.load_state_dict(plain.state_dict())
+for length in (5, 7, 8):
+    x = torch.randn(2, length, 16).to("emulated")
+    assert (model(x) - plain(x)).norm() < 0.002 * plain(x).norm()
+assert [plan.fallback for plan in amp_graph.plans(model)] == [None, None], amp_graph.plans(model)
+"""
+
 STREAMS = """
 import torch, emulated_device
 from torch import nn
@@ -98,6 +123,11 @@ def test_training_on_a_device_of_its_own() -> None:
 
 def test_a_model_on_two_devices() -> None:
     succeeds("-c", TWO_DEVICES)
+
+
+def test_a_mask_on_the_cpu_that_attention_is_not_to_read() -> None:
+    """`nn.Transformer` sees that it is the causal one, and calls attention without."""
+    succeeds("-c", MASK_ON_THE_CPU)
 
 
 def test_kept_weights_are_written_anew_on_another_stream() -> None:

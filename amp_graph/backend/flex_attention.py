@@ -65,6 +65,7 @@ def _form(body: fx.GraphModule) -> Any:
 
 def _compiled(score_mod: fx.GraphModule, mask_mod: fx.GraphModule, read: frozenset[Any]) -> Run:
     """`read`: which of the results are. On CPU what is compiled has no others (torch 2.13)."""
+    score_mod, mask_mod = map(_as_written, (score_mod, mask_mod))
 
     def attend(*args: Any) -> Any:
         q, k, v, _, block_mask, scale, options, of_scores, of_mask = args
@@ -85,6 +86,21 @@ def _compiled(score_mod: fx.GraphModule, mask_mod: fx.GraphModule, read: frozens
         return guarded(*args)
 
     return flex_attention
+
+
+def _as_written(body: fx.GraphModule) -> fx.GraphModule:
+    """The body with tensors indexed by `[]` again. For that the operator looks: the gradient of
+    what is indexed otherwise is no operation on single scores, which is not compiled (torch 2.11).
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in body.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor):
+        tensor, indices = node.args
+        node.target = operator.getitem
+        node.args = tensor, tuple(slice(None) if i is None else i for i in indices)
+    return fx.GraphModule(body, graph)
 
 
 def _say_why(reason: str) -> None:

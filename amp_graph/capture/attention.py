@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -73,9 +72,8 @@ def _takes_math_kernel(
         return False
     if any(t is not None and t.is_nested for t in operands):
         return False
-    # For fake tensors on CPU the answer is always the math kernel, on CUDA it is the right one.
-    fake = FakeTensorMode() if device == "cuda" else contextlib.nullcontext()
-    with _disable_current_modes(), fake, contextlib.suppress(RuntimeError):
+    # For fake tensors the answer is always the math kernel, whatever their device.
+    with _disable_current_modes(), contextlib.suppress(RuntimeError):
         query, key, value, mask = map(_stand_in, operands)
         choice = _choose_kernel(query, key, value, mask, dropout_p, is_causal, **options)
         return choice == SDPBackend.MATH.value
@@ -83,8 +81,8 @@ def _takes_math_kernel(
 
 
 def _stand_in(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A low-precision tensor like this one. On CPU it is a real one, of a single row of memory:
-    of strides the choice there regards the last alone."""
+    """A real tensor in low precision like this one. On CPU it is a single row of memory: of
+    strides the choice there regards the last alone."""
     if tensor is None:
         return None
     sizes = [size_hint(s) for s in tensor.shape]

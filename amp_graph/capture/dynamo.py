@@ -33,7 +33,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from amp_graph.capture.asked_gradients import asked_gradients_kept_inside
-from amp_graph.capture.causal_flags import causal_flags_known
+from amp_graph.capture.attention_calls import attention_calls_settled
 from amp_graph.capture.causal_masks import masks_unread
 from amp_graph.capture.checkpoint_sequences import checkpoint_sequences_known
 from amp_graph.capture.checkpointed_writes import checkpointed_writes_inside
@@ -94,7 +94,7 @@ SETTINGS: dict[str, Any] = {
 CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     recurrent_layers_whole,
     masks_unread,
-    causal_flags_known,
+    attention_calls_settled,
     quiet_logs,
     locations_untold,
     asked_gradients_kept_inside,

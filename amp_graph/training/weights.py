@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from operator import attrgetter, is_
 from typing import Any
@@ -28,6 +29,8 @@ from amp_graph.training.engine import copy_all_
 from amp_graph.training.traces import Traces
 
 _version, _shape = attrgetter("_version"), attrgetter("shape")
+_Key = tuple[int, torch.dtype]  # of a parameter, by `id`, in a low precision
+SPARE = 1.1  # how much larger than all parameters in it memory may be that is copied as a whole
 
 
 class LowPrecisionWeights:
@@ -40,15 +43,22 @@ class LowPrecisionWeights:
     def __init__(self, kept: bool = False) -> None:
         self.kept = kept
         self.choosing = threading.Lock()
-        self._copies: dict[tuple[int, torch.dtype], _Copy] = {}
+        self._copies: dict[_Key, _Copy] = {}
 
-    def of(self, parameter: Tensor, dtype: torch.dtype) -> _Copy:
-        key = (id(parameter), dtype)
-        copy = self._copies.get(key)
-        if copy is None or not copy.fits(parameter):
-            copies = self._copies  # and not itself: what a copy refers to is kept by it
-            copy = copies[key] = _Copy(parameter, dtype, lambda _: copies.pop(key, None))
-        return copy
+    def of(self, parameters: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[_Copy]:
+        """The copy of each in its dtype, made where there is none that fits."""
+        keys = [(id(p), dtype) for p, dtype in zip(parameters, dtypes, strict=True)]
+        missing = {
+            key: parameter
+            for key, parameter in zip(keys, parameters, strict=True)
+            if key not in self._copies or not self._copies[key].fits(parameter)
+        }
+        copies = self._copies  # and not itself: what a copy refers to is kept by it
+        with torch.inference_mode(False):
+            memory = _memory_for(missing)
+        for key, low in memory.items():
+            copies[key] = _Copy(missing[key], low, _forgetting(copies, key))
+        return [copies[key] for key in keys]
 
 
 class GraphWeights:
@@ -127,7 +137,7 @@ class GraphWeights:
     def _choose(self, parameters: Sequence[Tensor]) -> None:
         if self._are_of(parameters):  # by now
             return
-        self._copies = [*map(self._store.of, parameters, self._dtypes)]
+        self._copies = self._store.of(parameters, self._dtypes)
         first = {id(copy): k for k, copy in reversed([*enumerate(self._copies)])}
         self._are_first = [first[id(copy)] == k for k, copy in enumerate(self._copies)]
         self._written = [copy.written for copy in compress(self._copies, self._are_first)]
@@ -142,7 +152,46 @@ class GraphWeights:
 
 def _leaves_traces(parameter: Tensor) -> bool:
     """Not an inference tensor, which has no version, or a subclass with memory of its own."""
-    return type(parameter) in (Tensor, Parameter) and not parameter.is_inference()
+    return _is_plain(parameter) and not parameter.is_inference()
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    return type(parameter) in (Tensor, Parameter)
+
+
+def _memory_for(parameters: Mapping[_Key, Tensor]) -> dict[_Key, Tensor]:
+    """Memory for a copy of each. Where parameters make up one memory, their copies lie in one as
+    well, in the same places: cuDNN has the weights of a recurrent layer so, and would put others
+    together anew in each call."""
+    together: dict[Any, list[_Key]] = defaultdict(list)
+    for key, p in parameters.items():
+        memory = p.untyped_storage()._cdata if _is_plain(p) else key
+        together[memory, p.dtype, key[1]].append(key)
+    made = {}
+    for keys in together.values():
+        flat = _as_one([parameters[key] for key in keys], keys[0][1])
+        for key in keys:
+            p = parameters[key]
+            if flat is None:
+                made[key] = torch.empty_like(p, dtype=key[1], requires_grad=False)
+            else:  # with a version of its own
+                made[key] = flat.as_strided(p.shape, p.stride(), p.storage_offset()).data
+    return made
+
+
+def _as_one(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """Memory like the one that several parameters make up, if they do."""
+    if len(parameters) == 1:
+        return None
+    memory, each = parameters[0].untyped_storage(), parameters[0].element_size()
+    length = memory.nbytes() // each
+    if length > SPARE * sum(p.numel() for p in parameters):
+        return None
+    return torch.empty(length, dtype=dtype, device=memory.device)
+
+
+def _forgetting(copies: dict[_Key, _Copy], key: _Key) -> Callable[[Any], object]:
+    return lambda _: copies.pop(key, None)
 
 
 class _Copy:
@@ -157,9 +206,9 @@ class _Copy:
 
     __slots__ = ("low", "parameter", "unrecorded", "version", "writer", "written")
 
-    def __init__(self, parameter: Tensor, dtype: torch.dtype, when_gone: Callable[[Any], object]):
+    def __init__(self, parameter: Tensor, low: Tensor, when_gone: Callable[[Any], object]):
         with torch.inference_mode(False):
-            self.low = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            self.low = low
             self.written = self.low.data
             self.unrecorded = self.low.data.requires_grad_()
         self.parameter = weakref.ref(parameter, when_gone)

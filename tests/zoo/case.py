@@ -78,7 +78,7 @@ def distance_loss(output: Any) -> torch.Tensor:
     """Mean squared distance of the first floating output to a fixed random target."""
     first = floating_outputs(output)[0]
     first = torch.view_as_real(first) if first.is_complex() else first
-    target = torch.randn(first.shape, generator=generator(1))
+    target = torch.randn(first.shape, generator=generator(1)).to(first.device)
     return (first.float() - target).square().mean()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from amp_graph.cpu import emulates
 
@@ -53,11 +54,11 @@ class Errors:
 
 
 @contextmanager
-def autocast() -> Iterator[None]:
+def autocast(device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
     """Without oneDNN on a CPU for which it has no kernels: PyTorch hands it LSTMs all the same."""
-    lacks_kernels = emulates(torch.bfloat16)
+    lacks_kernels = device == "cpu" and emulates(dtype)
     without = torch.backends.mkldnn.flags(enabled=False) if lacks_kernels else nullcontext()
-    with without, torch.autocast("cpu", torch.bfloat16):
+    with without, torch.autocast(device, dtype):
         yield
 
 
@@ -77,23 +78,40 @@ def vector(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def step(
-    case: Case, model: nn.Module, seed: int, size: int = 0, around: Around = nullcontext
+    case: Case,
+    model: nn.Module,
+    seed: int,
+    size: int = 0,
+    around: Around = nullcontext,
+    scale: float = 1.0,
 ) -> Step:
-    """One forward, in the context that `around` makes, and one backward, outside of it."""
+    """One forward, in the context that `around` makes, and one backward, outside of it, of the
+    loss times `scale`, by which gradients are divided."""
     model.zero_grad(set_to_none=True)
-    args, kwargs = case.batch(seed, size)
+    args, kwargs = on_device_of(model, case.batch(seed, size))
     with around():
         output = model(*args, **kwargs)
     loss = case.loss(output)
-    loss.backward()
+    (loss * scale).backward()
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     outputs = [t for t in floating_outputs(output) if t.dim()]
-    return Step(loss.detach().double(), vector(outputs), vector(grads))
+    return Step(loss.detach().double(), vector(outputs), vector(grads) / scale)
 
 
-def steps(case: Case, model: nn.Module, batches: int, around: Around = nullcontext) -> list[Step]:
+def on_device_of(model: nn.Module, tree: Any) -> Any:
+    device = next(model.parameters()).device
+    return tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, tree)
+
+
+def steps(
+    case: Case,
+    model: nn.Module,
+    batches: int,
+    around: Around = nullcontext,
+    scale: float = 1.0,
+) -> list[Step]:
     """Batches in a row at unchanged weights; what forward writes into buffers stays written."""
-    return [step(case, model, seed, around=around) for seed in range(batches)]
+    return [step(case, model, seed, around=around, scale=scale) for seed in range(batches)]
 
 
 def errors(reference: Sequence[Step], measured: Sequence[Step]) -> Errors:

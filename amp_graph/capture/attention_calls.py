@@ -1,0 +1,83 @@
+"""What attention is called with is settled while a model is captured.
+
+    scaled_dot_product_attention(q, k, v, is_causal=length > 1)
+
+So do models with a cache of keys, whose prompts have many positions and whose next tokens one.
+Once Dynamo has seen two lengths `length > 1` is a symbol to it, which attention refuses, so that
+the graph would end at each layer. Here a guard says which it is. What depends on data ends it.
+
+    multi_head_attention_forward(q, k, v, ..., attn_mask=mask)    the mask alone on the CPU
+
+So calls `nn.Transformer` a mask that was made where masks are made by default: it finds the mask to
+be causal and drops it, where a capture applies masks as given (`causal_masks`). Here it is moved to
+the rest.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+
+    torch._dynamo.variables.TorchInGraphFunctionVariable.call_function, .value
+    torch._dynamo.variables.TensorVariable.device, .call_method
+    torch._dynamo.variables.tensor.SymNodeVariable.sym_num, .evaluate_expr
+    torch.fx.experimental.symbolic_shapes.has_free_unbacked_symbols
+"""
+
+from __future__ import annotations
+
+import contextlib
+from inspect import signature
+from typing import Any
+
+import torch
+from torch._dynamo.variables import (
+    ConstantVariable,
+    TensorVariable,
+    TorchInGraphFunctionVariable,
+    VariableTracker,
+)
+from torch._dynamo.variables.tensor import SymNodeVariable
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
+
+from amp_graph.capture.replaced import method_inside
+
+ARGUMENTS: dict[Any, tuple[str, ...]] = {
+    scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
+    multi_head_attention_forward: tuple(signature(multi_head_attention_forward).parameters),
+}
+
+
+def attention_calls_settled() -> contextlib.AbstractContextManager[None]:
+    """Within, Dynamo captures such calls."""
+    return method_inside(TorchInGraphFunctionVariable, "call_function", _call)
+
+
+def _call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    names = ARGUMENTS.get(function.value)
+    if names is not None:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        query, mask, flag = (given.get(name) for name in ("query", "attn_mask", "is_causal"))
+        settled = {}
+        if mask is not None:
+            settled["attn_mask"] = _beside(query, mask.realize(), frame)
+        if flag is not None:
+            settled["is_causal"] = _decided(flag.realize())
+        named = zip(names, args, strict=False)
+        args = [*(settled.get(name, v) for name, v in named), *args[len(names) :]]
+        kwargs = {n: settled.get(n, v) for n, v in kwargs.items()}
+    return method(function, frame, args, kwargs)
+
+
+def _decided(flag: Any) -> Any:
+    is_symbol = isinstance(flag, SymNodeVariable) and isinstance(flag.sym_num, torch.SymBool)
+    if not is_symbol or has_free_unbacked_symbols(flag.sym_num):
+        return flag
+    return ConstantVariable.create(flag.evaluate_expr())
+
+
+def _beside(query: Any, mask: Any, frame: Any) -> Any:
+    query = None if query is None else query.realize()
+    if not (isinstance(query, TensorVariable) and isinstance(mask, TensorVariable)):
+        return mask
+    if mask.device == query.device or mask.device.type != "cpu":
+        return mask
+    where = VariableTracker.build(frame, query.device)
+    return mask.call_method(frame, "to", [where], {"non_blocking": ConstantVariable.create(True)})
