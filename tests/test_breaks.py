@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 
@@ -60,9 +61,11 @@ class BranchesOnData(nn.Module):
         (lambda x: x.sum(1).nonzero()[:, 0], "depends on the numbers in a tensor"),
     ],
 )
-def test_a_break_at_data_is_told_in_words_and_not_by_a_setting(asks, told: str) -> None:
+@pytest.mark.parametrize("around", [contextlib.nullcontext(), torch.device("cpu")])
+def test_a_break_at_data_is_told_in_words_and_not_by_a_setting(asks, told: str, around) -> None:
     model = amp_graph.convert(BranchesOnData(asks))
-    model(torch.randn(4, 8)).sum().backward()
+    with around:  # a default device, say, through whose mode each call goes
+        model(torch.randn(4, 8)).sum().backward()
     (found,) = amp_graph.explain(model).data.breaks
     assert told in found and "test_breaks.py" in found
 

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from amp_graph.capture.lines import without_modes
 from amp_graph.errors import AmpGraphError
 
 PYTHON = sysconfig.get_path("stdlib")
@@ -99,5 +100,6 @@ def _is_users(frame: traceback.FrameSummary) -> bool:
 
 
 def _at(frames: Sequence[Any], reason: str) -> str:
-    where = [f"{f.filename.rpartition('/')[2]}:{f.lineno}, {f.line}: " for f in frames[-1:]]
+    last = without_modes(frames)[-1:]
+    where = [f"{f.filename.rpartition('/')[2]}:{f.lineno}, {f.line}: " for f in last]
     return f"{''.join(where)}{reason}"

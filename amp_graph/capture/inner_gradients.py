@@ -43,6 +43,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.cuts import run_in_parts
+from amp_graph.capture.lines import called_at
 from amp_graph.capture.replaced import method_inside
 from amp_graph.capture.vmap import begins_of_transforms
 from amp_graph.errors import CaptureError
@@ -93,7 +94,8 @@ def compile_in_parts(
 def _is_hooked(node: fx.Node) -> bool:
     """By the operator that Dynamo has for a hook; 2.11 has a custom function, written at the line
     where the hook is."""
-    line = str(node.meta.get("stack_trace") or "").rstrip().rpartition("\n")[2]
+    frame = called_at(node)
+    line = (frame and frame.line) or ""
     return "register_hook" in str(node.target) or "register_hook(" in line
 
 

@@ -11,7 +11,6 @@ schemas; nothing is predicted.
 from __future__ import annotations
 
 import operator
-import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -35,6 +34,7 @@ from amp_graph.capture.aten import (
     written_operands,
 )
 from amp_graph.capture.fake import largest_number, size_hint
+from amp_graph.capture.lines import called_at
 from amp_graph.capture.own_regions import in_regions
 from amp_graph.ir import Color, NodeFacts, TensorFacts, dtype_name
 from amp_graph.listing import Listing
@@ -198,14 +198,9 @@ class _Memory:
 
 
 def _source(node: fx.Node) -> tuple[str, str]:
-    """Where in the user's code the node came from, as "net.py:12 in forward", and that line: not
-    in a mode that the call went through, such as that of `torch.set_default_device`."""
-    frames = re.findall(
-        r'File "([^"]+)", line (\d+), in (\S+)(?:\n\s+(.*))?', node.meta.get("stack_trace") or ""
-    )
-    while frames and frames[-1][2] in ("__torch_function__", "handle_torch_function"):
-        frames.pop()
-    if not frames or frames[-1][0].endswith("amp_graph/capture/dynamo.py"):
+    """Where in the user's code the node came from, as "net.py:12 in forward", and that line."""
+    frame = called_at(node)
+    if frame is None or frame.filename.endswith("amp_graph/capture/dynamo.py"):
         return "", ""
-    file, line, function, code = frames[-1]
-    return f"{file.rpartition('/')[2]}:{line} in {function}", code.strip()
+    file = frame.filename.rpartition("/")[2]
+    return f"{file}:{frame.lineno} in {frame.name}", (frame.line or "").strip()

@@ -1,0 +1,31 @@
+"""The line of the user's code that something was called at.
+
+A call goes through the modes around it, such as that of `torch.set_default_device`, which are not
+meant.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from traceback import FrameSummary
+
+from torch import fx
+
+OF_MODES = ("__torch_function__", "handle_torch_function")
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n\s+(.*))?')
+
+
+def without_modes(frames: Sequence[FrameSummary]) -> Sequence[FrameSummary]:
+    """The outermost first, as they were given."""
+    last = len(frames)
+    while last and frames[last - 1].name in OF_MODES:
+        last -= 1
+    return frames[:last]
+
+
+def called_at(node: fx.Node) -> FrameSummary | None:
+    """By what Dynamo keeps with each node as text."""
+    found = FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = [FrameSummary(file, int(at), name, line=line) for file, at, name, line in found]
+    return next(reversed(without_modes(frames)), None)
