@@ -83,10 +83,19 @@ SUMS = frozenset(f"aten.{name}.Tensor" for name in ("add", "add_", "sub", "sub_"
 
 class Narrowing(NamedTuple):
     """Residual streams may be low, but for what is in `digits` and follows from `raw` values that
-    something low was added to."""
+    something low was added to; or only those `between_norms`, whose range is known."""
 
     raw: Container[int]
     digits: Container[int]
+    between_norms: BetweenNorms | None
+
+
+class BetweenNorms(NamedTuple):
+    """Sums that norms alone read, and results of norms. Sums that add to such results alone do not
+    grow with the depth of the network."""
+
+    sums: Container[int]
+    results: Container[int]
 
 
 def wide_values(
@@ -112,24 +121,24 @@ def wide_values(
     for n, f in enumerate(facts):
         reads_weights = n not in narrowed
         moves = colors[n] is Color.CLEAR
-        reached, wide_operand = False, None
+        reached, wide_operands = False, []
         for operand in flow.predecessors(n):
             bits = carried[operand]
             if reads_weights or not bits & WEIGHT:
                 reached = reached or bool(bits & LOW)
-                if wide_operand is None and bits & WIDE and not (moves and bits & EXACT):
-                    wide_operand = operand
+                if bits & WIDE and not (moves and bits & EXACT):
+                    wide_operands.append(operand)
         moved = streams is not None and any(carried[p] & MOVED for p in flow.predecessors(n))
         if reached and streams is not None:
             if moves or f.op in SUMS:
                 moved = moved or any(p in streams.raw and carried[p] for p in flow.predecessors(n))
             moved = moved and n in streams.digits
-            if not moved:
-                wide_operand = None
-        stays_wide = wide_operand is not None or not reached
+            if not moved and _is_in_range(n, streams.between_norms, wide_operands):
+                wide_operands = []
+        stays_wide = bool(wide_operands) or not reached
         color = colors[n]
         if color is Color.INFER and stays_wide:
-            not_low[n] = wide_operand if reached else None
+            not_low[n] = wide_operands[0] if reached else None
             color = Color.DENY
         bits = WEIGHT if f.is_parameter else 0
         if color is Color.ALLOW or (reached and color in FREE):
@@ -144,6 +153,10 @@ def wide_values(
             bits |= EXACT
         carried.append(0 if f.is_scalar or f.is_empty else bits)
     return wide, not_low
+
+
+def _is_in_range(n: int, known: BetweenNorms | None, wide_operands: Iterable[int]) -> bool:
+    return known is None or (n in known.sums and all(o in known.results for o in wide_operands))
 
 
 def _is_exact(f: NodeFacts, color: Color | None, carried: Iterable[int]) -> bool:

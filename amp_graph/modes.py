@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from amp_graph.ir import LOW
 from amp_graph.modules import Run, autocast_devices
 from amp_graph.results import map_tensors
 
@@ -62,7 +63,7 @@ def under_autocast(
             torch.set_autocast_enabled(kind, True)
 
     def back(value: torch.Tensor) -> torch.Tensor:
-        return value.float() if value.dtype is dtype else value
+        return value.float() if value.dtype in LOW else value
 
     return autocast
 

@@ -6,7 +6,7 @@
     python scripts/bench.py --accumulate 4          four micro-batches to a step
     python scripts/bench.py --inference --refresh-weights on_change     forward passes alone
     python scripts/bench.py --emulate-cuda          autocast by CUDA's rules, for its counters
-    python scripts/bench.py --size gpu --compile --json bench.json --plot bench.svg     on a GPU
+    python scripts/bench.py --turns 8 --steps 2 --json bench.json --plot bench.svg      on a GPU
 
 A step is forward, backward, clipping by norm and a fused AdamW. One process per model; the variants
 take turns in random order, and what is printed are medians of ratios within one turn, with their
@@ -85,10 +85,11 @@ def _seconds(made: dict[str, Variant], settings: Settings) -> dict[str, list[flo
     for _ in range(settings.turns):
         for label in random.sample(list(made), len(made)):
             before = clock()
-            made[label].step()
+            for _ in range(settings.steps):
+                made[label].step()
             if settings.device == "cuda":
                 torch.cuda.synchronize()
-            seconds[label].append(clock() - before)
+            seconds[label].append((clock() - before) / settings.steps)
     return seconds
 
 
@@ -100,6 +101,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float16", "bfloat16"))
     parser.add_argument("--size", choices=("cpu", "gpu"), help="default: for the device")
     parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=1, help="to a turn, then to wait for the GPU")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches to a step")
     parser.add_argument("--inference", action="store_true", help="forward passes for steps")
     parser.add_argument(

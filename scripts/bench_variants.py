@@ -28,6 +28,7 @@ class Settings:
     dtype: str = "bfloat16"
     size: str = "cpu"
     turns: int = 30
+    steps: int = 1
     accumulate: int = 1
     compile: bool = False
     mode: str | None = None
@@ -122,7 +123,11 @@ def variants(name: str, settings: Settings) -> Iterator[tuple[str, Callable[[], 
         tf32: bool = False,
         counted: Region | None = None,
     ) -> Variant:
-        model = change(copy.deepcopy(work.model))
+        model = copy.deepcopy(work.model)
+        for layer in model.modules():
+            if isinstance(layer, nn.RNNBase):  # a copy's weights no longer lie together
+                layer.flatten_parameters()
+        model = change(model)
         scaler = torch.amp.GradScaler(device, enabled=scales)
         per_step = settings.accumulate, device, tf32, counted, settings.inference
         return Variant(work, model, region, scaler, *per_step)

@@ -192,9 +192,8 @@ def main() -> int:
         console.print(f"no such case; there are: {', '.join(c.name for c in zoo.cases())}")
         return 2
     dtype = getattr(torch, options.dtype)
-    capture_seconds(
-        chosen[0], options.device
-    )  # the first capture of a process also imports what Dynamo needs
+    # The first capture of a process also imports what Dynamo needs.
+    capture_seconds(chosen[0], options.device)
     results, failed = [], {}
     for case in track(chosen, description="models", console=console, transient=True):
         try:

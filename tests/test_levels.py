@@ -134,19 +134,45 @@ class Stream(nn.Module):
         return x
 
 
+class BehindSums(Stream):
+    """Norms behind the sums instead, so that no stream grows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.begin
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = norm(x + layer(x))
+        return x
+
+
+class OnBranches(Stream):
+    """What is added comes of a norm, and the last sum goes into one; the stream itself does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.begin
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + norm(layer(x))
+        return self.norms[0](x)
+
+
 @pytest.mark.parametrize(
-    ("device", "dtype", "level", "low"),
+    ("make", "device", "dtype", "level", "low"),
     [
-        ("meta", "bfloat16", "safe", 0),
-        ("meta", "bfloat16", "balanced", 3),
-        ("meta", "float16", "balanced", 0),  # a stream may outgrow 65504
-        ("meta", "float16", "max", 3),
-        ("cpu", "bfloat16", "balanced", 0),  # each layer norm would cast the stream
-        ("cpu", "bfloat16", "max", 3),
+        (Stream, "meta", "bfloat16", "safe", 0),
+        (Stream, "meta", "bfloat16", "balanced", 3),
+        (Stream, "meta", "float16", "balanced", 0),  # a stream may outgrow 65504
+        (Stream, "meta", "float16", "max", 3),
+        (Stream, "cpu", "bfloat16", "balanced", 0),  # each layer norm would cast the stream
+        (Stream, "cpu", "bfloat16", "max", 3),
+        (BehindSums, "meta", "bfloat16", "balanced", 3),
+        (BehindSums, "meta", "float16", "safe", 0),
+        (BehindSums, "meta", "float16", "balanced", 2),  # the first adds to what is no norm's
+        (BehindSums, "cpu", "float16", "balanced", 0),
+        (OnBranches, "meta", "bfloat16", "balanced", 3),
+        (OnBranches, "meta", "float16", "balanced", 0),
     ],
 )
-def test_residual_streams_are_narrowed_where_their_range_allows(device, dtype, level, low):
-    captured = capture_module(Stream().to(device), torch.ones(4, 8, device=device))
+def test_residual_streams_are_narrowed_where_their_range_allows(make, device, dtype, level, low):
+    captured = capture_module(make().to(device), torch.ones(4, 8, device=device))
     plan = rewritten(captured, Policy(dtype, level=level)).plan
     sums = [n for n, f in plan.facts.items() if f.op == "aten.add.Tensor"]
     assert len(plan.low.intersection(sums)) == low

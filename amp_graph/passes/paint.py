@@ -18,7 +18,7 @@ from dataclasses import replace
 import networkx as nx
 import torch
 
-from amp_graph.flow import Narrowing, huge_values, raw_values, wide_values
+from amp_graph.flow import huge_values, raw_values, wide_values
 from amp_graph.ir import FREE, READERS, Color, Level, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 from amp_graph.passes.node_rules import NODE_RULES
@@ -142,8 +142,7 @@ def _wide(scene: Scene, painted: Mapping[int, Paint]) -> tuple[set[int], dict[in
     if scene.level is Level.MAX:
         raw = raw_values(scene.facts, scene.flow, colors, scene.narrowed)
         return raw, {n: None for n in raw if colors[n] is Color.INFER}
-    streams = Narrowing(scene.raw, scene.digits) if scene.narrows_streams else None
-    return wide_values(scene.facts, scene.flow, colors, scene.narrowed, streams)
+    return wide_values(scene.facts, scene.flow, colors, scene.narrowed, scene.streams)
 
 
 def read_by_many(scene: Scene, painted: Mapping[int, Paint]) -> Paints:

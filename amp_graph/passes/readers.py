@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import networkx as nx
 
-from amp_graph.flow import SUMS
+from amp_graph.flow import SUMS, BetweenNorms
 from amp_graph.ir import FREE, Color, Level, NodeFacts
 
 if TYPE_CHECKING:
@@ -123,6 +123,18 @@ def read_for_digits(scene: Scene) -> dict[int, int]:
     readers = (n for n, f in enumerate(facts) if _reads_digits(f, colors[n]) and n not in narrowed)
     passes = {n for n, color in enumerate(colors) if color in FREE and n not in narrowed}
     return read_by(scene.flow, operands_of(scene.flow, readers), passes.__contains__)
+
+
+def between_norms(scene: Scene) -> BetweenNorms:
+    """Sums that norms alone read, and what norms return, as it is or moved."""
+    facts, flow, colors = scene.facts, scene.flow, scene.colors
+    norms = {n for n in scene.narrowed if facts[n].bounded}
+    results = set(norms)
+    for n, f in enumerate(facts):
+        if colors[n] is Color.CLEAR and f.reads and results.issuperset(flow.predecessors(n)):
+            results.add(n)
+    sums = (n for n, f in enumerate(facts) if f.op in SUMS and flow[n])
+    return BetweenNorms({n for n in sums if norms.issuperset(flow[n])}, results)
 
 
 def _reads_digits(f: NodeFacts, color: Color | None) -> bool:

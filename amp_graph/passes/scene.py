@@ -10,10 +10,11 @@ from functools import cached_property
 import networkx as nx
 import torch
 
-from amp_graph.flow import raw_values, returned, vanishing_constants
+from amp_graph.flow import Narrowing, raw_values, returned, vanishing_constants
 from amp_graph.ir import Color, Level, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 from amp_graph.passes.readers import (
+    between_norms,
     displaced,
     operands_of,
     read_by,
@@ -111,12 +112,19 @@ class Scene:
 
     @cached_property
     def narrows_streams(self) -> bool:
-        """Whether a sum of float32 and low precision may be low, unlike in PyTorch's promotion:
-        not in float16, whose range a stream may outgrow, nor on CPU, where layer norms stay in
-        float32 and would each cast it."""
+        """Whether a sum of float32 and low precision may be low, unlike in PyTorch's promotion: not
+        on CPU, where layer norms stay in float32 and would each cast it."""
         # A constant of no dimension may be on the CPU in any graph.
         on_cpu = any(t.device == "cpu" for f in self.facts if not f.is_scalar for t in f.tensors)
-        return self.level is Level.BALANCED and self.dtype is torch.bfloat16 and not on_cpu
+        return self.level is Level.BALANCED and not on_cpu
+
+    @cached_property
+    def streams(self) -> Narrowing | None:
+        """Which sums may, if any. The range of float16 a stream may outgrow."""
+        if not self.narrows_streams:
+            return None
+        known = between_norms(self) if self.dtype is torch.float16 else None
+        return Narrowing(self.raw, self.digits, known)
 
     @cached_property
     def vanishing(self) -> Mapping[int, float]:
