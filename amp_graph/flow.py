@@ -82,20 +82,12 @@ SUMS = frozenset(f"aten.{name}.Tensor" for name in ("add", "add_", "sub", "sub_"
 
 
 class Narrowing(NamedTuple):
-    """Residual streams may be low, but for what is in `digits` and follows from `raw` values that
-    something low was added to; or only those `between_norms`, whose range is known."""
+    """Residual streams may be low, but for sums that are `normed`, and for what is in `digits` and
+    follows from `raw` values that something low was added to."""
 
     raw: Container[int]
     digits: Container[int]
-    between_norms: BetweenNorms | None
-
-
-class BetweenNorms(NamedTuple):
-    """Sums that norms alone read, and results of norms. Sums that add to such results alone do not
-    grow with the depth of the network."""
-
-    sums: Container[int]
-    results: Container[int]
+    normed: Container[int]
 
 
 def wide_values(
@@ -133,7 +125,7 @@ def wide_values(
             if moves or f.op in SUMS:
                 moved = moved or any(p in streams.raw and carried[p] for p in flow.predecessors(n))
             moved = moved and n in streams.digits
-            if not moved and _is_in_range(n, streams.between_norms, wide_operands):
+            if not moved and n not in streams.normed:
                 wide_operands = []
         stays_wide = bool(wide_operands) or not reached
         color = colors[n]
@@ -153,10 +145,6 @@ def wide_values(
             bits |= EXACT
         carried.append(0 if f.is_scalar or f.is_empty else bits)
     return wide, not_low
-
-
-def _is_in_range(n: int, known: BetweenNorms | None, wide_operands: Iterable[int]) -> bool:
-    return known is None or (n in known.sums and all(o in known.results for o in wide_operands))
 
 
 def _is_exact(f: NodeFacts, color: Color | None, carried: Iterable[int]) -> bool:

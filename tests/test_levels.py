@@ -135,7 +135,7 @@ class Stream(nn.Module):
 
 
 class BehindSums(Stream):
-    """Norms behind the sums instead, so that no stream grows."""
+    """Norms behind the sums instead, so that what they return is the stream."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.begin
@@ -145,7 +145,7 @@ class BehindSums(Stream):
 
 
 class OnBranches(Stream):
-    """What is added comes of a norm, and the last sum goes into one; the stream itself does not."""
+    """What is added comes of a norm, and the last sum goes into one."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.begin
@@ -163,10 +163,8 @@ class OnBranches(Stream):
         (Stream, "meta", "float16", "max", 3),
         (Stream, "cpu", "bfloat16", "balanced", 0),  # each layer norm would cast the stream
         (Stream, "cpu", "bfloat16", "max", 3),
-        (BehindSums, "meta", "bfloat16", "balanced", 3),
-        (BehindSums, "meta", "float16", "safe", 0),
-        (BehindSums, "meta", "float16", "balanced", 2),  # the first adds to what is no norm's
-        (BehindSums, "cpu", "float16", "balanced", 0),
+        (BehindSums, "meta", "bfloat16", "balanced", 0),  # one rounding more in each layer
+        (BehindSums, "meta", "bfloat16", "max", 3),
         (OnBranches, "meta", "bfloat16", "balanced", 3),
         (OnBranches, "meta", "float16", "balanced", 0),
     ],

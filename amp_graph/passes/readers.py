@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import networkx as nx
 
-from amp_graph.flow import SUMS, BetweenNorms
+from amp_graph.flow import SUMS
 from amp_graph.ir import FREE, Color, Level, NodeFacts
 
 if TYPE_CHECKING:
@@ -125,16 +125,12 @@ def read_for_digits(scene: Scene) -> dict[int, int]:
     return read_by(scene.flow, operands_of(scene.flow, readers), passes.__contains__)
 
 
-def between_norms(scene: Scene) -> BetweenNorms:
-    """Sums that norms alone read, and what norms return, as it is or moved."""
-    facts, flow, colors = scene.facts, scene.flow, scene.colors
-    norms = {n for n in scene.narrowed if facts[n].bounded}
-    results = set(norms)
-    for n, f in enumerate(facts):
-        if colors[n] is Color.CLEAR and f.reads and results.issuperset(flow.predecessors(n)):
-            results.add(n)
-    sums = (n for n, f in enumerate(facts) if f.op in SUMS and flow[n])
-    return BetweenNorms({n for n in sums if norms.issuperset(flow[n])}, results)
+def read_by_norms(scene: Scene) -> frozenset[int]:
+    """Sums that norms alone read, as those of layers that end in one. What such a norm returns is
+    the stream from there on, so that its rounding would go through all layers."""
+    norms = {n for n in scene.narrowed if scene.facts[n].bounded}
+    sums = (n for n, f in enumerate(scene.facts) if f.op in SUMS and scene.flow[n])
+    return frozenset(n for n in sums if norms.issuperset(scene.flow[n]))
 
 
 def _reads_digits(f: NodeFacts, color: Color | None) -> bool:

@@ -14,10 +14,10 @@ from amp_graph.flow import Narrowing, raw_values, returned, vanishing_constants
 from amp_graph.ir import Color, Level, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 from amp_graph.passes.readers import (
-    between_norms,
     displaced,
     operands_of,
     read_by,
+    read_by_norms,
     read_for_digits,
     read_for_phase,
     read_for_position,
@@ -112,19 +112,19 @@ class Scene:
 
     @cached_property
     def narrows_streams(self) -> bool:
-        """Whether a sum of float32 and low precision may be low, unlike in PyTorch's promotion: not
-        on CPU, where layer norms stay in float32 and would each cast it."""
+        """Whether a sum of float32 and low precision may be low, unlike in PyTorch's promotion:
+        not in float16, whose range a stream may outgrow, nor on CPU, where layer norms stay in
+        float32 and would each cast it."""
         # A constant of no dimension may be on the CPU in any graph.
         on_cpu = any(t.device == "cpu" for f in self.facts if not f.is_scalar for t in f.tensors)
-        return self.level is Level.BALANCED and not on_cpu
+        return self.level is Level.BALANCED and self.dtype is torch.bfloat16 and not on_cpu
 
     @cached_property
     def streams(self) -> Narrowing | None:
-        """Which sums may, if any. The range of float16 a stream may outgrow."""
+        """Which sums may, if any."""
         if not self.narrows_streams:
             return None
-        known = between_norms(self) if self.dtype is torch.float16 else None
-        return Narrowing(self.raw, self.digits, known)
+        return Narrowing(self.raw, self.digits, read_by_norms(self))
 
     @cached_property
     def vanishing(self) -> Mapping[int, float]:
