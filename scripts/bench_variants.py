@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from bench_cuda_rules import CudaRules
-from bench_models import WORKLOADS, Workload
+from bench_models import Workload, workload_of
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -113,8 +113,7 @@ def variants(name: str, settings: Settings) -> Iterator[tuple[str, Callable[[], 
     """The name of each variant, and how to make it."""
     torch.manual_seed(0)
     device, dtype = settings.device, settings.low
-    work = WORKLOADS[name](device, settings.size == "gpu")
-    work.model.to(device)
+    work = workload_of(name, device, settings.size == "gpu")
     scaled = dtype is torch.float16
     autocast = partial(torch.autocast, device, dtype=dtype)
     rules = partial(CudaRules, dtype) if settings.emulate_cuda else None

@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests"), str(HERE.parent)]
 
 import torch
-from bench_models import WORKLOADS, Workload
+from bench_models import WORKLOADS, Workload, workload_of
 from counting import DispatchCounter, HostReads, tensors
 from rich.console import Console
 from rich.table import Table
@@ -66,7 +66,6 @@ class Launches(DispatchCounter):
 
 def variants(work: Workload, args: argparse.Namespace) -> dict[str, Step]:
     dtype = getattr(torch, args.dtype)
-    work.model.to(args.device)
     made = {}
     for name in VARIANTS:
         model = copy.deepcopy(work.model)
@@ -157,7 +156,7 @@ def main() -> None:
     shown = Table("model", "scaling by", *columns)
     for name in args.models:
         torch.manual_seed(0)
-        steps = variants(WORKLOADS[name](args.device, args.device == "cuda"), args)
+        steps = variants(workload_of(name, args.device, args.device == "cuda"), args)
         for _ in range(5):
             for step in steps.values():
                 step()

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 from bench import measure
 from bench_counters import Launches, Saved
 from bench_cuda_rules import CudaRules
-from bench_models import WORKLOADS, images, sequences, vision
+from bench_models import WORKLOADS, images, sequences, vision, workload_of
 from bench_report import first_call_table, plot, step_table
 from bench_variants import Settings
 
@@ -47,7 +47,7 @@ def test_models_of_real_size_have_the_published_number_of_parameters(
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_every_parameter_of_a_small_model_is_trained(name: str) -> None:
-    work = WORKLOADS[name]("cpu", False)
+    work = workload_of(name, "cpu", False)
     work.loss(work.model).backward()
     for path, parameter in work.model.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), path

@@ -6,10 +6,12 @@ configuration. None has dropout, so that gradients can be compared.
 
 from __future__ import annotations
 
+import torch
+
 from bench_models import images, others, sequences, vision
 from bench_models.workload import Factory, Workload
 
-__all__ = ["WORKLOADS", "Workload"]
+__all__ = ["WORKLOADS", "Workload", "workload_of"]
 
 WORKLOADS: dict[str, Factory] = {
     "mlp": others.mlp,
@@ -26,3 +28,9 @@ WORKLOADS: dict[str, Factory] = {
     "waveglow": others.waveglow,
     "dcgan": images.dcgan,
 }
+
+
+def workload_of(name: str, device: str, large: bool) -> Workload:
+    """Of one model, made on the device: to make a large one elsewhere takes many seconds."""
+    with torch.device(device):
+        return WORKLOADS[name](device, large)

@@ -140,7 +140,7 @@ def ssd(device: str, large: bool) -> Workload:
         model = SSD(nn.Sequential(Residual(3, 32, 2), Residual(32, 64, 2)), 64, 2, classes, 4)
     x = torch.randn(batch, 3, side, side, device=device)
     with torch.no_grad():
-        count = model.eval()(x[:1].cpu())[0].shape[1]
+        count = model.eval()(x[:1])[0].shape[1]
     boxes = torch.randn(batch, count, 4, device=device)
     kinds = torch.randint(0, classes, (batch, count), device=device)
 
