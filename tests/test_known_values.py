@@ -166,3 +166,46 @@ def test_a_scan_is_captured() -> None:
     assert distance(model(X), plain(X)) <= BFLOAT16
     (plan,) = amp_graph.plans(model)
     assert plan.fallback is None and plan.low
+
+
+class DropsLayers(Speaking):
+    """As transformers did up to 5.17."""
+
+    drop = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        to_drop = False
+        if self.training:
+            if torch.rand([]) < self.drop:
+                to_drop = True
+        return x if to_drop else torch.dropout(super().forward(x), 0.5, True)
+
+    def speak(self, hidden: Tensor) -> None:
+        pass
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(("drop", "ends"), [(0.0, False), (0, False), (1.0, False), (0.5, True)])
+@pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning")
+def test_layers_that_are_never_dropped_do_not(drop: float, ends: bool, monkeypatch) -> None:
+    monkeypatch.setattr(DropsLayers, "drop", drop)
+    plain, model = twins(Loop(DropsLayers), amp_graph.Policy("bfloat16"))
+    results, states = [], []
+    for each in (plain, model):
+        torch.manual_seed(1)
+        results.append(each(X))
+        states.append(torch.get_rng_state())
+    assert bool(record_of(model).breaks) is ends
+    assert distance(results[1], results[0]) <= BFLOAT16
+    assert torch.equal(*states)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_random_number_that_is_compared_may_be_a_tensor() -> None:
+    class Gated(Speaking):
+        def speak(self, hidden: Tensor) -> None:
+            hidden.mul_((torch.rand([]) < 1.0).float())
+
+    plain, model = twins(Loop(Gated), amp_graph.Policy("bfloat16"))
+    assert distance(model(X), plain(X)) <= BFLOAT16
+    assert not record_of(model).breaks

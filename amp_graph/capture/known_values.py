@@ -5,6 +5,7 @@
     if torch.jit.isinstance(skip, torch.Tensor):     as networks ask that can be scripted (MONAI)
     if "indexing" in torch.meshgrid.__kwdefaults__:  what a function takes: it asks that as well
     axes = torch.arange(2, x.ndim).tolist()          numbers counted up: its losses name axes so
+    if torch.rand([]) < self.layerdrop:              which is 0.0: so transformers drops layers
 
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
@@ -17,6 +18,8 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
     torch._dynamo.variables.TensorVariable, ListVariable, base.ValueMutationNew
                             a value of the graph; a new list
     torch._dynamo.variables.BuiltinVariable         a function of Python's
+    torch._dynamo.symbolic_convert.compare_op_handlers, InstructionTranslatorBase.next_instruction
+                            comparisons, and what is done with what they say
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.symbolic_convert import compare_op_handlers
 from torch._dynamo.variables import (
     BuiltinVariable,
     ConstantVariable,
@@ -38,9 +42,10 @@ from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.user_defined import UserDefinedListVariable
 
-from amp_graph.capture.replaced import method_inside
+from amp_graph.capture.replaced import method_inside, with_entries
 
 CONTAINERS = (list, tuple, dict)  # TorchScript has them asked for with what they hold, or raises
+LESS = compare_op_handlers["<"]
 CONTAINS = [n for n in ("sq_contains", "sq_contains_impl") if hasattr(GetAttrVariable, n)]
 
 
@@ -48,7 +53,8 @@ CONTAINS = [n for n in ("sq_contains", "sq_contains_impl") if hasattr(GetAttrVar
 def known_values() -> Iterator[None]:
     """Within, methods of a string that is an attribute are those of the string, an attribute has
     what it contains, an operator gets the list that a list of a subclass is, TorchScript's question
-    for classes is Python's, and numbers that were counted up are known."""
+    for classes is Python's, numbers that were counted up are known, and so is where a random one
+    between 0 and 1 is, seen from outside of them."""
     with contextlib.ExitStack() as inside:
         inside.enter_context(method_inside(GetAttrVariable, "call_method", _call_method))
         for name in CONTAINS:
@@ -56,6 +62,7 @@ def known_values() -> Iterator[None]:
         inside.enter_context(method_inside(UserDefinedListVariable, "as_proxy", _as_proxy))
         inside.enter_context(method_inside(SkipFunctionVariable, "call_function", _call_function))
         inside.enter_context(method_inside(TensorVariable, "call_method", _tensor_method))
+        inside.enter_context(with_entries(compare_op_handlers, {"<": _is_less}))
         yield
 
 
@@ -95,6 +102,26 @@ def _is_ramp(node: fx.Node) -> bool:
     may have written there."""
     is_known = node.target is torch.arange and all(type(n) is int for n in node.args)
     return is_known and not node.users and node.kwargs.keys() <= {"device"}
+
+
+def _is_less(frame: Any, args: Any, kwargs: Any) -> Any:
+    """Known if it is a random number and 0 or 1, on which the model branches: else it might be
+    wanted as a tensor."""
+    value, limit = args
+    if frame.next_instruction.opname.startswith("POP_JUMP") and limit.is_python_constant():
+        number = limit.as_python_constant()
+        if isinstance(number, int | float) and not 0 < number < 1 and _is_random(value.realize()):
+            return ConstantVariable.create(number >= 1)
+    return LESS(frame, args, kwargs)
+
+
+def _is_random(value: Any) -> bool:
+    """Whether it was drawn from [0, 1), and nobody took part of it yet, who may have written
+    there."""
+    if not isinstance(value, TensorVariable):
+        return False
+    node = value.as_proxy().node
+    return node.target is torch.rand and not node.users
 
 
 def _as_proxy(method: Any, variable: Any) -> Any:
