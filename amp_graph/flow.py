@@ -82,12 +82,12 @@ SUMS = frozenset(f"aten.{name}.Tensor" for name in ("add", "add_", "sub", "sub_"
 
 
 class Narrowing(NamedTuple):
-    """Residual streams may be low, but for sums that are `normed`, and for what is in `digits` and
-    follows from `raw` values that something low was added to."""
+    """Residual streams may be low, but for what norms `begin` them with, and for what is in
+    `digits` and follows from `raw` values that something low was added to."""
 
     raw: Container[int]
     digits: Container[int]
-    normed: Container[int]
+    begin: Container[int]
 
 
 def wide_values(
@@ -125,7 +125,7 @@ def wide_values(
             if moves or f.op in SUMS:
                 moved = moved or any(p in streams.raw and carried[p] for p in flow.predecessors(n))
             moved = moved and n in streams.digits
-            if not moved and n not in streams.normed:
+            if not moved and n not in streams.begin:
                 wide_operands = []
         stays_wide = bool(wide_operands) or not reached
         color = colors[n]

@@ -144,6 +144,22 @@ class BehindSums(Stream):
         return x
 
 
+class Joined(Stream):
+    """A stream that begins with a norm of what is joined, of float32 and low values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([x * self.begin, self.layers[0](x)])
+        x = self.norms[0](torch.dropout(x, 0.1, True))
+        return self.norms[1](x + self.layers[1](x))
+
+
+class InFrontOfAHead(BehindSums):
+    """What the last norm returns goes into a product alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](super().forward(x))
+
+
 class OnBranches(Stream):
     """What is added comes of a norm, and the last sum goes into one."""
 
@@ -165,6 +181,8 @@ class OnBranches(Stream):
         (Stream, "cpu", "bfloat16", "max", 3),
         (BehindSums, "meta", "bfloat16", "balanced", 0),  # one rounding more in each layer
         (BehindSums, "meta", "bfloat16", "max", 3),
+        (InFrontOfAHead, "meta", "bfloat16", "balanced", 1),
+        (Joined, "meta", "bfloat16", "balanced", 0),
         (OnBranches, "meta", "bfloat16", "balanced", 3),
         (OnBranches, "meta", "float16", "balanced", 0),
     ],

@@ -125,12 +125,17 @@ def read_for_digits(scene: Scene) -> dict[int, int]:
     return read_by(scene.flow, operands_of(scene.flow, readers), passes.__contains__)
 
 
-def read_by_norms(scene: Scene) -> frozenset[int]:
-    """Sums that norms alone read, as those of layers that end in one. What such a norm returns is
-    the stream from there on, so that its rounding would go through all layers."""
-    norms = {n for n in scene.narrowed if scene.facts[n].bounded}
-    sums = (n for n, f in enumerate(scene.facts) if f.op in SUMS and scene.flow[n])
-    return frozenset(n for n in sums if norms.issuperset(scene.flow[n]))
+def begin_streams(scene: Scene) -> dict[int, int]:
+    """What a norm makes the stream of, with the norm, as in layers that end in one: something is
+    added to what it returns, or the graph returns it. Its rounding would go through all layers.
+    What saturates, such as a softmax, makes weights."""
+    facts, flow, colors = scene.facts, scene.flow, scene.colors
+    goes_on = (n for n, f in enumerate(facts) if f.op in SUMS or f.op == "output")
+    streams = read_by(flow, operands_of(flow, goes_on), lambda n: colors[n] is Color.CLEAR)
+    of_streams = scene.narrowed.intersection(streams)
+    norms = (n for n in of_streams if facts[n].bounded and not facts[n].saturates)
+    passes = {n for n, f in enumerate(facts) if colors[n] in FREE and f.op not in SUMS}
+    return read_by(flow, operands_of(flow, norms), passes.__contains__)
 
 
 def _reads_digits(f: NodeFacts, color: Color | None) -> bool:

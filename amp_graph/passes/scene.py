@@ -14,10 +14,10 @@ from amp_graph.flow import Narrowing, raw_values, returned, vanishing_constants
 from amp_graph.ir import Color, Level, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 from amp_graph.passes.readers import (
+    begin_streams,
     displaced,
     operands_of,
     read_by,
-    read_by_norms,
     read_for_digits,
     read_for_phase,
     read_for_position,
@@ -124,7 +124,7 @@ class Scene:
         """Which sums may, if any."""
         if not self.narrows_streams:
             return None
-        return Narrowing(self.raw, self.digits, read_by_norms(self))
+        return Narrowing(self.raw, self.digits, begin_streams(self))
 
     @cached_property
     def vanishing(self) -> Mapping[int, float]:
