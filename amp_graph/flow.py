@@ -113,24 +113,24 @@ def wide_values(
     for n, f in enumerate(facts):
         reads_weights = n not in narrowed
         moves = colors[n] is Color.CLEAR
-        reached, wide_operands = False, []
+        reached, wide_operand = False, None
         for operand in flow.predecessors(n):
             bits = carried[operand]
             if reads_weights or not bits & WEIGHT:
                 reached = reached or bool(bits & LOW)
-                if bits & WIDE and not (moves and bits & EXACT):
-                    wide_operands.append(operand)
+                if wide_operand is None and bits & WIDE and not (moves and bits & EXACT):
+                    wide_operand = operand
         moved = streams is not None and any(carried[p] & MOVED for p in flow.predecessors(n))
         if reached and streams is not None:
             if moves or f.op in SUMS:
                 moved = moved or any(p in streams.raw and carried[p] for p in flow.predecessors(n))
             moved = moved and n in streams.digits
             if not moved and n not in streams.begin:
-                wide_operands = []
-        stays_wide = bool(wide_operands) or not reached
+                wide_operand = None
+        stays_wide = wide_operand is not None or not reached
         color = colors[n]
         if color is Color.INFER and stays_wide:
-            not_low[n] = wide_operands[0] if reached else None
+            not_low[n] = wide_operand if reached else None
             color = Color.DENY
         bits = WEIGHT if f.is_parameter else 0
         if color is Color.ALLOW or (reached and color in FREE):

@@ -62,7 +62,7 @@ def under_autocast(
         for kind in kinds:
             torch.set_autocast_enabled(kind, True)
 
-    def back(value: torch.Tensor) -> torch.Tensor:
+    def back(value: torch.Tensor) -> torch.Tensor:  # cuDNN's layers run in float16 in any case
         return value.float() if value.dtype in LOW else value
 
     return autocast

@@ -58,7 +58,8 @@ def measure(name: str, settings: Settings) -> dict[str, Any]:
         before = resident_bytes(settings.device)
         made[label] = variant = make()
         with first_call() as started[label]:
-            gradients = variant.gradients()
+            variant.begin()
+        gradients = variant.gradients()
         reference = gradients if reference is None else reference
         errors[label] = float((gradients - reference).norm() / reference.norm())
         del gradients

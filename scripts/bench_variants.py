@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 import amp_graph
 
 Region = Callable[[], AbstractContextManager[Any]]
-Change = Callable[[nn.Module, torch.optim.Optimizer], nn.Module]
+Change = Callable[[nn.Module], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,6 @@ class Variant:
 
     work: Workload
     model: nn.Module
-    optimizer: torch.optim.Optimizer
     region: Region
     scaler: torch.amp.GradScaler
     accumulate: int
@@ -60,6 +59,9 @@ class Variant:
     tf32: bool = False
     counted: Region | None = None
     inference: bool = False
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
     def forward(self) -> torch.Tensor:
         with self.region():
@@ -88,12 +90,16 @@ class Variant:
         self.scaler.update()
         self.optimizer.zero_grad()
 
-    def gradients(self) -> torch.Tensor:
-        """True gradients of one forward and backward pass, as one float32 vector."""
-        # amp_graph leaves scaling to a GradScaler of another variant until a step without one.
-        self.forward().backward()
+    def begin(self) -> None:
+        """A first forward and backward pass, and a step without gradients: until a step without a
+        GradScaler amp_graph leaves scaling to that of another variant."""
+        with self.arithmetic():
+            self.forward().backward()
         self.optimizer.zero_grad()
         self.optimizer.step()
+
+    def gradients(self) -> torch.Tensor:
+        """True gradients of one forward and backward pass, as one float32 vector."""
         scale = self.scaler.get_scale()
         for _ in range(24):  # a scale that overflows is halved, as GradScaler would
             with self.arithmetic():
@@ -119,7 +125,7 @@ def variants(name: str, settings: Settings) -> Iterator[tuple[str, Callable[[], 
     rules = partial(CudaRules, dtype) if settings.emulate_cuda else None
 
     def make(
-        change: Change = lambda model, _: model,
+        change: Change = lambda m: m,
         region: Region = nullcontext,
         scales: bool = False,
         tf32: bool = False,
@@ -129,21 +135,19 @@ def variants(name: str, settings: Settings) -> Iterator[tuple[str, Callable[[], 
         for layer in model.modules():
             if isinstance(layer, nn.RNNBase):  # a copy's weights no longer lie together
                 layer.flatten_parameters()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        model = change(model, optimizer)
         scaler = torch.amp.GradScaler(device, enabled=scales)
         per_step = settings.accumulate, device, tf32, counted, settings.inference
-        return Variant(work, model, optimizer, region, scaler, *per_step)
+        return Variant(work, change(model), region, scaler, *per_step)
 
     def ours(**given: Any) -> Change:
         policy = amp_graph.Policy(dtype, refresh_weights=settings.refresh_weights, **given)
-        return lambda model, optimizer: amp_graph.convert(model, optimizer, policy=policy)[0]
+        return lambda m: amp_graph.convert(m, policy=policy)
 
-    def compiled(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    def compiled(model: nn.Module) -> nn.Module:
         made: Any = torch.compile(model, mode=settings.mode)
         return made
 
-    def low(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    def low(model: nn.Module) -> nn.Module:
         return _with_low_inputs(model.to(dtype), dtype)
 
     made = {"float32": make}
@@ -160,7 +164,7 @@ def variants(name: str, settings: Settings) -> Iterator[tuple[str, Callable[[], 
         made["autocast compiled"] = partial(make, compiled, autocast, scaled)
         inductor = ours(compiler="inductor", compiler_options=settings.mode)
         made["amp_graph inductor"] = partial(make, inductor)
-        made["pure low compiled"] = partial(make, lambda m, o: low(compiled(m, o), o))
+        made["pure low compiled"] = partial(make, lambda m: low(compiled(m)))
     wanted = {"float32", "autocast", *settings.variants}
     return ((n, m) for n, m in made.items() if not settings.variants or n in wanted)
 

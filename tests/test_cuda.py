@@ -35,6 +35,7 @@ pytestmark = [
 )
 def test_forward_and_backward(make, shape, dtype) -> None:
     torch._dynamo.reset()
+    torch.manual_seed(0)
     plain = make().cuda()
     model = make().cuda()  # and no copy, in which the weights of an LSTM do not lie together
     model.load_state_dict(plain.state_dict())

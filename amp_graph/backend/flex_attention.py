@@ -93,9 +93,7 @@ def _as_written(body: fx.GraphModule) -> fx.GraphModule:
     what is indexed otherwise is no operation on single scores, which is not compiled (torch 2.11).
     """
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in body.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(graph.graph_copy(body.graph, {}))
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor):
         tensor, indices = node.args
         node.target = operator.getitem

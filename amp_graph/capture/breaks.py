@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from amp_graph.capture.lines import without_modes
+from amp_graph.capture.lines import place_of, without_modes
 from amp_graph.errors import AmpGraphError
 
 PYTHON = sysconfig.get_path("stdlib")
@@ -88,9 +88,7 @@ def depends_on_data(error: Exception) -> bool:
 def _raised_in(error: Exception) -> str:
     """The innermost function behind an error that is the user's: "net.py:12, __len__: "."""
     frames = traceback.extract_tb(error.__traceback__)
-    where = [
-        f"{f.filename.rpartition('/')[2]}:{f.lineno}, {f.name}: " for f in frames if _is_users(f)
-    ]
+    where = [f"{place_of(f)}, {f.name}: " for f in frames if _is_users(f)]
     return "".join(where[-1:])
 
 
@@ -100,6 +98,5 @@ def _is_users(frame: traceback.FrameSummary) -> bool:
 
 
 def _at(frames: Sequence[Any], reason: str) -> str:
-    last = without_modes(frames)[-1:]
-    where = [f"{f.filename.rpartition('/')[2]}:{f.lineno}, {f.line}: " for f in last]
+    where = [f"{place_of(f)}, {f.line}: " for f in without_modes(frames)[-1:]]
     return f"{''.join(where)}{reason}"

@@ -29,3 +29,8 @@ def called_at(node: fx.Node) -> FrameSummary | None:
     found = FRAME.findall(node.meta.get("stack_trace") or "")
     frames = [FrameSummary(file, int(at), name, line=line) for file, at, name, line in found]
     return next(reversed(without_modes(frames)), None)
+
+
+def place_of(frame: FrameSummary) -> str:
+    """As "net.py:12"."""
+    return f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"

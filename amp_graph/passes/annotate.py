@@ -34,7 +34,7 @@ from amp_graph.capture.aten import (
     written_operands,
 )
 from amp_graph.capture.fake import largest_number, size_hint
-from amp_graph.capture.lines import called_at
+from amp_graph.capture.lines import called_at, place_of
 from amp_graph.capture.own_regions import in_regions
 from amp_graph.ir import Color, NodeFacts, TensorFacts, dtype_name
 from amp_graph.listing import Listing
@@ -202,5 +202,4 @@ def _source(node: fx.Node) -> tuple[str, str]:
     frame = called_at(node)
     if frame is None or frame.filename.endswith("amp_graph/capture/dynamo.py"):
         return "", ""
-    file = frame.filename.rpartition("/")[2]
-    return f"{file}:{frame.lineno} in {frame.name}", (frame.line or "").strip()
+    return f"{place_of(frame)} in {frame.name}", (frame.line or "").strip()

@@ -55,9 +55,8 @@ class LowPrecisionWeights:
         }
         copies = self._copies  # and not itself: what a copy refers to is kept by it
         with torch.inference_mode(False):
-            memory = _memory_for(missing)
-        for key, low in memory.items():
-            copies[key] = _Copy(missing[key], low, _forgetting(copies, key))
+            for key, low in _memory_for(missing).items():
+                copies[key] = _Copy(missing[key], low, _forgetting(copies, key))
         return [copies[key] for key in keys]
 
 
@@ -207,10 +206,9 @@ class _Copy:
     __slots__ = ("low", "parameter", "unrecorded", "version", "writer", "written")
 
     def __init__(self, parameter: Tensor, low: Tensor, when_gone: Callable[[Any], object]):
-        with torch.inference_mode(False):
-            self.low = low
-            self.written = self.low.data
-            self.unrecorded = self.low.data.requires_grad_()
+        self.low = low
+        self.written = low.data
+        self.unrecorded = low.data.requires_grad_()
         self.parameter = weakref.ref(parameter, when_gone)
         self.version = -1
         self.writer: Traces | None = None  # of the graph that wrote it, where copies are kept
