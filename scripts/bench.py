@@ -6,14 +6,15 @@
     python scripts/bench.py --accumulate 4          four micro-batches to a step
     python scripts/bench.py --inference --refresh-weights on_change     forward passes alone
     python scripts/bench.py --emulate-cuda          autocast by CUDA's rules, for its counters
-    python scripts/bench.py --turns 8 --steps 2 --json bench.json --plot bench.svg      on a GPU
+    python scripts/bench.py --turns 8 --steps 2 --jobs 3 --json bench.json      on a GPU
 
 A step is forward, backward, clipping by norm and a fused AdamW. One process per model; the variants
 take turns in random order, and what is printed are medians of ratios within one turn, with their
-quartiles. The counters do not depend on the machine: operators dispatched, casts (a fused call on
-many tensors is one), bytes cast, how often the host reads a value back, bytes kept for backward,
-and the most bytes allocated, parameters and optimizer included. The gradient error is the distance
-to float32's gradients on the first batch, in the 2-norm, relative.
+quartiles. With `--jobs 3` three models are made and captured beside each other, and timed one by
+one when all three are ready. The counters do not depend on the machine: operators dispatched, casts
+(a fused call on many tensors is one), bytes cast, how often the host reads a value back, bytes kept
+for backward, and the most bytes allocated, parameters and optimizer included. The gradient error is
+the distance to float32's gradients on the first batch, in the 2-norm, relative.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,13 +46,16 @@ from amp_graph.ir import Level
 from amp_graph.policy import REFRESH
 
 WARM_UP = 3
+READY = "ready to be timed"
 # For glibc's allocator: keep what was freed. Else it gives memory back between steps or does not,
 # by chance of the heap, and to get it again costs more than what is compared.
 KEEP_HEAP = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 
 
-def measure(name: str, settings: Settings) -> dict[str, Any]:
-    """All variants of one model, in this process."""
+def measure(
+    name: str, settings: Settings, when_ready: Callable[[], object] = lambda: None
+) -> dict[str, Any]:
+    """All variants of one model, in this process. Only their times are taken after `when_ready`."""
     made: dict[str, Variant] = {}
     errors, counters, started = {}, {}, {}
     reference: Any = None
@@ -71,6 +76,9 @@ def measure(name: str, settings: Settings) -> dict[str, Any]:
         is_captured = label.startswith("amp_graph") or is_compiled(label)
         counters[label] = count(variant, held, is_captured)
     del reference
+    if settings.device == "cuda":
+        torch.cuda.empty_cache()
+    when_ready()
     return {
         "model": name,
         "seconds": _seconds(made, settings),
@@ -83,6 +91,8 @@ def measure(name: str, settings: Settings) -> dict[str, Any]:
 def _seconds(made: dict[str, Variant], settings: Settings) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {label: [] for label in made}
     clock = time.process_time if settings.cpu_time else time.perf_counter
+    for variant in made.values():
+        variant.step()
     for _ in range(settings.turns):
         for label in random.sample(list(made), len(made)):
             before = clock()
@@ -122,6 +132,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--cpu-time", action="store_true", help="time of the process: for a busy machine, 1 thread"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="models that get ready together")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="an SVG")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -131,22 +142,42 @@ def arguments() -> argparse.Namespace:
     return args
 
 
+def in_processes(names: list[str], jobs: int) -> Iterator[dict[str, Any] | None]:
+    """What is measured of each model, or None where its process failed."""
+    environment = KEEP_HEAP | os.environ
+    for start in range(0, len(names), jobs):
+        started = {name: _one(name, environment) for name in names[start : start + jobs]}
+        for process in started.values():
+            assert process.stdout is not None
+            any(line.strip() == READY for line in process.stdout)
+        for name, process in started.items():
+            printed, _ = process.communicate("\n")
+            if process.returncode:
+                print(f"{name}: ended with {process.returncode}", file=sys.stderr)
+            yield None if process.returncode else json.loads(printed.splitlines()[-1])
+
+
+def _told_to_go_on() -> None:
+    print(READY, flush=True)
+    sys.stdin.readline()
+
+
+def _one(name: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, *sys.argv, "--one", name]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+
+
 def main() -> None:
     args = arguments()
     fields = Settings.__dataclass_fields__
     settings = Settings(**{k: v for k, v in vars(args).items() if k in fields})
     if args.one:
-        print(json.dumps(measure(args.one, settings)))
+        print(json.dumps(measure(args.one, settings, _told_to_go_on)))
         return
-    results = []
-    for name in track(args.models, "measuring", console=Console(stderr=True)):
-        command = [sys.executable, *sys.argv, "--one", name]
-        environment = KEEP_HEAP | os.environ
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
-        if done.returncode:
-            print(f"{name}: ended with {done.returncode}", file=sys.stderr)
-        else:
-            results.append(json.loads(done.stdout.splitlines()[-1]))
+    measured = in_processes(args.models, args.jobs)
+    shown = track(measured, "measuring", len(args.models), console=Console(stderr=True))
+    results = [found for found in shown if found]
     device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     where = f"torch {torch.__version__}, {device}, {torch.get_num_threads()} threads, {args.dtype}"
     console = Console(width=None if sys.stdout.isatty() else 170)

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from bench_cuda_rules import CudaRules
 from bench_models import Workload, workload_of
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -122,7 +121,7 @@ def variants(name: str, settings: Settings) -> Iterator[tuple[str, Callable[[], 
     work = workload_of(name, device, settings.size == "gpu")
     scaled = dtype is torch.float16
     autocast = partial(torch.autocast, device, dtype=dtype)
-    rules = partial(CudaRules, dtype) if settings.emulate_cuda else None
+    rules = _cuda_rules(dtype) if settings.emulate_cuda else None
 
     def make(
         change: Change = lambda m: m,
@@ -167,6 +166,12 @@ def variants(name: str, settings: Settings) -> Iterator[tuple[str, Callable[[], 
         made["pure low compiled"] = partial(make, lambda m: low(compiled(m)))
     wanted = {"float32", "autocast", *settings.variants}
     return ((n, m) for n, m in made.items() if not settings.variants or n in wanted)
+
+
+def _cuda_rules(dtype: torch.dtype) -> Region:
+    from bench_cuda_rules import CudaRules  # needs what PyTorch's own tests need
+
+    return partial(CudaRules, dtype)
 
 
 def _with_low_inputs(model: nn.Module, dtype: torch.dtype) -> nn.Module:

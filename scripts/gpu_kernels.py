@@ -1,6 +1,6 @@
 """Where the time of a training step goes on a GPU: kernels, by variant.
 
-    python scripts/kernels.py --models mlp "gpt launch-bound" resnet
+    python scripts/gpu_kernels.py --models mlp "gpt launch-bound" resnet
 
 One process, float16, models of real size. A line for each variant: a step's median time, how long
 it took to launch, how many kernels ran and how long they were at work; what is between the last
