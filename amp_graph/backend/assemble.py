@@ -68,6 +68,7 @@ class Assembler:
             records=executable.records,
             ends_recording=executable.ends_recording,
             written=written_inputs(plan),
+            widened=executable.widened,
         )
 
     def _run(self, index: int, plan: Plan, executable: Executable) -> Run:

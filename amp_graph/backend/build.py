@@ -29,6 +29,7 @@ from amp_graph.errors import in_words
 from amp_graph.modes import restoring_modes
 from amp_graph.modules import Run
 from amp_graph.oplists import OpLists
+from amp_graph.passes.lift_results import lift_results
 from amp_graph.policy import Policy
 
 
@@ -37,6 +38,7 @@ class Executable:
     """An emitted graph, ready to run.
 
     graph: of operators, in the form that runs by itself.
+    widened: positions of the results that it returns in low precision, which are to be float32.
     compiled: None if it was not asked for or, as `uncompiled` says, failed.
     parameters: positions of the inputs that are parameters and that the graph itself reads; and of
         each, whether one operator reads it that makes a gradient for it alone.
@@ -44,6 +46,7 @@ class Executable:
     """
 
     graph: fx.GraphModule
+    widened: frozenset[int]
     lifted: Lifted
     parameters: Mapping[int, bool]
     records: bool
@@ -94,9 +97,13 @@ class Builder:
         )
 
     def _executable(self, traced: Traced, lifted: Lifted) -> Executable:
-        by_operator, compiled, uncompiled = eager(lifted.graph, self._emulated), None, ""
+        is_compiled = self._policy.compiler == "inductor"
+        graph, widened = lifted.graph, frozenset[int]()
+        if not is_compiled:  # Inductor makes one kernel of a cast and what it reads
+            graph, widened = lift_results(graph)
+        by_operator, compiled, uncompiled = eager(graph, self._emulated), None, ""
         parameters = _parameters_read(lifted.graph, self._lists)
-        if self._policy.compiler == "inductor":
+        if is_compiled:
             parameters = dict.fromkeys(parameters, False)
             try:
                 settings = self._policy.inductor_settings()
@@ -107,7 +114,14 @@ class Builder:
                 uncompiled = in_words(error)
         records, ends_recording = _records_some(lifted.graph), mode_after(lifted.graph.graph)
         return Executable(
-            by_operator, lifted, parameters, records, ends_recording, compiled, uncompiled
+            graph=by_operator,
+            widened=widened,
+            lifted=lifted,
+            parameters=parameters,
+            records=records,
+            ends_recording=ends_recording,
+            compiled=compiled,
+            uncompiled=uncompiled,
         )
 
 

@@ -9,7 +9,7 @@ written to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -56,20 +56,22 @@ def leave_results(
     inputs: Sequence[Tensor],
     values: Sequence[Tensor],
     constants: Iterable[Tensor] = (),
+    have_left: Container[int] = (),
 ) -> list[Any]:
     """Hand results out; their gradients come in times S. A tensor returned twice stays one.
 
     `inputs`: tensors that entered as `values`. What is but a view of such a value leaves as that
     view of the input, with which the graph has nothing to do. `constants`: tensors that did not
     enter, as they required no gradient; what was written into one leaves in it, and so do results
-    that are views of it.
+    that are views of it. `have_left`: positions of the results that need it no more.
     """
     filled = [t for t in constants if carries_gradient(t) and not t.is_leaf]
     record_writes(scale, filled, filled)
     of_filled = {id(_base(t)) for t in filled}
     of_inputs = {*memories(values)}
     left: dict[int, Tensor] = {}
-    carrying = [t for t in filter(carries_gradient, results) if id(_base(t)) not in of_filled]
+    to_leave = [value for i, value in enumerate(results) if i not in have_left]
+    carrying = [t for t in filter(carries_gradient, to_leave) if id(_base(t)) not in of_filled]
     for sharing in _by_memory(carrying):
         if memory(sharing[0]) in of_inputs:
             left |= _leave_inputs(scale, sharing, inputs, values)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.training.aliases import enter_inputs, leave_results, record_writes
-from amp_graph.training.crossing import carries_none, enter, follow
+from amp_graph.training.crossing import carries_none, enter, follow, leave_wide_
 from amp_graph.training.engine import has_process_group, runs_when_ready
 from amp_graph.training.scale import ModelScale, Scale
 from amp_graph.training.weights import GraphWeights, LowPrecisionWeights
@@ -45,6 +45,7 @@ class Boundary:
     run: the graph; it takes the captured inputs and then the low-precision weights.
     watched: runs the graph under a FirstNonfinite, which it takes first.
     written: positions of the inputs that the graph may write to.
+    widened: positions of the results that are to be float32 and that the graph leaves low.
     records: whether autograd records some of it though it was called under `no_grad`.
     ends_recording: whether autograd records after it; None if the graph does not change that.
     weights: position among the captured inputs and dtype of each low-precision weight.
@@ -63,6 +64,7 @@ class Boundary:
         records: bool = False,
         ends_recording: bool | None = None,
         written: Sequence[int] | frozenset[int] = (),
+        widened: frozenset[int] = frozenset(),
     ):
         self._run = run
         self._watched = watched
@@ -70,6 +72,7 @@ class Boundary:
         self._records = records
         self._ends_recording = ends_recording
         self._written = written
+        self._widened = widened
         self._positions = [position for position, _ in weights]
         self._parameters = frozenset([*self._positions, *parameters])
         self._others: list[int] | None = None  # the other tensors, once it is known which are
@@ -90,7 +93,7 @@ class Boundary:
         if is_enabled and self._ends_recording is None:
             return self._run_recorded(args, parameters, values, _AS_IT_IS)
         if not recorded:
-            return self._run(*values)
+            return self._wide(self._run(*values))
         with torch.enable_grad():  # what enters and leaves is recorded
             begin = torch.enable_grad() if is_enabled else torch.no_grad()
             result = self._run_recorded(args, parameters, values, begin)
@@ -126,7 +129,14 @@ class Boundary:
         if scale is not None:
             return self._run_scaled(scale, args, inputs, values, begin)
         with begin:
-            return self._run(*values)
+            return self._wide(self._run(*values))
+
+    def _wide(self, results: Any, scale: Scale | None = None) -> Any:
+        if not self._widened:
+            return results
+        results = [*results]
+        leave_wide_(scale, results, self._widened)
+        return results
 
     def _run_scaled(
         self,
@@ -149,12 +159,13 @@ class Boundary:
                 results = self._watched(scale.watch, *values)
             else:
                 results = self._run(*values)
+            results = self._wide(results, scale)
         written = [k for k, value in enumerate(entered) if value._version != versions[k]]
         record_writes(scale, [given[k] for k in written], [entered[k] for k in written])
         for x, value in zip(given, entered, strict=True):
             follow(x, value)
         given, entered = [*given, *self._pick_wide(args)], [*entered, *self._pick_wide(values)]
-        return leave_results(scale, results, given, entered, constants)
+        return leave_results(scale, results, given, entered, constants, self._widened)
 
     def _groups_of(
         self, args: Sequence[Any], parameters: Sequence[Tensor], scale: Scale | None

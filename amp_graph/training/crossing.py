@@ -54,8 +54,25 @@ def enter_input(scale: Scale, tensor: Tensor, value: Tensor) -> Tensor:
 def leave(scale: Scale, result: Tensor, shares: bool = False) -> Tensor:
     """Hand a result out; its gradient comes in times S. If it shares memory with another it cannot
     be written to, since a write would reach the other unseen."""
-    left: Tensor = applied(_Leave, scale, result, shares)
+    left: Tensor = applied(_Leave, scale, result, shares, result.dtype)
     return left
+
+
+def leave_wide_(scale: Scale | None, results: list[Any], positions: Iterable[int]) -> None:
+    """Hand results out in float32, each in the place of a low-precision one, which need not live
+    on; their gradients come in times S, in the dtypes of those. One that is there twice stays one.
+    """
+    wide: dict[int, Tensor] = {}
+    for i in positions:
+        result = results[i]
+        if id(result) not in wide:
+            is_scaled = scale is not None and result.requires_grad
+            wide[id(result)] = (
+                applied(_Leave, scale, result, False, torch.float32)
+                if is_scaled
+                else result.to(torch.float32)
+            )
+        results[i] = wide[id(result)]
 
 
 def has_left(node: Any) -> bool:
@@ -162,8 +179,10 @@ class _EnterInput(Function):
 
 class _Leave(Function):
     @staticmethod
-    def forward(ctx: Any, scale: Scale, value: Tensor, shares: bool) -> Tensor:
+    def forward(ctx: Any, scale: Scale, value: Tensor, shares: bool, dtype: torch.dtype) -> Tensor:
         ctx.scale, ctx.dtype = scale, value.dtype
+        if dtype is not value.dtype:
+            return value.to(dtype)
         # A detached alias may be written to in place. Returned as it is, the value becomes a view
         # that autograd refuses to have written to.
         return value if shares else value.detach()
@@ -171,7 +190,7 @@ class _Leave(Function):
     @staticmethod
     @not_captured
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, _come_in(ctx.scale, gradient, ctx.dtype), None
+        return None, _come_in(ctx.scale, gradient, ctx.dtype), None, None
 
 
 class _WriteBack(Function):
@@ -251,6 +270,8 @@ def _times(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """The product in at least float32: S and 1/S are beyond what float16 holds."""
     if value.dtype is dtype is torch.float32:
         return value * factor
+    if value.dtype is torch.float32 and are_plain([value]):  # in one call, without the product
+        return torch.mul(value, factor, out=torch.empty_like(value, dtype=dtype))
     wide = torch.promote_types(value.dtype, torch.float32)
     return (value.to(wide) * factor).to(dtype)
 
