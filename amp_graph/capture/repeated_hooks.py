@@ -7,17 +7,19 @@ transformers (5.23) adds one more to the embedding each time that gradient check
 on, which TRL's trainers do at each step. Dynamo looks at how many there are. To ask again changes
 nothing.
 
-Private names of PyTorch used here; seen to work on 2.13 and 2.15, others go without:
+Private names of PyTorch used here; seen to work on 2.13 to 2.15, others go without:
 
     torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable.var_getattr
-                                      ..., tp_getattro_impl since 2.15
+                                      ..., tp_getattro_impl since 2.14
     torch._dynamo.variables.dicts.NNModuleHooksDictVariable
+                                      without the kind of dict since 2.14
     torch._dynamo.variables.UserFunctionVariable, torch._dynamo.source.AttrSource
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -34,6 +36,7 @@ from amp_graph.capture.replaced import method_inside
 
 HOOKS = "_forward_hooks"
 KIND: Any = UnspecializedNNModuleVariable
+TAKES_KIND = "user_cls" in inspect.signature(NNModuleHooksDictVariable).parameters
 LOOKS_UP = [name for name in ("var_getattr", "tp_getattro_impl") if name in KIND.__dict__]
 
 
@@ -82,5 +85,5 @@ def _one_of(frame: Any, hooks: Mapping[int, Any], source: Any) -> Any:
     one: dict[VariableTracker, VariableTracker] = {
         ConstantVariable.create(number): UserFunctionVariable(hook)
     }
-    kind = () if torch.__version__ >= "2.15" else (type(hooks),)
+    kind = (type(hooks),) if TAKES_KIND else ()
     return NNModuleHooksDictVariable(one, *kind)
