@@ -153,6 +153,21 @@ class Joined(Stream):
         return self.norms[1](x + self.layers[1](x))
 
 
+class BehindProducts(BehindSums):
+    """As in ALBERT, whose embeddings go through a product before they are the stream."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.layers[0](x))
+
+
+class BeginsInNorm(Stream):
+    """As with patches, which a convolution makes and a norm makes the stream of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norms[0](self.layers[0](x))
+        return self.layers[2](x + self.layers[1](self.norms[1](x)))
+
+
 class InFrontOfAHead(BehindSums):
     """What the last norm returns goes into a product alone."""
 
@@ -192,6 +207,25 @@ def test_residual_streams_are_narrowed_where_their_range_allows(make, device, dt
     plan = rewritten(captured, Policy(dtype, level=level)).plan
     sums = [n for n, f in plan.facts.items() if f.op == "aten.add.Tensor"]
     assert len(plan.low.intersection(sums)) == low
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("make", "level", "low"),
+    [
+        (BehindSums, "balanced", 0),
+        (BehindProducts, "balanced", 0),
+        (BehindProducts, "max", 3),
+        (BeginsInNorm, "balanced", 0),
+        (BeginsInNorm, "max", 2),
+        (OnBranches, "balanced", 3),
+    ],
+)
+def test_norms_that_make_a_stream_stay_in_float32(make, level, low, dtype):
+    captured = capture_module(make().to("meta"), torch.ones(4, 8, device="meta"))
+    plan = rewritten(captured, Policy(dtype, level=level)).plan
+    norms = [n for n, f in plan.facts.items() if f.op == "aten.layer_norm.default"]
+    assert len(plan.low.intersection(norms)) == low
 
 
 def test_a_reduction_reads_low_tensors_and_returns_float32():

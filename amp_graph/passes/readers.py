@@ -125,17 +125,31 @@ def read_for_digits(scene: Scene) -> dict[int, int]:
     return read_by(scene.flow, operands_of(scene.flow, readers), passes.__contains__)
 
 
+def norms_of_streams(scene: Scene) -> frozenset[int]:
+    """The norms that make a residual stream, as in layers that end in one: what one returns goes
+    both into a layer and into a sum with what comes out of it, or is returned by the graph. Its
+    rounding would go through all layers."""
+    facts, flow = scene.facts, scene.flow
+    views = {n for n, f in enumerate(facts) if f.color is Color.CLEAR}
+
+    def makes_stream(n: int) -> bool:
+        seen, unseen = set[int](), [*flow[n]]
+        while unseen:
+            reader = unseen.pop()
+            unseen += (m for m in flow[reader] if reader in views and m not in seen)
+            seen.add(reader)
+        readers = [facts[m].op for m in seen - views]
+        return "output" in readers or (len(readers) > 1 and not SUMS.isdisjoint(readers))
+
+    norms = {n for n, f in enumerate(facts) if f.storage is Level.BALANCED and f.bounded}
+    return frozenset(n for n in norms if not facts[n].saturates and makes_stream(n))
+
+
 def begin_streams(scene: Scene) -> dict[int, int]:
-    """What a norm makes the stream of, with the norm, as in layers that end in one: something is
-    added to what it returns, or the graph returns it. Its rounding would go through all layers.
-    What saturates, such as a softmax, makes weights."""
+    """What these norms are computed from, with the norm."""
     facts, flow, colors = scene.facts, scene.flow, scene.colors
-    goes_on = (n for n, f in enumerate(facts) if f.op in SUMS or f.op == "output")
-    streams = read_by(flow, operands_of(flow, goes_on), lambda n: colors[n] is Color.CLEAR)
-    of_streams = scene.narrowed.intersection(streams)
-    norms = (n for n in of_streams if facts[n].bounded and not facts[n].saturates)
     passes = {n for n, f in enumerate(facts) if colors[n] in FREE and f.op not in SUMS}
-    return read_by(flow, operands_of(flow, norms), passes.__contains__)
+    return read_by(flow, operands_of(flow, scene.norms_of_streams), passes.__contains__)
 
 
 def _reads_digits(f: NodeFacts, color: Color | None) -> bool:

@@ -16,6 +16,7 @@ from amp_graph.oplists import OpLists
 from amp_graph.passes.readers import (
     begin_streams,
     displaced,
+    norms_of_streams,
     operands_of,
     read_by,
     read_for_digits,
@@ -108,16 +109,23 @@ class Scene:
     def narrowed(self) -> frozenset[int]:
         """The nodes whose kernels compute in float32 on tensors that may be low."""
         levels = {level for level in Level if self.level.includes(level)}
-        return frozenset(n for n, f in enumerate(self.facts) if f.storage in levels)
+        nodes = frozenset(n for n, f in enumerate(self.facts) if f.storage in levels)
+        return nodes - self.norms_of_streams if self.is_balanced_off_cpu else nodes
+
+    norms_of_streams = cached_property(norms_of_streams)
+
+    @cached_property
+    def is_balanced_off_cpu(self) -> bool:
+        # A constant of no dimension may be on the CPU in any graph.
+        on_cpu = any(t.device == "cpu" for f in self.facts if not f.is_scalar for t in f.tensors)
+        return self.level is Level.BALANCED and not on_cpu
 
     @cached_property
     def narrows_streams(self) -> bool:
         """Whether a sum of float32 and low precision may be low, unlike in PyTorch's promotion:
         not in float16, whose range a stream may outgrow, nor on CPU, where layer norms stay in
         float32 and would each cast it."""
-        # A constant of no dimension may be on the CPU in any graph.
-        on_cpu = any(t.device == "cpu" for f in self.facts if not f.is_scalar for t in f.tensors)
-        return self.level is Level.BALANCED and self.dtype is torch.bfloat16 and not on_cpu
+        return self.is_balanced_off_cpu and self.dtype is torch.bfloat16
 
     @cached_property
     def streams(self) -> Narrowing | None:
