@@ -87,6 +87,7 @@ SETTINGS: dict[str, Any] = {
     "skip_nnmodule_hook_guards": False,  # else hooks added after the first call never run
     "fail_on_recompile_limit_hit": True,  # say so, rather than fall back to float32 silently
     "record_runtime_overhead": False,  # else each call of a graph tells a profiler when it begins
+    "enable_dynamo_decompositions": False,  # else addcmul_ has no gradient (torch 2.12)
     "optimize_ddp": False,  # else Dynamo cuts graphs at DDP's buckets, for backends that need it
 }
 
