@@ -114,8 +114,13 @@ def resident_bytes(device: str) -> int:
 def _storages() -> dict[int, int]:
     """Address and bytes of the memory of all tensors alive."""
     gc.collect()
-    alive = (x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter))
-    return {s.data_ptr(): s.nbytes() for s in map(torch.Tensor.untyped_storage, alive)}
+    found = {}
+    for tensor in gc.get_objects():
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+            with contextlib.suppress(RuntimeError):  # a CUDA graph has written over it
+                storage = tensor.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return found
 
 
 def _peak(step: Callable[[], None], device: str) -> int:
