@@ -53,18 +53,23 @@ class KeptTensors:
                     tensor.copy_(value)
 
 
+HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]  # what a module keeps hooks in
+
+
 class Kept:
     """What calls of a model change by the way, as it is now: buffers, attributes such as a count of
-    steps, random state and, if asked for, parameters (averages of others, say). Not what is in a
-    list or object that is an attribute."""
+    steps, hooks of its modules, random state and, if asked for, parameters (averages of others,
+    say). Not what is in a list or object that is an attribute."""
 
     def __init__(self, model: nn.Module, parameters: bool):
         of_modules: list[Any] = [m._buffers for m in model.modules()]
         # The first call of a lazy module completes it.
         of_modules += [vars(m) for m in model.modules() if not _is_lazy(m)]
+        # With a mark beside them, as transformers has, hooks that stayed would be added once more.
+        of_modules += [vars(m).get(name) for m in model.modules() for name in HOOKS]
         # Those of a TorchScript module are held by what only looks like one.
         self._held = [(held, dict(held)) for held in of_modules if isinstance(held, dict)]
-        values = [value for held in of_modules for value in held.values()]
+        values = [value for _, kept in self._held for value in kept.values()]
         self._tensors = KeptTensors([*values, *(model.parameters() if parameters else ())])
         self._random = KeptRandomState()
 

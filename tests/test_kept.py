@@ -78,3 +78,29 @@ def test_a_failed_run_is_followed_by_the_original_on_what_cannot_be_compared() -
     run = Guarded(fail, lambda *args: args[2] + 1, [0, 1, 2], reasons.append)
     assert run(nested, sparse, lost).isnan()
     assert lost._version == 0 and reasons == ["RuntimeError: planted"]
+
+
+class Records(nn.Module):
+    """Hooks its layer in its first call and marks itself, as transformers (5) does to collect
+    hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(4, 4), []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.clear()
+        if not getattr(self, "is_hooked", False):
+            self.layer.register_forward_hook(lambda *given: self.seen.append(given[-1]))
+            self.is_hooked = True
+        return self.layer(x) * len(self.seen)
+
+
+def test_a_hook_goes_with_the_mark_that_it_is_there() -> None:
+    model, x = Records(), torch.rand(2, 4)
+    amp_graph.compare(model, x, policy="bfloat16")
+    plain = Records()
+    plain.load_state_dict(model.state_dict())
+    for _ in range(2):
+        assert torch.equal(model(x), plain(x))
+    assert len(model.layer._forward_hooks) == 1
