@@ -66,10 +66,10 @@ class Kept:
         # The first call of a lazy module completes it.
         of_modules += [vars(m) for m in model.modules() if not _is_lazy(m)]
         # With a mark beside them, as transformers has, hooks that stayed would be added once more.
-        of_modules += [vars(m).get(name) for m in model.modules() for name in HOOKS]
+        of_modules += [vars(m)[name] for m in model.modules() for name in HOOKS if name in vars(m)]
         # Those of a TorchScript module are held by what only looks like one.
         self._held = [(held, dict(held)) for held in of_modules if isinstance(held, dict)]
-        values = [value for _, kept in self._held for value in kept.values()]
+        values = [value for held in of_modules for value in held.values()]
         self._tensors = KeptTensors([*values, *(model.parameters() if parameters else ())])
         self._random = KeptRandomState()
 
