@@ -30,9 +30,7 @@ ALLOWED_RATIO = 1.2
 # Standard errors beyond the allowed ratio; see zoo.measure.Errors on chance in losses.
 SIGNIFICANT = 3.5
 # Subgraphs that may stay original, by case, with the reason. At most one case in twenty.
-EXPECTED_FALLBACK = {}
-if torch.__version__ < "2.13":
-    EXPECTED_FALLBACK["llava"] = "Dynamo 2.11 raises PendingUnbackedSymbolNotFound"
+EXPECTED_FALLBACK: dict[str, str] = {}
 
 
 @pytest.fixture(scope="session")
