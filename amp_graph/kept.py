@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]  # what a module keeps them in
+
 
 class KeptRandomState:
     """The state of random numbers, as it is now: PyTorch's, Python's, and NumPy's if it is used."""
@@ -51,9 +53,6 @@ class KeptTensors:
                 # To leave inference mode turns recording on.
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                     tensor.copy_(value)
-
-
-HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]  # what a module keeps hooks in
 
 
 class Kept:

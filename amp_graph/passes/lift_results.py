@@ -26,7 +26,7 @@ def lift_results(module: fx.GraphModule) -> tuple[fx.GraphModule, frozenset[int]
     positions of what is to become float32 instead. The module itself if there are none."""
     (output,) = module.graph.find_nodes(op="output")
     results: Any = output.args[0]
-    casts = [*_last_casts(module, output)]
+    casts = {*_last_casts(module, output)}
     positions = frozenset(i for i, result in enumerate(results) if result in casts)
     if not positions:
         return module, positions

@@ -51,10 +51,13 @@ def enter_input(scale: Scale, tensor: Tensor, value: Tensor) -> Tensor:
     return entered
 
 
-def leave(scale: Scale, result: Tensor, shares: bool = False) -> Tensor:
-    """Hand a result out; its gradient comes in times S. If it shares memory with another it cannot
-    be written to, since a write would reach the other unseen."""
-    left: Tensor = applied(_Leave, scale, result, shares, result.dtype)
+def leave(
+    scale: Scale, result: Tensor, shares: bool = False, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Hand a result out, in another dtype if one is given; its gradient comes in times S. If it
+    shares memory with another it cannot be written to, since a write would reach the other unseen.
+    """
+    left: Tensor = applied(_Leave, scale, result, shares, dtype or result.dtype)
     return left
 
 
@@ -66,12 +69,10 @@ def leave_wide_(scale: Scale | None, results: list[Any], positions: Iterable[int
     for i in positions:
         result = results[i]
         if id(result) not in wide:
-            is_scaled = scale is not None and result.requires_grad
-            wide[id(result)] = (
-                applied(_Leave, scale, result, False, torch.float32)
-                if is_scaled
-                else result.to(torch.float32)
-            )
+            if scale is not None and result.requires_grad:
+                wide[id(result)] = leave(scale, result, dtype=torch.float32)
+            else:
+                wide[id(result)] = result.float()
         results[i] = wide[id(result)]
 
 
