@@ -15,7 +15,9 @@ from training import Mlp, X, scaled
 import amp_graph
 
 SCALED = scaled(2.0**8)
-OTHER = Mlp().state_dict()
+with torch.random.fork_rng():
+    torch.manual_seed(0)  # of 3000 others, 7 have a gradient that float16 is further away from
+    OTHER = Mlp().state_dict()
 
 
 def now(model: nn.Module, policy: Any = SCALED) -> Tensor:

@@ -10,10 +10,11 @@ and this one plays, or is evaluated.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_graph.calls.copies import converted_parts
@@ -36,15 +37,23 @@ class _Awaited:
     callee: weakref.ref[Callee]
     model: weakref.ref[nn.Module]
     steps: int = 0  # in which the model's parameters were stepped
+    # Optimizers that stepped none of them, and how many they stepped: a copy that plays, or keeps
+    # averages, is not looked through at every step of the model that is trained.
+    others: weakref.WeakKeyDictionary[Optimizer, int] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
 
     def is_open(self) -> bool:
         callee = self.callee()
         return callee is not None and callee.is_awaited and self.steps < STEPS
 
-    def note_step(self, parameters: set[int]) -> None:
-        """`parameters`: the ids of those that were stepped."""
+    def note_step(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        """`parameters`: those that the optimizer stepped."""
         model = self.model()
-        if model is None or parameters.isdisjoint(_of_its_own(model)):
+        if model is None or self.others.get(optimizer) == len(parameters):
+            return
+        if _of_its_own(model).isdisjoint(map(id, parameters)):
+            self.others[optimizer] = len(parameters)
             return
         self.steps += 1
         if self.steps == STEPS:
@@ -87,6 +96,6 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not _awaited:
         return
     _forget()
-    stepped = {id(parameter) for parameter in parameters_of(optimizer)}
+    stepped = parameters_of(optimizer)
     for each in list(_awaited):
-        each.note_step(stepped)
+        each.note_step(optimizer, stepped)

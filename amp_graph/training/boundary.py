@@ -12,11 +12,10 @@ widens them in one fused call, and unscales and checks them in another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import compress, groupby
-from operator import attrgetter, itemgetter
+from itertools import compress
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -24,19 +23,13 @@ import torch
 from torch import Tensor
 
 from amp_graph.training.aliases import enter_inputs, leave_results, record_writes
-from amp_graph.training.crossing import carries_none, enter, follow, leave_wide_
-from amp_graph.training.engine import has_process_group, runs_when_ready
+from amp_graph.training.crossing import carries_none, follow, leave_wide_
+from amp_graph.training.entrances import HOOKS, Entrance, follow_streams, grouped, picker
 from amp_graph.training.scale import ModelScale, Scale
 from amp_graph.training.weights import GraphWeights, LowPrecisionWeights
 
-# Bytes of float32 parameters per group, the last parameters first: as in DistributedDataParallel,
-# whose communication can start when the first, small group is done. On CPU small groups are faster.
-FIRST_GROUP_BYTES, GROUP_BYTES = 2**20, {"cpu": 2**20, "other": 25 * 2**20}
-
-Pick = Callable[[Sequence[Any]], tuple[Any, ...]]
 _AS_IT_IS = nullcontext()
 _requires_grad = attrgetter("requires_grad")
-_hooks = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
 class Boundary:
@@ -76,14 +69,15 @@ class Boundary:
         self._positions = [position for position, _ in weights]
         self._parameters = frozenset([*self._positions, *parameters])
         self._others: list[int] | None = None  # the other tensors, once it is known which are
-        self._pick_others = _picker([])
+        self._pick_others = picker([])
         self._weights = GraphWeights(store, [dtype for _, dtype in weights])
         self._read_wide = parameters
-        self._low_parameters = _picker(self._positions)
-        self._wide_parameters = _picker(list(parameters))
-        self._groups: tuple[_Group, ...] = ()
-        self._pick_wide = _picker([])  # of parameters that enter as they are
-        self._groups_for: Any = None  # what they follow from
+        self._low_parameters = picker(self._positions)
+        self._wide_parameters = picker(list(parameters))
+        self._entrances: tuple[Entrance, ...] = ()
+        self._devices: set[torch.device] = set()  # that these are on, but the CPU, without streams
+        self._pick_wide = picker([])  # of parameters that enter as they are
+        self._entrances_for: Any = None  # what they follow from
 
     def __call__(self, *args: Any) -> Any:
         parameters = self._low_parameters(args)
@@ -115,17 +109,14 @@ class Boundary:
             if self._others is None:
                 others = (i for i in range(len(args)) if i not in self._parameters)
                 found = [i for i in others if isinstance(args[i], Tensor)]
-                self._pick_others = _picker(found)
+                self._pick_others = picker(found)
                 self._others = found  # last: another thread may look for it
             inputs = [*compress(self._others, map(_requires_grad, self._pick_others(args)))]
             scale = self._scale.for_call([args[i] for i in inputs])
-        for group in self._groups_of(args, parameters, scale):
-            lows, tensors = group.pick_values(values), group.pick_tensors(args)
-            entered = enter(scale, lows, group.owners, tensors, group.fresh)
-            if group.is_awaited:
-                runs_when_ready(entered[0].grad_fn)
-            for slot, value in zip(group.slots, entered, strict=True):
-                values[slot] = value
+        entrances = self._entrances_of(args, parameters, scale)
+        follow_streams(self._devices)
+        for entrance in entrances:
+            entrance.enter(scale, values, args)
         if scale is not None:
             return self._run_scaled(scale, args, inputs, values, begin)
         with begin:
@@ -148,8 +139,7 @@ class Boundary:
     ) -> Any:
         """Run with gradients of inputs and outputs scaled too."""
         given = [args[i] for i in inputs]
-        are_written = [i in self._written for i in inputs]
-        entered = enter_inputs(scale, given, are_written)
+        entered = enter_inputs(scale, given, [i in self._written for i in inputs]) if inputs else []
         for i, value in zip(inputs, entered, strict=True):
             values[i] = value
         constants = [*filter(carries_none, map(args.__getitem__, self._written))]
@@ -164,100 +154,29 @@ class Boundary:
         record_writes(scale, [given[k] for k in written], [entered[k] for k in written])
         for x, value in zip(given, entered, strict=True):
             follow(x, value)
+        if len(self._widened) == len(results) and not constants:
+            return results  # all have left
         given, entered = [*given, *self._pick_wide(args)], [*entered, *self._pick_wide(values)]
         return leave_results(scale, results, given, entered, constants, self._widened)
 
-    def _groups_of(
+    def _entrances_of(
         self, args: Sequence[Any], parameters: Sequence[Tensor], scale: Scale | None
-    ) -> tuple[_Group, ...]:
+    ) -> tuple[Entrance, ...]:
         """The parameters that need gradients, in groups; the answer is kept while it holds."""
         read = parameters if scale is None else (*parameters, *self._wide_parameters(args))
-        given: Any = [*map(_requires_grad, read)], *([*map(bool, map(h, read))] for h in _hooks)
+        given: Any = [*map(_requires_grad, read)], *([*map(bool, map(h, read))] for h in HOOKS)
         if scale is not None:
             given = *given, [*map(id, read)]
-        if self._groups_for != given:
+        if self._entrances_for != given:
             slots = [(i, len(args) + k) for k, i in enumerate(self._positions)]
             if scale is not None:
                 slots += [(i, i) for i in self._read_wide]
                 scale.enter(read)
             slots = sorted((i, slot) for i, slot in slots if args[i].requires_grad)
             wide = [i for i, slot in slots if i == slot]
-            self._groups = tuple(_grouped(slots, args, {i for i in wide if self._read_wide[i]}))
-            self._pick_wide = _picker(wide)
-            self._groups_for = given
-        return self._groups
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Parameters of one device and dtype, whose gradients leave together.
-
-    slots: where their values, in float32 or low precision, go among the graph's inputs.
-    owners: for each slot, which of the parameters it is for, counted within the group.
-    fresh: the owners whose first gradient is made for them alone.
-    is_awaited: whether their gradients leave as soon as they are there, for what happens to them
-        during the backward pass, or for their memory. On CPU, where nothing is done meanwhile, it
-        is a little faster if all leave at the end.
-    """
-
-    slots: tuple[int, ...]
-    owners: tuple[int, ...]
-    fresh: frozenset[int]
-    is_awaited: bool
-    pick_values: Pick
-    pick_tensors: Pick
-
-
-def _grouped(
-    slots: Sequence[tuple[int, int]], args: Sequence[Tensor], fresh: Container[int]
-) -> Iterator[_Group]:
-    members: list[tuple[int, int]] = []
-    size, limit = 0, FIRST_GROUP_BYTES
-    for position, its_slots in groupby(reversed(slots), key=itemgetter(0)):
-        parameter = args[position]
-        if members and (size >= limit or not _may_join(parameter, args[members[0][0]])):
-            yield _group(members, args, fresh)
-            members, size = [], 0
-            limit = GROUP_BYTES.get(parameter.device.type, GROUP_BYTES["other"])
-        members += its_slots
-        size += parameter.nbytes
-    if members:
-        yield _group(members, args, fresh)
-
-
-def _may_join(one: Tensor, other: Tensor) -> bool:
-    """Parameters with hooks leave alone: the hooks of one that the loss does not depend on would be
-    called with None for those of its group."""
-    are_alike = one.device == other.device and one.dtype == other.dtype
-    return are_alike and not (_has_hooks(one) or _has_hooks(other))
-
-
-def _has_hooks(parameter: Tensor) -> bool:
-    return any(hooks(parameter) for hooks in _hooks)
-
-
-def _is_awaited(parameter: Tensor) -> bool:
-    return parameter.device.type != "cpu" or _has_hooks(parameter) or has_process_group()
-
-
-def _group(
-    members: Sequence[tuple[int, int]], args: Sequence[Tensor], fresh: Container[int]
-) -> _Group:
-    positions = sorted({position for position, _ in members})
-    owners = {position: k for k, position in enumerate(positions)}
-    slots = tuple(slot for _, slot in sorted(members))  # of one parameter, float32 comes first
-    return _Group(
-        slots,
-        owners=tuple(owners[position] for position, _ in sorted(members)),
-        fresh=frozenset(k for k, position in enumerate(positions) if position in fresh),
-        is_awaited=_is_awaited(args[positions[0]]),
-        pick_values=_picker(slots),
-        pick_tensors=_picker(positions),
-    )
-
-
-def _picker(positions: Sequence[int]) -> Pick:
-    """What takes these out of a sequence, in C: it does so at every call of a model."""
-    if len(positions) > 1:
-        return itemgetter(*positions)
-    return lambda values: tuple(values[i] for i in positions)
+            self._entrances = tuple(grouped(slots, args, {i for i in wide if self._read_wide[i]}))
+            devices = {entrance.device for entrance in self._entrances}
+            self._devices = {device for device in devices if device.type != "cpu"}
+            self._pick_wide = picker(wide)
+            self._entrances_for = given
+        return self._entrances

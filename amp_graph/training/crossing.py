@@ -12,7 +12,7 @@ factors.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from amp_graph.training.engine import backward_pass, check_and_unscale_, copy_all_
+from amp_graph.training.engine import backward_pass, check_and_unscale_
 from amp_graph.training.scale import Scale
 from amp_graph.training.transforms import applied, are_plain, for_all
 from amp_graph.uncaptured import never_captured
@@ -30,25 +30,17 @@ from amp_graph.uncaptured import never_captured
 not_captured = never_captured(reason="the boundary of a graph of amp_graph")
 
 
-def enter(
-    scale: Scale | None,
-    values: Sequence[Tensor],
-    owners: Sequence[int],
-    tensors: Sequence[Tensor],
-    fresh: Container[int] = (),
-) -> tuple[Tensor, ...]:
-    """Hand values in for parameters of one device and dtype: `owners` tells which of the `tensors`
-    each value stands for, as it is or in low precision. Gradients of the values go out to them, in
-    their dtype, divided by S. Those of `fresh` owners are nobody else's and may be written to.
-    """
-    entered: tuple[Tensor, ...] = applied(_Enter, scale, values, owners, fresh, *tensors)
-    return entered
-
-
 def enter_input(scale: Scale, tensor: Tensor, value: Tensor) -> Tensor:
     """Hand a value in for a tensor, which need not live on: its gradient goes out divided by S."""
     entered: Tensor = _apply(_EnterInput, scale, value, tensor)
     return entered
+
+
+def go_out(scale: Scale | None, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """Send a gradient out, in a dtype, divided by S."""
+    if scale is None:
+        return gradient.to(dtype)
+    return _cross(gradient, scale.inverse(gradient.device), dtype, scale, False)
 
 
 def leave(
@@ -105,58 +97,6 @@ def carries_none(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.requires_grad
 
 
-class _Enter(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        scale: Scale | None,
-        values: Sequence[Tensor],
-        owners: Sequence[int],
-        fresh: Container[int],
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.scale, ctx.owners, ctx.fresh, ctx.tensors = scale, owners, fresh, tensors
-        return tuple([value.detach() for value in values])
-
-    @staticmethod
-    @not_captured
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        given = [(i, g) for i, g in zip(ctx.owners, grads, strict=True) if g is not None]
-        is_float32 = ctx.tensors[0].dtype is torch.float32
-        fused = is_float32 and not torch.is_grad_enabled() and are_plain([g for _, g in given])
-        found = _go_out_together(ctx, given) if fused else _go_out_one_by_one(ctx, given)
-        return (None, None, None, None, *map(found.get, range(len(ctx.tensors))))
-
-
-def _go_out_together(ctx: Any, given: Sequence[tuple[int, Tensor]]) -> dict[int, Tensor]:
-    """Float32 gradients, each the sum of its parts, in a few fused calls. They are laid out as
-    their tensors are, or AccumulateGrad would copy them again."""
-    first = dict(reversed(given))  # float32 ones before others
-    found = {i: first[i] for i in ctx.fresh if i in first and first[i].dtype is torch.float32}
-    narrow = {i: g for i, g in first.items() if i not in found} if found else first
-    if narrow:
-        wide = [*map(torch.empty_like, map(ctx.tensors.__getitem__, narrow))]
-        copy_all_(wide, [*narrow.values()])
-        found.update(zip(narrow, wide, strict=True))
-    for i, gradient in given if len(first) < len(given) else ():
-        if gradient is not first[i]:
-            found[i].add_(gradient)
-    if ctx.scale is not None and found:
-        gradients = [*found.values()]
-        ctx.scale.checked.unscale_(gradients, ctx.scale.inverse(gradients[0].device))
-    return found
-
-
-def _go_out_one_by_one(ctx: Any, given: Iterable[tuple[int, Tensor]]) -> dict[int, Tensor]:
-    """Gradients that are recorded for a derivative of their own, sparse, or of a vmap."""
-    found: dict[int, Tensor] = {}
-    for i, gradient in given:
-        crossed = _go_out(ctx.scale, gradient, ctx.tensors[i].dtype)
-        found[i] = found[i] + crossed if i in found else crossed
-    return found
-
-
 class _EnterInput(Function):
     @staticmethod
     def forward(ctx: Any, scale: Scale, value: Tensor, tensor: Tensor) -> Tensor:
@@ -173,7 +113,7 @@ class _EnterInput(Function):
         if gradient is None:
             return None, None, None
         if ctx.is_own:
-            return None, None, _go_out(ctx.scale, gradient, ctx.dtype)
+            return None, None, go_out(ctx.scale, gradient, ctx.dtype)
         factor = ctx.scale.inverse(gradient.device)
         return None, None, _go_out_to_others(ctx.scale, gradient, factor, ctx.dtype)
 
@@ -241,12 +181,6 @@ def _come_in(scale: Scale, gradient: Tensor, dtype: torch.dtype) -> Tensor:
     again = torch.is_grad_enabled()
     factor = scale.factor(gradient, again)
     return _cross(gradient, factor.clone() if again else factor, dtype, scale, True)
-
-
-def _go_out(scale: Scale | None, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    if scale is None:
-        return gradient.to(dtype)
-    return _cross(gradient, scale.inverse(gradient.device), dtype, scale, False)
 
 
 def _go_out_to_others(scale: Scale, gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -67,9 +67,12 @@ def has_process_group() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
+CAN_RUN_WHEN_READY = torch.__version__ >= "2.13"
+
+
 def runs_when_ready(node: Any) -> None:
     """Have a node of autograd run as soon as its gradients are there, as AccumulateGrad does. The
     youngest of the nodes that are ready runs, so that one made before a graph ran would wait until
     all of its backward pass is over."""
-    if torch.__version__ >= "2.13":
+    if CAN_RUN_WHEN_READY:
         node._set_sequence_nr(2**64 - 1)

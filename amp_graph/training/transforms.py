@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 _layout = attrgetter("layout")
-_are_transforms_active: Any = torch._C._are_functorch_transforms_active
+are_active: Any = torch._C._are_functorch_transforms_active
 _is_batched = torch._C._functorch.is_batchedtensor
 _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 
@@ -27,7 +27,7 @@ _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 def applied(function: type[Function], *args: Any) -> Any:
     """What `function.apply` returns. It looks at each argument for what a transform of torch.func
     left behind, which takes a quarter of a call with many parameters, none of which is such."""
-    if _are_transforms_active():
+    if are_active():
         return function.apply(*args)
     return super(Function, function).apply(*args)  # type: ignore[misc]
 
@@ -66,6 +66,6 @@ def are_plain(gradients: Sequence[Tensor]) -> bool:
     return (
         {*map(type, gradients)} <= {Tensor}
         and {*map(_layout, gradients)} <= {torch.strided}
-        and not (_are_transforms_active() and any(map(_is_batched, gradients)))
+        and not (are_active() and any(map(_is_batched, gradients)))
         and not any(map(_is_legacy_batched, gradients))
     )

@@ -1,0 +1,273 @@
+"""What enters a graph for its parameters stands for the next call, wherever that changes nothing.
+
+The reference is a graph that gets everything anew at each call.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from counting import DispatchCounter, in_backward
+from torch import Tensor, nn
+from torch.optim import SGD
+from training import X
+
+import amp_graph
+from amp_graph import Policy
+from amp_graph.training import entrances
+from amp_graph.training.entrances import Entrance
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_other_scales")
+
+POLICIES = {
+    "scaled": Policy("bfloat16", loss_scale=amp_graph.LossScale(2.0**10)),
+    "unscaled": Policy("bfloat16"),
+}
+by_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+
+
+class Net(nn.Module):
+    """Parameters that enter in low precision, and ones that do in float32 where they are scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.body(x)))
+
+
+class Aliases(DispatchCounter):
+    """Counts those that are made where the parameters enter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def record(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        self.count += name == "detach" and not in_backward()
+
+
+@contextmanager
+def always_anew() -> Iterator[None]:
+    """The reference."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Entrance, "enter", lambda self, *args: (self.let_go(), ENTER(self, *args)))
+        yield
+
+
+ENTER = Entrance.enter
+
+
+def made_in(call: Callable[[], Any]) -> int:
+    with Aliases() as counter:
+        call()
+    return counter.count
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    found = [p.grad for p in model.parameters()]
+    return [g.clone() for g in found if g is not None]
+
+
+def loss(model: nn.Module, x: Tensor = X) -> Tensor:
+    return model(x).float().square().mean()
+
+
+@by_policy
+def test_only_the_first_of_many_steps_makes_them(policy: Policy) -> None:
+    model = amp_graph.convert(Net(), policy=policy)
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        loss(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    for entrance in entrances._all:
+        entrance.let_go()
+    assert made_in(step) > 0
+    assert [made_in(step) for _ in range(3)] == [0, 0, 0]
+
+
+def two_calls_before_backward(model: nn.Module) -> None:
+    (loss(model) + loss(model, -X) * 3).backward()
+
+
+def a_call_that_comes_to_nothing(model: nn.Module) -> None:
+    loss(model, 2 * X)
+    loss(model).backward()
+
+
+def a_graph_kept_for_later(model: nn.Module) -> None:
+    first = loss(model)
+    first.backward(retain_graph=True)
+    loss(model, -X).backward()
+    first.backward()
+
+
+def second_derivatives(model: nn.Module) -> None:
+    parameters = [*model.parameters()]
+    slopes = torch.autograd.grad(loss(model), parameters, create_graph=True)
+    (loss(model, -X) + sum(slope.square().sum() for slope in slopes)).backward()
+
+
+def some_gradients_alone(model: nn.Module) -> None:
+    first = next(model.parameters())
+    loss(model).backward(inputs=[first])
+    loss(model, -X).backward()
+
+
+def frozen_and_back(model: nn.Module) -> None:
+    for frozen in (True, False):
+        next(model.parameters()).requires_grad_(not frozen)
+        loss(model).backward()
+
+
+def other_memory(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data * 0.5
+    loss(model).backward()
+
+
+def written_in_place(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.mul_(0.5)
+    loss(model).backward()
+
+
+def other_parameters(model: nn.Module) -> None:
+    for module in model.children():
+        for name, p in [*module.named_parameters(recurse=False)]:
+            setattr(module, name, nn.Parameter(p.detach()))  # in the same memory
+    loss(model).backward()
+
+
+def with_hooks(model: nn.Module) -> None:
+    handles = [p.register_hook(lambda g: 2 * g) for p in model.parameters()]
+    loss(model).backward()
+    for handle in handles:
+        handle.remove()
+    loss(model).backward()
+
+
+def of_functional_calls(model: nn.Module) -> None:
+    given = {name: (p * 0.5).detach().requires_grad_() for name, p in model.named_parameters()}
+    torch.func.functional_call(model, given, (X,)).float().square().mean().backward()
+    for p, its in zip(model.parameters(), given.values(), strict=True):
+        p.grad = its.grad
+
+
+USES = [
+    *(two_calls_before_backward, a_call_that_comes_to_nothing, a_graph_kept_for_later),
+    *(second_derivatives, some_gradients_alone, frozen_and_back, other_memory, written_in_place),
+    *(other_parameters, with_hooks, of_functional_calls),
+]
+
+
+@by_policy
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_gradients_are_those_of_entering_anew(
+    policy: Policy, use: Callable[[nn.Module], None]
+) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    found = []
+    for reference in (True, False):
+        model = amp_graph.convert(copy.deepcopy(net), policy=policy)
+
+        def course(model: nn.Module = model) -> list[list[Tensor]]:
+            seen = []
+            for around in (loss, use, loss, use):
+                if around is loss:
+                    loss(model).backward()
+                else:
+                    around(model)
+                seen.append(gradients(model))
+                model.zero_grad()
+            return seen
+
+        if reference:
+            with always_anew():
+                found.append(course())
+        else:
+            found.append(course())
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_gradients_of_two_calls_meet_in_float32() -> None:
+    torch.manual_seed(0)
+    model = amp_graph.convert(Net(), policy=Policy("bfloat16"))
+    loss(model).backward()
+    model.zero_grad()
+    (loss(model) + loss(model, -X)).backward()
+    together = gradients(model)
+    model.zero_grad()
+    loss(model).backward()
+    loss(model, -X).backward()
+    torch.testing.assert_close(together, gradients(model), rtol=0, atol=0)
+
+
+@by_policy
+def test_several_threads_get_their_own(policy: Policy) -> None:
+    torch.manual_seed(0)
+    model = amp_graph.convert(Net(), policy=policy)
+    inputs = [X * k for k in range(1, 5)]
+    parameters = [*model.parameters()]
+
+    def of(x: Tensor) -> list[Tensor]:
+        return [*torch.autograd.grad(loss(model, x), parameters)]
+
+    expected = [of(x) for x in inputs]
+    found: list[Any] = [None] * len(inputs)
+
+    def work(k: int) -> None:
+        for _ in range(20):
+            found[k] = of(inputs[k])
+
+    threads = [threading.Thread(target=work, args=[k]) for k in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@by_policy
+def test_a_model_that_is_gone_leaves_nothing(policy: Policy) -> None:
+    model = amp_graph.convert(Net(), policy=policy)
+    loss(model).backward()
+    loss(model).backward()
+    gone = [weakref.ref(p) for p in model.parameters()]
+    del model
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(gone)
+
+
+def test_another_stream_lets_go_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With streams that the CPU does not have."""
+    model = amp_graph.convert(Net(), policy=Policy("bfloat16"))
+    loss(model).backward()
+    assert any(entrance._last.entered for entrance in entrances._all)
+    streams = {"now": frozenset("a")}
+    monkeypatch.setattr(entrances, "current_streams", lambda devices: streams["now"])
+    monkeypatch.setattr(entrances, "_streams", {})
+    device = torch.device("cpu")
+    entrances.follow_streams([device])
+    assert not any(entrance._last.entered for entrance in entrances._all)
+    loss(model).backward()
+    entrances.follow_streams([device])
+    assert any(entrance._last.entered for entrance in entrances._all)
+    streams["now"] = frozenset("b")
+    entrances.follow_streams([device])
+    assert not any(entrance._last.entered for entrance in entrances._all)
