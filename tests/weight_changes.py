@@ -16,7 +16,7 @@ import amp_graph
 
 SCALED = scaled(2.0**8)
 with torch.random.fork_rng():
-    torch.manual_seed(0)  # of 3000 others, 7 have a gradient that float16 is further away from
+    torch.manual_seed(7)  # of 3000 others, 7 have a gradient that float16 is further away from
     OTHER = Mlp().state_dict()
 
 

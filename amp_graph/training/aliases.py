@@ -65,13 +65,14 @@ def leave_results(
     enter, as they required no gradient; what was written into one leaves in it, and so do results
     that are views of it. `have_left`: positions of the results that need it no more.
     """
-    filled = [t for t in constants if carries_gradient(t) and not t.is_leaf]
-    record_writes(scale, filled, filled)
-    of_filled = {id(_base(t)) for t in filled}
+    to_leave = [value for i, value in enumerate(results) if i not in have_left]
+    carrying = [*filter(carries_gradient, to_leave)]
+    if filled := [t for t in constants if carries_gradient(t) and not t.is_leaf]:
+        record_writes(scale, filled, filled)
+        of_filled = {*map(id, map(_base, filled))}
+        carrying = [t for t in carrying if id(_base(t)) not in of_filled]
     of_inputs = {*memories(values)}
     left: dict[int, Tensor] = {}
-    to_leave = [value for i, value in enumerate(results) if i not in have_left]
-    carrying = [t for t in filter(carries_gradient, to_leave) if id(_base(t)) not in of_filled]
     for sharing in _by_memory(carrying):
         if memory(sharing[0]) in of_inputs:
             left |= _leave_inputs(scale, sharing, inputs, values)

@@ -138,22 +138,26 @@ class Boundary:
         begin: AbstractContextManager[Any],
     ) -> Any:
         """Run with gradients of inputs and outputs scaled too."""
-        given = [args[i] for i in inputs]
-        entered = enter_inputs(scale, given, [i in self._written for i in inputs]) if inputs else []
-        for i, value in zip(inputs, entered, strict=True):
-            values[i] = value
+        given: list[Tensor] = []
+        entered: list[Tensor] = []
+        if inputs:
+            given = [args[i] for i in inputs]
+            entered = enter_inputs(scale, given, [i in self._written for i in inputs])
+            versions = [value._version for value in entered]
+            for i, value in zip(inputs, entered, strict=True):
+                values[i] = value
         constants = [*filter(carries_none, map(args.__getitem__, self._written))]
-        versions = [value._version for value in entered]
         with begin:
             if scale.watch is not None and self._watched is not None:
                 results = self._watched(scale.watch, *values)
             else:
                 results = self._run(*values)
             results = self._wide(results, scale)
-        written = [k for k, value in enumerate(entered) if value._version != versions[k]]
-        record_writes(scale, [given[k] for k in written], [entered[k] for k in written])
-        for x, value in zip(given, entered, strict=True):
-            follow(x, value)
+        if inputs:
+            written = [k for k, value in enumerate(entered) if value._version != versions[k]]
+            record_writes(scale, [given[k] for k in written], [entered[k] for k in written])
+            for x, value in zip(given, entered, strict=True):
+                follow(x, value)
         if len(self._widened) == len(results) and not constants:
             return results  # all have left
         given, entered = [*given, *self._pick_wide(args)], [*entered, *self._pick_wide(values)]

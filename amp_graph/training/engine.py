@@ -37,8 +37,9 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 def any_of(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     """The largest of some flags, which may be on several devices, on this one."""
-    found, *others = (sent(flag, device) for flag in flags)
-    return torch.stack([found, *others]).amax() if others else found
+    if len(flags) == 1:
+        return sent(flags[0], device)
+    return torch.stack([sent(flag, device) for flag in flags]).amax()
 
 
 def writes_unseen(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
@@ -61,10 +62,12 @@ def current_streams(devices: Iterable[torch.device]) -> frozenset[torch.Stream]:
     return frozenset(map(torch.accelerator.current_stream, mine))
 
 
+_is_distributed = torch.distributed.is_available()
+
+
 def has_process_group() -> bool:
     """Whether this process trains together with others, or may."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized()
+    return _is_distributed and torch.distributed.is_initialized()
 
 
 CAN_RUN_WHEN_READY = torch.__version__ >= "2.13"

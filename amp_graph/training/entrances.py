@@ -280,4 +280,7 @@ def picker(positions: Sequence[int]) -> Pick:
     """What takes these out of a sequence, in C: it does so at every call of a model."""
     if len(positions) > 1:
         return itemgetter(*positions)
-    return lambda values: tuple(values[i] for i in positions)
+    if not positions:
+        return lambda values: ()
+    (only,) = positions
+    return lambda values: (values[only],)

@@ -47,7 +47,8 @@ def found_inf(
         return torch.zeros((), dtype=torch.float32, device=device)
     meshes = {} if {*map(type, gradients)} == {Tensor} else _meshes(gradients)
     dtypes, layouts = {*map(_dtype, gradients)}, {*map(_layout, gradients)}
-    if meshes or layouts != {torch.strided} or any(dtype.is_complex for dtype in dtypes):
+    are_complex = dtypes != {torch.float32} and any(dtype.is_complex for dtype in dtypes)
+    if meshes or layouts != {torch.strided} or are_complex:
         gradients = [*map(_numbers, gradients)]
     flags: list[Tensor] = []
     unknown = gradients

@@ -52,7 +52,7 @@ class GraphScale:
         self.is_in_use = True
         self._looked_around = False
         self._state = config.start()
-        self._stepped_by: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._stepped_by: set[weakref.ref[object]] = set()
         self._skips = number(0.0)
         self._found_inf = number(0.0)  # of the round that has not ended
         self._is_pending = False  # whether an optimizer stepped in it
@@ -144,14 +144,14 @@ class GraphScale:
     def begin_step(self, by: object) -> None:
         """An optimizer that steps twice in a round has seen it end without a forward (reentrant
         checkpointing hides them)."""
-        if by in self._stepped_by:
+        if weakref.ref(by) in self._stepped_by:
             self.end_round()
 
     def stepped(self, found_inf: Tensor, by: object, is_own: bool = True) -> None:
         """Take note that an optimizer stepped (0) or had to skip (1) in this round. `is_own`: it
         steps parameters of the model. That another one did not overflow counts only for a model
         whose parameters nobody steps."""
-        self._stepped_by.add(by)
+        self._stepped_by.add(weakref.ref(by))
         self._is_stepped |= is_own
         self._counts |= is_own or not (self._is_stepped and self._is_trained())
         self.has_optimizer = True

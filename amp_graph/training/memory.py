@@ -58,5 +58,4 @@ class Memories:
         return not any(map(_expired, self._references))
 
     def __del__(self) -> None:
-        for reference in self._references:
-            _free_weak_ref(reference)
+        any(map(_free_weak_ref, self._references))  # none returns anything

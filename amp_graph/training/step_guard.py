@@ -217,6 +217,8 @@ def _begin_momentum(optimizer: Optimizer) -> bool:
         for parameter in group["params"]
         if parameter.grad is not None and parameter not in optimizer.state
     ]
+    if not missing:
+        return True
     if any(type(optimizer).step is not SGD.step or group["dampening"] for group, _ in missing):
         return False
     for _, parameter in missing:
