@@ -79,7 +79,7 @@ def assert_agrees(
             assert_as_close(ours, exact, low, 2 * eps, f"gradient {i}")
 
 
-@settings(SETTINGS, max_examples=240)
+@settings(SETTINGS, max_examples=200)
 @given(programs())
 def test_random_programs_in_bfloat16(program):
     check(program, BFLOAT16)
@@ -102,7 +102,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning")
-@settings(SETTINGS, max_examples=100)
+@settings(SETTINGS, max_examples=80)
 @given(programs(GROUPS_FOR_DYNAMO))
 def test_random_programs_captured_by_dynamo(program):
     torch._dynamo.reset()
