@@ -69,6 +69,7 @@ class Assembler:
             ends_recording=executable.ends_recording,
             written=written_inputs(plan),
             widened=executable.widened,
+            early=executable.early,
         )
 
     def _run(self, index: int, plan: Plan, executable: Executable) -> Run:

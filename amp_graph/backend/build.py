@@ -29,6 +29,7 @@ from amp_graph.errors import in_words
 from amp_graph.modes import restoring_modes
 from amp_graph.modules import Run
 from amp_graph.oplists import OpLists
+from amp_graph.passes.early_results import let_leave_early
 from amp_graph.passes.lift_results import lift_results
 from amp_graph.policy import Policy
 
@@ -39,6 +40,7 @@ class Executable:
 
     graph: of operators, in the form that runs by itself.
     widened: positions of the results that it returns in low precision, which are to be float32.
+    early: by position, the keys of the results that leave it where they are made.
     compiled: None if it was not asked for or, as `uncompiled` says, failed.
     parameters: positions of the inputs that are parameters and that the graph itself reads; and of
         each, whether one operator reads it that makes a gradient for it alone.
@@ -47,6 +49,7 @@ class Executable:
 
     graph: fx.GraphModule
     widened: frozenset[int]
+    early: Mapping[int, int]
     lifted: Lifted
     parameters: Mapping[int, bool]
     records: bool
@@ -98,9 +101,9 @@ class Builder:
 
     def _executable(self, traced: Traced, lifted: Lifted) -> Executable:
         is_compiled = self._policy.compiler == "inductor"
-        graph, widened = lifted.graph, frozenset[int]()
+        graph, widened, early = lifted.graph, frozenset[int](), dict[int, int]()
         if not is_compiled:  # Inductor makes one kernel of a cast and what it reads
-            graph, widened = lift_results(graph)
+            graph, widened, early = let_leave_early(*lift_results(graph))
         by_operator, compiled, uncompiled = eager(graph, self._emulated), None, ""
         parameters = _parameters_read(lifted.graph, self._lists)
         if is_compiled:
@@ -116,6 +119,7 @@ class Builder:
         return Executable(
             graph=by_operator,
             widened=widened,
+            early=early,
             lifted=lifted,
             parameters=parameters,
             records=records,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import compress
 from operator import attrgetter
 from types import MappingProxyType
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from amp_graph.training.aliases import enter_inputs, leave_results, record_writes
 from amp_graph.training.crossing import carries_none, follow, leave_wide_
+from amp_graph.training.early import EarlyResults
 from amp_graph.training.entrances import HOOKS, Entrance, follow_streams, grouped, picker
 from amp_graph.training.scale import ModelScale, Scale
 from amp_graph.training.weights import GraphWeights, LowPrecisionWeights
@@ -39,6 +41,8 @@ class Boundary:
     watched: runs the graph under a FirstNonfinite, which it takes first.
     written: positions of the inputs that the graph may write to.
     widened: positions of the results that are to be float32 and that the graph leaves low.
+    early: by position, the keys of the results that leave the graph where they are made; if there
+        are any, it takes an `EarlyResults` as its last input.
     records: whether autograd records some of it though it was called under `no_grad`.
     ends_recording: whether autograd records after it; None if the graph does not change that.
     weights: position among the captured inputs and dtype of each low-precision weight.
@@ -58,6 +62,7 @@ class Boundary:
         ends_recording: bool | None = None,
         written: Sequence[int] | frozenset[int] = (),
         widened: frozenset[int] = frozenset(),
+        early: Mapping[int, int] = MappingProxyType({}),
     ):
         self._run = run
         self._watched = watched
@@ -66,6 +71,7 @@ class Boundary:
         self._ends_recording = ends_recording
         self._written = written
         self._widened = widened
+        self._early = early
         self._positions = [position for position, _ in weights]
         self._parameters = frozenset([*self._positions, *parameters])
         self._others: list[int] | None = None  # the other tensors, once it is known which are
@@ -87,7 +93,7 @@ class Boundary:
         if is_enabled and self._ends_recording is None:
             return self._run_recorded(args, parameters, values, _AS_IT_IS)
         if not recorded:
-            return self._wide(self._run(*values))
+            return self._results(self._run, values)[0]
         with torch.enable_grad():  # what enters and leaves is recorded
             begin = torch.enable_grad() if is_enabled else torch.no_grad()
             result = self._run_recorded(args, parameters, values, begin)
@@ -120,14 +126,25 @@ class Boundary:
         if scale is not None:
             return self._run_scaled(scale, args, inputs, values, begin)
         with begin:
-            return self._wide(self._run(*values))
+            return self._results(self._run, values)[0]
 
-    def _wide(self, results: Any, scale: Scale | None = None) -> Any:
-        if not self._widened:
-            return results
-        results = [*results]
-        leave_wide_(scale, results, self._widened)
-        return results
+    def _results(
+        self, run: Callable[..., Any], values: Sequence[Any], scale: Scale | None = None
+    ) -> tuple[Any, frozenset[int]]:
+        """What a run of the graph returns, and the positions of what has left it by now."""
+        if not self._early:
+            if not self._widened:
+                return run(*values), self._widened
+            results = [*run(*values)]
+            leave_wide_(scale, results, self._widened)
+            return results, self._widened
+        early = EarlyResults(scale)
+        results = [*run(*values, early)]
+        left = {i: early.left[key] for i, key in self._early.items() if key in early.left}
+        for i, result in left.items():
+            results[i] = result
+        leave_wide_(scale, results, self._widened.difference(left))
+        return results, self._widened.union(left)
 
     def _run_scaled(
         self,
@@ -148,20 +165,19 @@ class Boundary:
                 values[i] = value
         constants = [*filter(carries_none, map(args.__getitem__, self._written))]
         with begin:
+            run = self._run
             if scale.watch is not None and self._watched is not None:
-                results = self._watched(scale.watch, *values)
-            else:
-                results = self._run(*values)
-            results = self._wide(results, scale)
+                run = partial(self._watched, scale.watch)
+            results, left = self._results(run, values, scale)
         if inputs:
             written = [k for k, value in enumerate(entered) if value._version != versions[k]]
             record_writes(scale, [given[k] for k in written], [entered[k] for k in written])
             for x, value in zip(given, entered, strict=True):
                 follow(x, value)
-        if len(self._widened) == len(results) and not constants:
-            return results  # all have left
+        if len(left) == len(results) and not constants:
+            return results
         given, entered = [*given, *self._pick_wide(args)], [*entered, *self._pick_wide(values)]
-        return leave_results(scale, results, given, entered, constants, self._widened)
+        return leave_results(scale, results, given, entered, constants, left)
 
     def _entrances_of(
         self, args: Sequence[Any], parameters: Sequence[Tensor], scale: Scale | None

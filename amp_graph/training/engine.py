@@ -3,6 +3,7 @@
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
     torch._C._current_graph_task_id                             which backward pass runs
+    torch._C._will_engine_execute_node                          and whether it comes to a node
     torch.autograd.grad_mode._unsafe_preserve_version_counter   has writes not be counted
     torch.autograd.graph.Node._set_sequence_nr                  (from 2.13) when a node runs
     torch._amp_foreach_non_finite_check_and_unscale_, _foreach_copy_
@@ -26,6 +27,21 @@ def backward_pass() -> int | None:
     """The number of the backward pass that this thread is in."""
     task: int = torch._C._current_graph_task_id()
     return None if task == -1 else task
+
+
+class Probe:
+    """A piece of autograd that is part of a graph for nothing but to ask about backward passes."""
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def __init__(self) -> None:
+        self.tensor = torch.zeros((), device="cpu", requires_grad=True).view(())
+        self._node: Any = self.tensor.grad_fn
+
+    def sees_a_selection(self) -> bool:
+        """Whether the pass that runs computes gradients of some tensors that were asked for
+        (`torch.autograd.grad`), not of all leaves. The probe has to be in its graph."""
+        return not torch._C._will_engine_execute_node(self._node)
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,0 +1,118 @@
+"""Early results: what a graph returns and goes on with leaves it where it is made.
+
+    features = relu(c)                  features = relu(c)
+    logits   = mm(features, w)          inner    = leave_early(left, 0, features, float32)
+    return [features, logits]           logits   = mm(inner, w)
+                                        return [inner, logits]
+    inputs: c, w                        inputs: c, w, left
+
+For whoever asks for the gradient of what has left (Grad-CAM of returned features, `retain_grad`, a
+hook, a penalty) the logits are made from it. Widened or scaled where the graph ends, it would be a
+branch beside the features that they are made from, with a gradient of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from amp_graph.capture.aten import CAST, storages, written_operands
+from amp_graph.capture.grad_modes import grad_modes
+from amp_graph.ir import LOW
+from amp_graph.training.early import EarlyResults
+
+
+def leave_early(left: EarlyResults, key: int, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a graph calls; it goes on with what this returns."""
+    return left.leave(key, value, dtype)
+
+
+def let_leave_early(
+    module: fx.GraphModule, widened: frozenset[int]
+) -> tuple[fx.GraphModule, frozenset[int], dict[int, int]]:
+    """Return the graph with another input, for the `EarlyResults` of a call; the positions of the
+    results that it returns in low precision and that are to be float32, which are those of
+    `widened` and perhaps others; and by position the keys of those that leave early. The module
+    itself if there are none.
+    """
+    early = dict(_early_results(module, widened))
+    if not early:
+        return module, widened, {}
+    dtypes = dict(early.values())
+    keys = {value: key for key, value in enumerate(dtypes)}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        copies[node] = graph.node_copy(node)
+    left = graph.placeholder("left")
+    for node in module.graph.nodes:
+        if node in copies:
+            continue
+        copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node in keys:
+            arguments = left, keys[node], copy, dtypes[node]
+            copies[node] = graph.call_function(leave_early, arguments)
+            copies[node].meta = {**node.meta}
+        elif node.op == "output":
+            results: Any = node.args[0]
+            chosen = [early[i][0] if i in early else result for i, result in enumerate(results)]
+            copy.args = (fx.map_arg(chosen, copies.__getitem__),)
+    made_wide = {i for i, (value, dtype) in early.items() if value.meta["val"].dtype is not dtype}
+    early_keys = {i: keys[value] for i, (value, _) in early.items()}
+    changed = fx.GraphModule(module, graph, class_name=type(module).__name__)
+    return changed, widened | made_wide, early_keys
+
+
+def _early_results(
+    module: fx.GraphModule, widened: frozenset[int]
+) -> Iterator[tuple[int, tuple[fx.Node, torch.dtype]]]:
+    """By position, the value in the graph that leaves there and the dtype that it leaves in. Left
+    out is what is written to later, or shares memory with something else that is returned or came
+    in."""
+    (output,) = module.graph.find_nodes(op="output")
+    if grad_modes(module.graph):
+        return
+    results: Any = output.args[0]
+    inputs = module.graph.find_nodes(op="placeholder")
+    nodes = dict.fromkeys(r for r in (*results, *inputs) if isinstance(r, fx.Node))
+    shared = Counter(key for node in nodes for key in storages(node))
+    number = {node: n for n, node in enumerate(module.graph.nodes)}
+    written = {  # when it was last
+        key: n
+        for node, n in number.items()
+        for operand in written_operands(module, node)
+        for key in storages(operand)
+    }
+
+    def is_apart(node: fx.Node) -> bool:
+        return all(shared[k] <= 1 and written.get(k, 0) <= number[node] for k in storages(node))
+
+    found: dict[fx.Node, torch.dtype] = {}
+    for i, result in enumerate(results):
+        if not isinstance(result, fx.Node) or not isinstance(result.meta.get("val"), Tensor):
+            continue
+        dtype = torch.float32 if i in widened else result.meta["val"].dtype
+        value = _before_widening(result)
+        others = {*value.users, *result.users} - {output, result}
+        if (
+            others
+            and value.op == "call_function"
+            and dtype.is_floating_point
+            and is_apart(value)
+            and is_apart(result)
+            and found.setdefault(value, dtype) is dtype
+        ):
+            yield i, (value, dtype)
+
+
+def _before_widening(result: fx.Node) -> fx.Node:
+    """What a result is the float32 form of, in low precision, or itself."""
+    if result.target is CAST and result.kwargs == {"dtype": torch.float32}:
+        operand = result.args[0]
+        if isinstance(operand, fx.Node) and operand.meta["val"].dtype in LOW:
+            return operand
+    return result

@@ -1,0 +1,71 @@
+"""Results that leave a graph where they are made, since the graph goes on with them.
+
+    value ---> leave ---> left ---> outside
+      |                     :
+      +------------------> inner ---> the rest of the graph
+
+What is made of `inner` depends on `left`, for whoever asks: its gradient goes out to it, as it
+would if the graph had ended between them. Where nobody looks at the gradient of what has left,
+that would be multiplied by 1/S and by S again, and widened and narrowed, for nothing: then it goes
+to the value at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from amp_graph.training.crossing import go_out, leave, not_captured
+from amp_graph.training.engine import Probe
+from amp_graph.training.scale import Scale
+from amp_graph.training.transforms import applied
+
+
+class EarlyResults:
+    """Those of one call of a graph; `left`: what has left, by key."""
+
+    def __init__(self, scale: Scale | None):
+        self.left: dict[int, Tensor] = {}
+        self._scale = scale
+
+    def leave(self, key: int, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Hand a value out in a dtype, and return what the graph is to go on with."""
+        is_as_it_is = self._scale is None and dtype is value.dtype
+        if is_as_it_is or not (value.requires_grad and torch.is_grad_enabled()):
+            return value
+        scale = self._scale
+        left = value.to(dtype) if scale is None else leave(scale, value, dtype=dtype)
+        self.left[key] = left
+        inner: Tensor = applied(_GoOn, scale, left, value, _probe.tensor)
+        return inner
+
+
+class _GoOn(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, scale: Scale | None, left: Tensor, value: Tensor, probe: Tensor
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.scale, ctx.left, ctx.dtype = scale, weakref.ref(left), left.dtype
+        return value.detach()
+
+    @staticmethod
+    @not_captured
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
+        if gradient is not None and _is_heard(ctx.left()):
+            return None, go_out(ctx.scale, gradient, ctx.dtype), None, None
+        return None, None, gradient, None
+
+
+def _is_heard(left: Tensor | None) -> bool:
+    """Whether somebody looks at its gradient, in the backward pass that runs."""
+    if left is None:
+        return False
+    return bool(left._backward_hooks) or left.retains_grad or _probe.sees_a_selection()
+
+
+_probe = Probe()
