@@ -96,7 +96,7 @@ def _early_results(
         if not isinstance(result, fx.Node) or not isinstance(result.meta.get("val"), Tensor):
             continue
         dtype = torch.float32 if i in widened else result.meta["val"].dtype
-        value = _before_widening(result)
+        value = _read_on(result)
         others = {*value.users, *result.users} - {output, result}
         if (
             others
@@ -109,10 +109,11 @@ def _early_results(
             yield i, (value, dtype)
 
 
-def _before_widening(result: fx.Node) -> fx.Node:
-    """What a result is the float32 form of, in low precision, or itself."""
+def _read_on(result: fx.Node) -> fx.Node:
+    """What the graph goes on with: a result, or what that is the float32 form of, if it is read in
+    low precision, too. Read in float32 it is then widened once more."""
     if result.target is CAST and result.kwargs == {"dtype": torch.float32}:
         operand = result.args[0]
         if isinstance(operand, fx.Node) and operand.meta["val"].dtype in LOW:
-            return operand
+            return operand if len(operand.users) > 1 else result
     return result

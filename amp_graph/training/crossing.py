@@ -121,6 +121,7 @@ class _EnterInput(Function):
 class _Leave(Function):
     @staticmethod
     def forward(ctx: Any, scale: Scale, value: Tensor, shares: bool, dtype: torch.dtype) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.scale, ctx.dtype = scale, value.dtype
         if dtype is not value.dtype:
             return value.to(dtype)
@@ -130,8 +131,9 @@ class _Leave(Function):
 
     @staticmethod
     @not_captured
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, _come_in(ctx.scale, gradient, ctx.dtype), None, None
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
+        incoming = None if gradient is None else _come_in(ctx.scale, gradient, ctx.dtype)
+        return None, incoming, None, None
 
 
 class _WriteBack(Function):
