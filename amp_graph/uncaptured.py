@@ -39,6 +39,12 @@ def never_captured(reason: str) -> Callable[[F], F]:
     return decorated
 
 
+def passed_over(function: F) -> F:
+    """What Dynamo is to leave alone, but not what is called by it."""
+    skip_code(function.__code__)
+    return function
+
+
 # Dynamo would capture these in a step of an optimizer that a user compiles, and capture them anew
 # at each step, for what they count.
 not_compiled = never_captured(reason="amp_graph follows what optimizers do")

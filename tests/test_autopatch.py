@@ -185,7 +185,7 @@ def test_a_report_that_nothing_was_converted_says_why(start, tmp_path):
     installation = start()
     assert report_of(installation) == (
         "amp_graph: NOTHING WAS CONVERTED, because no module with parameters was called "
-        "in this process\n"
+        "in this process, outside of torch.func\n"
     )
     net().double()(X.double())
     why = "NOTHING WAS CONVERTED, because Sequential: its parameters are float64"
@@ -295,3 +295,41 @@ def test_the_report_leaves_no_model_out(start):
     first, second = report_of(installation).splitlines()[:2]
     assert first.startswith("amp_graph: SparseNet: nothing was converted, because code between")
     assert second.startswith("amp_graph: Sequential: ")
+
+
+def test_a_model_that_is_called_while_another_thread_compiles_is_converted(start):
+    installation, model = start(), net()
+    with mock.patch.object(torch.compiler, "_is_compiling_flag", True):  # the process's
+        model(X)
+    assert amp_graph.is_converted(model)
+    assert installation.models.seen[0].record.runs
+
+
+class Scripted(nn.Module):
+    """Around what Dynamo cannot capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.part = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.part(torch.relu(self.first(x))))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_no_line_of_this_package_is_told_of_as_a_break(start):
+    installation, model = start(), Scripted()
+    for _ in range(3):
+        model(X).sum().backward()
+    told = report_of(installation)
+    assert "test_autopatch.py" in told
+    assert "install.py" not in told and "first_call.py" not in told
+
+
+def test_what_is_the_same_of_parts_that_are_alike_is_said_once(start, capsys):
+    start()
+    for part in (nn.Tanh, nn.LayerNorm, nn.LayerNorm):
+        (part(8) if part is nn.LayerNorm else part())(X)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith("amp_graph: nothing of LayerNorm was converted")

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from amp_graph.autopatch.script_models import Model, folded, model_of
 from amp_graph.calls.conversion import found_conversion
 from amp_graph.capture.fake import held_otherwise
-from amp_graph.capture.surroundings import can_capture, wants_plain_code
+from amp_graph.capture.surroundings import can_capture, is_compiling_here, wants_plain_code
 from amp_graph.convert import convert_at_first_call, is_converted, record_of, restore
 from amp_graph.errors import in_words
 from amp_graph.ir import dtype_name
@@ -27,6 +27,7 @@ from amp_graph.modules import autocast_devices, is_compiled, is_rerouted, unwrap
 from amp_graph.policy import Policy
 from amp_graph.training.engine import backward_pass, has_process_group
 from amp_graph.training.explicit_scalers import is_grad_scaler_around
+from amp_graph.uncaptured import passed_over
 
 AUTOCAST = "the script uses torch.autocast"
 ON_META = "its parameters are on the meta device"
@@ -56,9 +57,10 @@ class Models:
         """Whether this thread is inside of a model's call."""
         return getattr(self._local, "inside", False)
 
+    @passed_over
     def on_call(self, module: nn.Module) -> Callable[..., Any] | None:
         """What a call of this module is to run; None, if it is inside of another's call."""
-        if self.is_inside() or torch.compiler.is_compiling() or wants_plain_code():
+        if self.is_inside() or is_compiling_here() or wants_plain_code():
             return None
         if type(module).__module__ == "torch.jit._trace":  # a holder that is about to trace
             return None

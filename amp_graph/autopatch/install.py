@@ -32,6 +32,7 @@ from amp_graph.autopatch.script_models import Model
 from amp_graph.errors import AmpGraphError, PolicyError, did_you_mean, in_words, telling
 from amp_graph.ir import COLORS, LEVELS
 from amp_graph.policy import COMPILERS, EMULATION, REFRESH, Policy
+from amp_graph.uncaptured import passed_over
 
 SLOT = "_compiled_call_impl"
 YES, NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
@@ -139,6 +140,7 @@ class Installation:
         self.models = Models(settings.policy, settings.verbose, self._say)
         self._dump, self._process = settings.dump, os.getpid()
         self._has_reported = False
+        self._said: set[str] = set()  # once of parts that are alike
         self._original = getattr(nn.Module, SLOT)
         self._undone = contextlib.ExitStack()
         self._undone.enter_context(telling(self._say))
@@ -186,7 +188,8 @@ class Installation:
         return multiprocessing.current_process().name if rank is None else f"rank {rank}"
 
     def _say(self, message: str) -> None:
-        if self._is_heard():
+        if self._is_heard() and message not in self._said:
+            self._said.add(message)
             print(f"amp_graph: {message}", file=sys.stderr)
 
     def _is_heard(self) -> bool:
@@ -199,8 +202,9 @@ class _EveryCall:
     def __init__(self, models: Models):
         self._models = models
 
+    @passed_over
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
-        if module is None or torch.compiler.is_compiling():  # Dynamo would trace the next line
+        if module is None or torch.compiler.is_dynamo_compiling():  # it would trace the next line
             return None
         if sys._getframe(1).f_code is not CALL:
             return None

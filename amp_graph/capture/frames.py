@@ -24,6 +24,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType
 
 from torch import nn
@@ -32,6 +33,7 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 
 from amp_graph.capture.breaks import in_other_words
 
+PACKAGE = Path(__file__).parents[1]
 MAX_CAPTURES = 16  # so many calls that captured something, and are not repaid, are too many
 REPAID_BY = 4  # as many calls that captured nothing repay one that did
 RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
@@ -160,5 +162,7 @@ def _told(code: CodeType, reason: str) -> str:
     loop, say: "net.py:12, in forward: why"."""
     called = re.search(r"qualname: ([^,\n]+)", reason)
     what = f" ({called[1]})" if called else ""
-    file = code.co_filename.rpartition("/")[2]
-    return f"{file}:{code.co_firstlineno}, in {code.co_name}: {in_other_words(reason)}{what}"
+    where = f"{Path(code.co_filename).name}:{code.co_firstlineno}, in {code.co_name}"
+    if PACKAGE in Path(code.co_filename).parents:
+        where = "the call of the model"
+    return f"{where}: {in_other_words(reason)}{what}"

@@ -14,6 +14,7 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     torch.compiler._is_exporting_flag        the same of `torch.export`, for Dynamo to read
     torch._ops.mode_stack_state_for_pre_dispatch
                                              the modes above autograd, of the process
+    torch._guards.CompileContext             what a thread that compiles is in
     torch._C._len_torch_dispatch_stack, torch.utils._python_dispatch.
     _get_current_dispatch_mode_stack         the dispatch modes of the thread
     torch._C._functorch.TransformType        the kinds of transforms
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from torch import _ops, fx
 from torch._C._functorch import TransformType
+from torch._guards import CompileContext
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -58,6 +60,12 @@ def is_exporting() -> bool:
     """Whether `torch.export` is at work. Of `torch.compiler.is_exporting()` Dynamo 2.11 thinks that
     it is true in whatever it captures."""
     return torch.compiler._is_exporting_flag
+
+
+def is_compiling_here() -> bool:
+    """Whether this thread is compiling, or `torch.export` is at work. `torch.compiler` tells of all
+    threads at once: its `is_compiling()` is true in others, too (torch 2.13)."""
+    return CompileContext.try_get() is not None or is_exporting()
 
 
 def wants_plain_code() -> bool:
