@@ -185,7 +185,7 @@ def test_a_report_that_nothing_was_converted_says_why(start, tmp_path):
     installation = start()
     assert report_of(installation) == (
         "amp_graph: NOTHING WAS CONVERTED, because no module with parameters was called "
-        "in this process, outside of torch.func\n"
+        "in this process by nn.Module.__call__\n"
     )
     net().double()(X.double())
     why = "NOTHING WAS CONVERTED, because Sequential: its parameters are float64"

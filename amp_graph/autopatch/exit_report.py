@@ -94,7 +94,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     models = _alike_together(report["models"])
     if not any(m["converted"] for m in models):
         whys = "; ".join(f"{_name(m)}: {m['why']}" for m in models)
-        whys = whys or "no module with parameters was called in this process, outside of torch.func"
+        whys = whys or "no module with parameters was called in this process by nn.Module.__call__"
         yield f"NOTHING WAS CONVERTED, because {whys}"
     else:  # what was left alone was told of when it was first called
         tried = [m for m in models if "graphs" in m and not m["converted"]]
