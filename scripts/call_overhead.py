@@ -1,10 +1,12 @@
-"""What a call of a model costs beside its arithmetic: layers of four features, in microseconds.
+"""What a call of a model costs beside its arithmetic: layers of few features, in microseconds.
 
     python scripts/call_overhead.py                  on CPU, bfloat16
     python scripts/call_overhead.py --device cuda    as the host sees it: launches, not kernels
+    python scripts/call_overhead.py --calls 20 --features 256 --turns 20
 
-`forward` is a call under `no_grad`, `step` a call and its backward pass. The variants take turns,
-and the medians are printed.
+`forward` is a call under `no_grad`, `step` a call and its backward pass. With `--calls` it is so
+many calls before one backward pass, as of a cell in a loop of the script's own. The variants take
+turns, and the medians are printed.
 """
 
 from __future__ import annotations
@@ -29,31 +31,40 @@ from torch import nn
 import amp_graph
 
 LAYERS = (1, 8, 32)
-FEATURES = 4
 WARM_UP = 20
 
 
-def variants(layers: int, device: str) -> dict[str, Callable[[], torch.Tensor]]:
+def variants(
+    layers: int, features: int, calls: int, device: str
+) -> dict[str, Callable[[], torch.Tensor]]:
     """The forward pass of each variant."""
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU()) for _ in range(layers)]
+    blocks = [nn.Sequential(nn.Linear(features, features), nn.ReLU()) for _ in range(layers)]
     model = nn.Sequential(*blocks).to(device)
-    x = torch.randn(FEATURES, FEATURES, device=device)
+    x = torch.randn(features, features, device=device)
+
+    def called(model: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        for _ in range(calls - 1):
+            y = y + model(y)
+        return y
 
     def under_autocast() -> torch.Tensor:
         with torch.autocast(device, torch.bfloat16):
-            return plain(x)
+            return called(plain, x)
 
-    plain = copy.deepcopy(model)
-    compiled = torch.compile(copy.deepcopy(model), backend="eager")
-    converted = amp_graph.convert(copy.deepcopy(model), policy="bfloat16")
-    pure, low = copy.deepcopy(model).bfloat16(), x.bfloat16()
+    plain, low = copy.deepcopy(model), x.bfloat16()
+    kept = amp_graph.Policy("bfloat16", refresh_weights="on_change")
+    others: dict[str, Callable[..., torch.Tensor]] = {
+        "torch.compile, eager": torch.compile(copy.deepcopy(model), backend="eager"),
+        "amp_graph": amp_graph.convert(copy.deepcopy(model), policy="bfloat16"),
+        "amp_graph, on_change": amp_graph.convert(copy.deepcopy(model), policy=kept),
+    }
     return {
-        "float32": lambda: plain(x),
+        "float32": lambda: called(plain, x),
         "autocast": under_autocast,
-        "torch.compile, eager": lambda: compiled(x),
-        "amp_graph": lambda: converted(x),
-        "pure": lambda: pure(low),
+        **{name: partial(called, other, x) for name, other in others.items()},
+        "pure": partial(called, copy.deepcopy(model).bfloat16(), low),
     }
 
 
@@ -70,12 +81,13 @@ def clocked(run: Callable[[], object], device: str) -> float:
     return seconds
 
 
-def measure(layers: int, device: str, turns: int) -> dict[str, tuple[float, float]]:
+def measure(layers: int, arguments: argparse.Namespace) -> dict[str, tuple[float, float]]:
     """Microseconds of a forward pass and of a step, by variant."""
-    made = variants(layers, device)
+    device = arguments.device
+    made = variants(layers, arguments.features, arguments.calls, device)
     forward: dict[str, list[float]] = {name: [] for name in made}
     step: dict[str, list[float]] = {name: [] for name in made}
-    for turn in range(WARM_UP + turns):
+    for turn in range(WARM_UP + arguments.turns):
         for name, run in made.items():
             with torch.no_grad():
                 seconds = clocked(run, device)
@@ -91,6 +103,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--turns", type=int, default=1000)
+    parser.add_argument("--calls", type=int, default=1)
+    parser.add_argument("--features", type=int, default=4)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     table = Table("", title=f"microseconds, torch {torch.__version__}, {arguments.device}")
@@ -98,7 +112,7 @@ def main() -> None:
     for layers in track(LAYERS, "measuring", console=Console(stderr=True)):
         table.add_column(f"{layers}: forward", justify="right")
         table.add_column("step", justify="right")
-        for name, times in measure(layers, arguments.device, arguments.turns).items():
+        for name, times in measure(layers, arguments).items():
             rows.setdefault(name, []).extend(f"{each:.0f}" for each in times)
     for name, cells in rows.items():
         table.add_row(name, *cells)
