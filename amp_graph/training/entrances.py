@@ -79,11 +79,12 @@ class Entrance:
         # A watch puts hooks on what it sees.
         may_stand = self.may_stand and not are_active() and (scale is None or scale.watch is None)
         last = self._last
-        is_as_last = last is not None and last.is_for(given, tensors)
-        entered = last.take(scale) if last is not None and is_as_last and may_stand else ()
+        if last is not None and not last.is_for(given, tensors):
+            last = None
+        entered = last.take(scale) if last is not None and may_stand else ()
         if not entered:
             could_stand = {*map(type, tensors)} <= PLAIN and all(map(_is_leaf, tensors))
-            if could_stand and not is_as_last:
+            if could_stand and last is None:
                 _let_go_of_all()
             free: set[bool] = set()
             entered = applied(_Enter, free, scale, given, self.owners, self.fresh, *tensors)
@@ -173,13 +174,8 @@ class _Enter(Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.free, ctx.scale, ctx.owners, ctx.fresh, ctx.tensors = (
-            free,
-            scale,
-            owners,
-            fresh,
-            tensors,
-        )
+        ctx.free, ctx.scale, ctx.tensors = free, scale, tensors
+        ctx.owners, ctx.fresh = owners, fresh
         return tuple([value.detach() for value in values])
 
     @staticmethod
