@@ -219,3 +219,14 @@ def floats(tree: Any) -> list[torch.Tensor]:
 
 def is_traced(args: Any) -> bool:
     return any(isinstance(t, torch._subclasses.FakeTensor) for t in tensors(args))
+
+
+class Names(DispatchCounter):
+    """The operators that ran, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def record(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        self.names.append(name)

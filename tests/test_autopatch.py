@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import os
-from contextlib import redirect_stderr
 from unittest import mock
 
 import pytest
 import torch
-from counting import CastCounter
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
 
 import amp_graph
-from amp_graph.autopatch.exit_report import describe, write_report
+from amp_graph.autopatch.exit_report import describe
 from amp_graph.autopatch.install import COLORS, SLOT, VARIABLES, Settings, install
 from amp_graph.errors import AmpGraphError
-from amp_graph.inspection import render
 from amp_graph.ir import Level
 
 X = torch.randn(4, 8)
@@ -159,177 +154,9 @@ def test_verbose_says_what_is_converted_when_it_is(start, capsys):
         installation.undo()
 
 
-def report_of(installation, folder=None) -> str:
-    written = io.StringIO()
-    with redirect_stderr(written):
-        write_report(installation.models.seen, folder)
-    return written.getvalue()
-
-
-def test_the_dump_holds_the_report_and_every_graph(start, tmp_path):
-    installation, model = start(COMPILER="eager"), net()
-    model(X)
-    model.eval()(X)
-    with torch.no_grad():
-        model(X)
-    text = report_of(installation, tmp_path / "new" / "folder")
-    assert text.startswith("amp_graph: Sequential: 9 of 9 operators in bfloat16, 6 casts moving")
-    files = sorted(f.name for f in (tmp_path / "new" / "folder").iterdir())
-    plans = [f"0-Sequential-{i}.txt" for i in range(len(files) - 2)]
-    assert files == ["0-Sequential", *plans, "report.json"] and plans
-    assert "aten.linear" in (tmp_path / "new" / "folder" / plans[0]).read_text()
-    assert (tmp_path / "new" / "folder" / "0-Sequential" / "index.html").is_file()
-
-
-def test_a_report_that_nothing_was_converted_says_why(start, tmp_path):
-    installation = start()
-    assert report_of(installation) == (
-        "amp_graph: NOTHING WAS CONVERTED, because no module with parameters was called "
-        "in this process by nn.Module.__call__\n"
-    )
-    net().double()(X.double())
-    why = "NOTHING WAS CONVERTED, because Sequential: its parameters are float64"
-    assert why in report_of(installation)
-    (tmp_path / "file").touch()
-    assert "cannot write to" in report_of(installation, tmp_path / "file" / "folder")
-
-
-class Breaking(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        x = self.one(x)
-        torch._dynamo.graph_break()
-        return self.two(x)
-
-
-def test_the_report_has_graph_breaks_with_their_lines(start):
-    installation, model = start(), Breaking()
-    model(X)
-    line = Breaking.forward.__code__.co_firstlineno + 2
-    text = report_of(installation)
-    assert f"graph break at test_autopatch.py:{line}, torch._dynamo.graph_break(): " in text
-    assert "Breaking: 2 of 2 operators in bfloat16" in text
-
-
-def test_breaks_in_code_that_the_script_compiles_are_not_in_it(start):
-    installation, model = start(), nn.Linear(8, 8)
-
-    @torch.compile(backend="eager")
-    def compiled(x):
-        x = x + 1
-        torch._dynamo.graph_break()
-        return x * 2
-
-    model(compiled(X))
-    assert "graph break" not in report_of(installation)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.inner = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return checkpoint(lambda h: self.inner(h).relu(), self.first(x), use_reentrant=False)
-
-
-class InGraphs(CastCounter):
-    """All casts but the refreshing of low-precision weights."""
-
-    def record(self, name, args, result):
-        if name != "_foreach_copy_":
-            super().record(name, args, result)
-
-
-def test_casts_inside_of_a_checkpoint_are_in_the_report(start):
-    installation, model = start(), Checkpointed()
-    model(X)
-    before = describe(installation.models.seen[0])
-    with InGraphs() as casts:
-        model(X)
-    after = describe(installation.models.seen[0])
-    assert after["casts"] - before["casts"] == casts.forward.casts == 6
-    assert after["cast_bytes"] - before["cast_bytes"] == casts.forward.bytes
-
-
-class Chosen(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x, mask):
-        return self.layer(x[mask]).softmax(-1).sum(0)
-
-
-def test_casts_of_unknown_size_are_counted_without_bytes(start, capsys):
-    installation, model = start(), Chosen()
-    model(X, X[:, 0] < 9)
-    (plan,) = installation.models.seen[0].record.plans
-    assert plan.cast_bytes == 0
-    assert f"moving at least {plan.weight_bytes} B" in render(plan)
-    assert "size unknown" in render(plan)
-    found = describe(installation.models.seen[0])
-    assert found["casts_of_unknown_size"] == found["casts"] > 0
-    assert found["cast_bytes"] == 0
-    write_report(installation.models.seen, None)
-    assert "casts moving at least 0 B" in capsys.readouterr().err
-
-
-class SparseNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return torch.sparse.mm(torch.eye(len(x)).to_sparse(), self.layer(x))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_report_leaves_no_model_out(start):
-    installation, tried, model = start(), SparseNet(), net()
-    for each in (tried, model):
-        each(X)
-    first, second = report_of(installation).splitlines()[:2]
-    assert first.startswith("amp_graph: SparseNet: nothing was converted, because code between")
-    assert second.startswith("amp_graph: Sequential: ")
-
-
 def test_a_model_that_is_called_while_another_thread_compiles_is_converted(start):
     installation, model = start(), net()
     with mock.patch.object(torch.compiler, "_is_compiling_flag", True):  # the process's
         model(X)
     assert amp_graph.is_converted(model)
     assert installation.models.seen[0].record.runs
-
-
-class Scripted(nn.Module):
-    """Around what Dynamo cannot capture."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
-        self.part = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.part(torch.relu(self.first(x))))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
-def test_no_line_of_this_package_is_told_of_as_a_break(start):
-    installation, model = start(), Scripted()
-    for _ in range(3):
-        model(X).sum().backward()
-    told = report_of(installation)
-    assert "test_autopatch.py" in told
-    assert "install.py" not in told and "first_call.py" not in told
-
-
-def test_what_is_the_same_of_parts_that_are_alike_is_said_once(start, capsys):
-    start()
-    for part in (nn.Tanh, nn.LayerNorm, nn.LayerNorm):
-        (part(8) if part is nn.LayerNorm else part())(X)
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1 and said[0].startswith("amp_graph: nothing of LayerNorm was converted")

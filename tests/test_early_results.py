@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from counting import DispatchCounter
+from counting import Names
 from graphs import capture, rewritten
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -167,15 +167,6 @@ def test_gradients_are_those_of_the_plain_model(
         assert (got - expected).norm() <= within * expected.norm()
 
 
-class Operators(DispatchCounter):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def record(self, name: str, args: tuple[Any, ...], result: Any) -> None:
-        self.found.append(name)
-
-
 @by_policy
 @pytest.mark.parametrize("kind", ["low", "float32", "softmax", "twice", "read in float32", "two"])
 def test_it_costs_nothing_where_nobody_looks(policy: amp_graph.Policy, kind: str) -> None:
@@ -191,10 +182,10 @@ def test_it_costs_nothing_where_nobody_looks(policy: amp_graph.Policy, kind: str
                 )
             torch._dynamo.reset()
             model(X)
-        with Operators() as ran:
+        with Names() as ran:
             features, logits, *_ = model(X)
             (logits.square().sum() + features.sum()).backward()
-        counts.append(sorted(name for name in ran.found if name != "detach"))
+        counts.append(sorted(name for name in ran.names if name != "detach"))
     assert counts[0] == counts[1]
 
 

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from counting import DispatchCounter
+from counting import Names
 from torch import nn
 from training import Mlp
 
@@ -64,15 +64,6 @@ def test_a_model_that_stays_in_float32_is_not_slower(emulated: set[torch.dtype])
 
 def test_what_is_no_low_precision_is_not_emulated() -> None:
     assert not cpu.emulates(torch.float32)
-
-
-class Names(DispatchCounter):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def record(self, name, args, result) -> None:
-        self.names.add(name)
 
 
 @pytest.mark.parametrize("emulates", [True, False])
