@@ -68,10 +68,13 @@ class Watched(Protocol):
 
 class Caution:
     """A loss scale that is chosen per backward pass. What goes out of a pass is divided by what
-    came in was multiplied by, also if an optimizer turns up meanwhile."""
+    came in was multiplied by, also if an optimizer turns up meanwhile.
+
+    chosen: S and 1/S, by pass and device; empty in most trainings.
+    """
 
     def __init__(self) -> None:
-        self._factors: dict[int | None, dict[torch.device, Factors]] = {}  # by pass
+        self.chosen: dict[int | None, dict[torch.device, Factors]] = {}
 
     def factor(
         self, scale: Watched, gradient: Tensor, again: bool, of_gradient: bool = False
@@ -79,16 +82,16 @@ class Caution:
         """S for a gradient that comes in. The last pass of a penalty is trained on, so that it has
         the watched one, if somebody watches; what a pass before it gives, the script sees."""
         running = backward_pass()
-        if running is not None and running not in self._factors:
-            if len(self._factors) >= PASSES:
-                self._factors.pop(next(iter(self._factors)), None)  # ended long ago
+        if running is not None and running not in self.chosen:
+            if len(self.chosen) >= PASSES:
+                self.chosen.pop(next(iter(self.chosen)), None)  # ended long ago
             chosen = scale.factors_on(gradient.device)
             is_watched = scale.is_watched()
             if again or not (of_gradient and is_watched):
                 highest = PEAK_AGAIN if again and is_watched else PEAK
                 chosen = bounded(chosen[0], gradient, highest, scale.config)
             # Another device's thread may have chosen meanwhile: one scale for all of a pass.
-            self._factors.setdefault(running, {gradient.device: chosen})
+            self.chosen.setdefault(running, {gradient.device: chosen})
         return self._factors_on(scale, gradient.device)[0]
 
     def inverse(self, scale: Watched, device: torch.device) -> Tensor:
@@ -97,15 +100,15 @@ class Caution:
 
     def rules(self) -> bool:
         """Whether it was chosen for the pass that is running."""
-        return bool(self._factors) and backward_pass() in self._factors
+        return backward_pass() in self.chosen
 
     def forget(self) -> None:
         """Passes that ended."""
-        self._factors.clear()
+        self.chosen.clear()
 
     def _factors_on(self, scale: Watched, device: torch.device) -> Factors:
-        chosen = self._factors.get(backward_pass()) if self._factors else None
-        if chosen is None and self._factors and backward_pass() is not None:
+        chosen = self.chosen.get(backward_pass()) if self.chosen else None
+        if chosen is None and self.chosen and backward_pass() is not None:
             raise AmpGraphError(
                 "gradients leave a converted model in a backward pass in which none came in: an "
                 "earlier pass stored them inside of it (zero-bubble pipelining). Use bfloat16, or "

@@ -182,7 +182,9 @@ class _Cross(Function):
 def _come_in(scale: Scale, gradient: Tensor, dtype: torch.dtype) -> Tensor:
     again = torch.is_grad_enabled()
     factor = scale.factor(gradient, again)
-    return _cross(gradient, factor.clone() if again else factor, dtype, scale, True)
+    if not again:
+        return _times(gradient, factor, dtype)
+    return _cross(gradient, factor.clone(), dtype, scale, True)
 
 
 def _go_out_to_others(scale: Scale, gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -49,7 +49,6 @@ class GraphScale:
         self.watch: FirstNonfinite | None = None  # set while the graphs are to be looked into
         self.driven_by_grad_scaler = False
         self.has_optimizer = False  # that would skip steps; else nobody would see an overflow
-        self.is_in_use = True
         self._looked_around = False
         self._state = config.start()
         self._stepped_by: set[weakref.ref[object]] = set()
@@ -83,15 +82,15 @@ class GraphScale:
     def factor(self, gradient: Tensor, again: bool, of_gradient: bool = False) -> Tensor:
         """S for a gradient that comes in, on its device, written to when a round ends."""
         is_watched = self.is_watched() if of_gradient else self.has_optimizer
-        if again or not is_watched or self._alone.rules():
+        if again or not is_watched or (self._alone.chosen and self._alone.rules()):
             return self._alone.factor(self, gradient, again, of_gradient)
         return self.factors_on(gradient.device)[0]
 
     def inverse(self, device: torch.device) -> Tensor:
         """1/S on a device."""
-        if self._alone.rules():
+        if self._alone.chosen and self._alone.rules():
             return self._alone.inverse(self, device)
-        return self.factors_on(device)[1]
+        return (self._factors.get(device) or self.factors_on(device))[1]
 
     def factors_on(self, device: torch.device) -> Factors:
         """S and 1/S as they are in this round."""
@@ -249,8 +248,9 @@ class GraphScale:
 
     def _forget_factors(self) -> None:
         self._factors.clear()
-        self._alone.forget()
-        self._exposed.forget()
+        for caution in (self._alone, self._exposed):
+            if caution.chosen:
+                caution.forget()
 
 
 @dataclass(frozen=True)

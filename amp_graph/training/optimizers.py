@@ -41,7 +41,6 @@ def use_scale(scale: GraphScale) -> None:
 
 def drop_scale(scale: GraphScale) -> None:
     """Guard nothing on behalf of this scale any more."""
-    scale.is_in_use = False
     _scales.pop(scale.serial, None)
 
 
@@ -67,7 +66,7 @@ def detach(optimizer: Optimizer, conversion: object) -> None:
     """One conversion less; after the last its `step()` returns what it always did."""
     guard = _guard_of(optimizer)
     guard.conversions.discard(conversion)
-    guard.attached = [ref for ref in guard.attached if (scale := ref()) and scale.is_in_use]
+    guard.attached = [ref for ref in guard.attached if (scale := ref()) and scale.serial in _scales]
 
 
 def step_counts(optimizer: Optimizer) -> StepCounts:

@@ -164,10 +164,11 @@ class StepGuard:
         self, parameters: Sequence[Tensor], in_use: Iterable[GraphScale]
     ) -> dict[GraphScale, Sequence[Tensor]]:
         """By scale, those of the optimizer's parameters that are its model's own."""
-        owned = {scale: scale.own(parameters) for scale in in_use}
-        attached = [scale for ref in self.attached if (scale := ref()) is not None]
-        found = {s for s, own in owned.items() if own}.union(s for s in attached if s.is_in_use)
-        return {s: owned.get(s, ()) for s in sorted(found, key=_serial)}
+        return {
+            scale: own
+            for scale in sorted(in_use, key=_serial)
+            if (own := scale.own(parameters)) or weakref.ref(scale) in self.attached
+        }
 
     def before_unguarded_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """The net under a step that did not come through this guard: the step in which the
