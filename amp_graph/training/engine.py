@@ -6,7 +6,7 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
     torch._C._will_engine_execute_node                          and whether it comes to a node
     torch.autograd.grad_mode._unsafe_preserve_version_counter   has writes not be counted
     torch.autograd.graph.Node._set_sequence_nr                  (from 2.13) when a node runs
-    torch._amp_foreach_non_finite_check_and_unscale_, _foreach_copy_
+    torch._amp_foreach_non_finite_check_and_unscale_, _foreach_copy_, _foreach_add_
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 copy_all_ = torch._foreach_copy_
+add_all_ = torch._foreach_add_
 
 
 def backward_pass() -> int | None:

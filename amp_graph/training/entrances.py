@@ -3,8 +3,8 @@
 What enters is an alias of each parameter, or of its low-precision weight, with one autograd node
 behind the aliases of a group. Once gradients have gone out of them nothing of the call remains in
 them, and they stand for the next one. A call that comes before that, as the second of two whose
-losses are added, gets aliases of its own: gradients of several calls meet in float32, not in low
-precision.
+losses are added, gets aliases of its own, which stand likewise: gradients of several calls
+meet in float32, not in low precision.
 
 What stands keeps the AccumulateGrad nodes of its parameters alive. These are for the shapes that
 their parameters had when they were made, and for the stream that they were made on; a step captured
@@ -18,29 +18,29 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from functools import partial
+from itertools import count, groupby
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn import Parameter
 
-from amp_graph.training.crossing import go_out, not_captured
 from amp_graph.training.engine import (
     CAN_RUN_WHEN_READY,
-    copy_all_,
     current_streams,
     has_process_group,
     runs_when_ready,
 )
+from amp_graph.training.entering import Call, enter, enter_first, enter_later
 from amp_graph.training.scale import Scale
-from amp_graph.training.transforms import applied, are_active, are_plain
+from amp_graph.training.transforms import are_active
 
 # Bytes of float32 parameters per group, the last parameters first: as in DistributedDataParallel,
 # whose communication can start when the first, small group is done. On CPU small groups are faster.
 FIRST_GROUP_BYTES, GROUP_BYTES = 2**20, {"cpu": 2**20, "other": 25 * 2**20}
+CALLS = 64  # before one backward pass, whose aliases stand
 
 Pick = Callable[[Sequence[Any]], tuple[Any, ...]]
 PLAIN = {Tensor, Parameter}
@@ -70,7 +70,7 @@ class Entrance:
     may_stand: bool
     pick_values: Pick
     pick_tensors: Pick
-    _last: _Entered | None = field(default=None, init=False)
+    _standing: _Standing | None = field(default=None, init=False)
 
     def enter(self, scale: Scale | None, values: list[Any], args: Sequence[Any]) -> None:
         """Have the parameters among `args`, the captured inputs, enter: each of `values` that is
@@ -78,26 +78,39 @@ class Entrance:
         given, tensors = self.pick_values(values), self.pick_tensors(args)
         # A watch puts hooks on what it sees.
         may_stand = self.may_stand and not are_active() and (scale is None or scale.watch is None)
-        last = self._last
-        if last is not None and not last.is_for(given, tensors):
-            last = None
-        entered = last.take(scale) if last is not None and may_stand else ()
-        if not entered:
-            could_stand = {*map(type, tensors)} <= PLAIN and all(map(_is_leaf, tensors))
-            if could_stand and last is None:
-                _let_go_of_all()
-            free: set[bool] = set()
-            entered = applied(_Enter, free, scale, given, self.owners, self.fresh, *tensors)
-            if self.is_awaited:
-                runs_when_ready(entered[0].grad_fn)
-            if could_stand:
-                self._last = _Entered(entered if may_stand else (), free, scale, given, tensors)
+        standing = self._standing
+        if standing is not None and not standing.is_for(given, tensors):
+            standing = None
+        entered = standing.take(scale) if standing is not None and may_stand else None
+        if entered is None:
+            entered = self._enter_anew(scale, given, tensors, standing, may_stand)
         for slot, value in zip(self.slots, entered, strict=True):
             values[slot] = value
 
+    def _enter_anew(
+        self,
+        scale: Scale | None,
+        given: tuple[Tensor, ...],
+        tensors: tuple[Tensor, ...],
+        standing: _Standing | None,
+        may_stand: bool,
+    ) -> tuple[Tensor, ...]:
+        could_stand = {*map(type, tensors)} <= PLAIN and all(map(_is_leaf, tensors))
+        if could_stand and standing is None:
+            _let_go_of_all()
+        if could_stand and (standing is None or not standing.takes_more(scale)):
+            standing = self._standing = _Standing(scale, given, tensors)
+        if standing is not None and could_stand and may_stand:
+            entered = standing.enter(tensors, self.owners, self.fresh)
+        else:
+            entered = enter(Call(scale, self.owners, self.fresh, _nothing), given, tensors)
+        if self.is_awaited:
+            runs_when_ready(entered[0].grad_fn)
+        return entered
+
     def let_go(self) -> None:
-        if self._last is not None:
-            self._last.let_go()
+        if self._standing is not None:
+            self._standing.let_go()
 
 
 _all: weakref.WeakSet[Entrance] = weakref.WeakSet()
@@ -118,28 +131,29 @@ def _let_go_of_all() -> None:
         entrance.let_go()
 
 
-class _Entered:
-    """What entered in a call, and what for.
+def _nothing() -> None:
+    pass
 
-    entered: it, as long as it stands.
-    free: not empty while no call uses it; threads put into it and take out of it.
-    """
 
-    __slots__ = ("_free", "_given", "_ids", "_memory", "_scale", "_shapes", "entered")
+class _Standing:
+    """What has entered for the same parameters in several calls, under one scale."""
 
-    def __init__(
-        self,
-        entered: tuple[Tensor, ...],
-        free: set[bool],
-        scale: Scale | None,
-        given: tuple[Tensor, ...],
-        tensors: tuple[Tensor, ...],
-    ):
-        self.entered = entered  # keeps the `tensors` alive
-        self._free, self._scale, self._given = free, scale, given
+    __slots__ = (
+        *("_entered", "_free", "_given", "_ids", "_memory", "_numbers", "_scale", "_shapes"),
+        "_together",
+    )
+
+    def __init__(self, scale: Scale | None, given: tuple[Tensor, ...], tensors: tuple[Tensor, ...]):
+        self._scale = scale
         self._ids = [*map(id, given), *map(id, tensors)]
         self._memory = [*map(Tensor.data_ptr, tensors)]
         self._shapes = [*map(_shape, tensors)]
+        self._given = given  # what enters keeps the `tensors` alive
+        self._numbers = count()
+        self._entered: dict[int, tuple[Tensor, ...]] = {}
+        # Of which no call makes use. Threads put into it and take out of it.
+        self._free: set[int] = set()
+        self._together: Tensor | None = None
 
     def is_for(self, given: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
         """Whether the same would enter for these. Parameters that were moved or resized
@@ -150,73 +164,32 @@ class _Entered:
             and [*map(_shape, tensors)] == self._shapes
         )
 
-    def take(self, scale: Scale | None) -> tuple[Tensor, ...]:
-        """What stands, if it does and no other call uses it; then this one does from now on."""
-        entered = self.entered
+    def take(self, scale: Scale | None) -> tuple[Tensor, ...] | None:
+        """What entered in a call and is free; another one makes use of it from now on."""
+        entered, free = self._entered, self._free  # in this order: it may be let go of meanwhile
         try:
-            return entered if scale is self._scale and self._free.pop() else ()
+            return entered[free.pop()] if scale is self._scale else None
         except KeyError:
-            return ()
+            return None
+
+    def takes_more(self, scale: Scale | None) -> bool:
+        return scale is self._scale and bool(self._given) and len(self._entered) < CALLS
+
+    def enter(
+        self, tensors: tuple[Tensor, ...], owners: tuple[int, ...], fresh: frozenset[int]
+    ) -> tuple[Tensor, ...]:
+        """For one more call. The first of several that begin at once is that for all later ones."""
+        number = next(self._numbers)
+        call = Call(self._scale, owners, fresh, have_gone=partial(self._free.add, number))
+        if self._together is None:
+            entered, self._together = enter_first(call, self._given, tensors)
+        else:
+            entered = enter_later(call, self._given, tensors, self._together)
+        self._entered[number] = entered
+        return entered
 
     def let_go(self) -> None:
-        self.entered = self._given = ()
-
-
-class _Enter(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        free: set[bool],
-        scale: Scale | None,
-        values: Sequence[Tensor],
-        owners: Sequence[int],
-        fresh: Container[int],
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.free, ctx.scale, ctx.tensors = free, scale, tensors
-        ctx.owners, ctx.fresh = owners, fresh
-        return tuple([value.detach() for value in values])
-
-    @staticmethod
-    @not_captured
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        given = [(i, g) for i, g in zip(ctx.owners, grads, strict=True) if g is not None]
-        again = torch.is_grad_enabled()
-        is_float32 = ctx.tensors[0].dtype is torch.float32
-        fused = is_float32 and not again and are_plain([g for _, g in given])
-        found = _go_out_together(ctx, given) if fused else _go_out_one_by_one(ctx, given)
-        if not again:  # else more gradients will come, of what was done to these
-            ctx.free.add(True)
-        return (None, None, None, None, None, *map(found.get, range(len(ctx.tensors))))
-
-
-def _go_out_together(ctx: Any, given: Sequence[tuple[int, Tensor]]) -> dict[int, Tensor]:
-    """Float32 gradients, each the sum of its parts, in a few fused calls. They are laid out as
-    their tensors are, or AccumulateGrad would copy them again."""
-    first = dict(reversed(given))  # float32 ones before others
-    found = {i: first[i] for i in ctx.fresh if i in first and first[i].dtype is torch.float32}
-    narrow = {i: g for i, g in first.items() if i not in found} if found else first
-    if narrow:
-        wide = [*map(torch.empty_like, map(ctx.tensors.__getitem__, narrow))]
-        copy_all_(wide, [*narrow.values()])
-        found.update(zip(narrow, wide, strict=True))
-    for i, gradient in given if len(first) < len(given) else ():
-        if gradient is not first[i]:
-            found[i].add_(gradient)
-    if ctx.scale is not None and found:
-        gradients = [*found.values()]
-        ctx.scale.checked.unscale_(gradients, ctx.scale.inverse(gradients[0].device))
-    return found
-
-
-def _go_out_one_by_one(ctx: Any, given: Iterable[tuple[int, Tensor]]) -> dict[int, Tensor]:
-    """Gradients that are recorded for a derivative of their own, sparse, or of a vmap."""
-    found: dict[int, Tensor] = {}
-    for i, gradient in given:
-        crossed = go_out(ctx.scale, gradient, ctx.tensors[i].dtype)
-        found[i] = found[i] + crossed if i in found else crossed
-    return found
+        self._given, self._entered, self._free, self._together = (), {}, set(), None
 
 
 def grouped(
