@@ -10,7 +10,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -167,11 +167,6 @@ def a_result_fed_back(model: nn.Module) -> None:
     loss(model, model(X)).backward()
 
 
-def a_gradient_missing_in_one_of_two_calls(model: nn.Module) -> None:
-    head = model.get_submodule("head")
-    (loss(model) + model(X)[:, :0].sum() + head(torch.ones(2, 8)).sum()).backward()
-
-
 def inside_of_a_checkpoint(model: nn.Module) -> None:
     for reentrant in (True, False):
         x = X.clone().requires_grad_()
@@ -259,7 +254,7 @@ USES = [
     *(two_calls_before_backward, a_call_that_comes_to_nothing, a_graph_kept_for_later),
     *(second_derivatives, some_gradients_alone, frozen_and_back, other_memory, written_in_place),
     *(other_parameters, with_hooks, of_functional_calls, the_second_of_two_calls_alone),
-    *(two_calls_one_by_one, a_gradient_missing_in_one_of_two_calls, one_gradient_of_two_calls),
+    *(two_calls_one_by_one, one_gradient_of_two_calls),
 ]
 ROUNDED = [  # float32 sums of more than two, in another order
     *(many_calls_before_backward, two_calls_kept_for_later, a_result_fed_back),
@@ -298,6 +293,36 @@ def test_gradients_are_those_of_entering_anew(
     tolerance = 1e-6 if use in ROUNDED else 0.0
     for expected, got in zip(*found, strict=True):
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(4, 8), nn.ModuleList([Net(), Net()])
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = self.body(x).relu()[:, :4]
+        return [head(x) for head in self.heads]
+
+
+@by_policy
+@pytest.mark.parametrize("used", [[(0,), (0, 1)], [(0, 1), (0,)], [(0,), (1,)], [(0,), (0,)]])
+def test_what_has_no_gradient_in_one_of_two_calls_gets_that_of_the_other(
+    policy: Policy, used: list[tuple[int, ...]]
+) -> None:
+    torch.manual_seed(0)
+    net = TwoHeads()
+    found = []
+    for around in (always_anew, nullcontext):
+        model = amp_graph.convert(copy.deepcopy(net), policy=policy)
+        with around():
+            results = [model(k * X) for k in (1, 2)]
+            chosen = [given[i] for given, its in zip(results, used, strict=True) for i in its]
+            sum(result.square().mean() for result in chosen).backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    has_none = [name for name, gradient in found[1].items() if gradient is None]
+    assert bool(has_none) == (used == [(0,), (0,)])
 
 
 def test_gradients_of_two_calls_meet_in_float32() -> None:
