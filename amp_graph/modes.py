@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from amp_graph.custom_functions import as_without_autocast
 from amp_graph.ir import LOW
 from amp_graph.modules import Run, autocast_devices
 from amp_graph.results import map_tensors
@@ -54,6 +55,7 @@ def under_autocast(
                 stack.enter_context(
                     torch.autocast(kind, dtype, begin_at is None, cache_enabled=keeps_casts)
                 )
+            stack.enter_context(as_without_autocast())
             if begin_at is not None:
                 stack.enter_context(begin_at(turn_on))
             return map_tensors(back, run(*args, **kwargs))

@@ -15,7 +15,7 @@ LAYERS = [
     "ir", "plans",
     "cpu", "flow", "listing",
     "capture", "watched", "oplists", "reasons", "training",
-    "modes", "override", "policy",
+    "custom_functions", "modes", "override", "policy",
     "passes",
     "backend",
     "calls",
