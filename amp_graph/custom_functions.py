@@ -4,15 +4,19 @@ Nothing casts in their backward passes. There, one that is written for float32 w
 gradients in low precision, those of what it made under autocast, by float32 tensors that it had
 kept: an error, in a script that never asked for autocast. So a function that is not made for
 autocast gets what it would get without: float32, and autocast is off. It is made for it if
-`torch.amp.custom_fwd` decorates it, or if it is PyTorch's.
+`torch.amp.custom_fwd` decorates it, for the kind of device, or if it is PyTorch's.
+
+Not documented by PyTorch, and used here; seen to work on 2.11, 2.13 and 2.14: that `Function.apply`
+may be replaced, and that what `custom_fwd` returns is a closure with a `device_type`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +26,7 @@ from torch.autograd import Function
 from amp_graph.modules import autocast_devices
 from amp_graph.uncaptured import passed_over
 
-APPLY: Any = Function.__dict__["apply"].__func__
+APPLY: Any = Function.__dict__["apply"]  # of all classes
 CUSTOM_FWD = torch.amp.custom_fwd.__code__.co_filename  # what it decorates has its code from there
 
 
@@ -46,17 +50,17 @@ def as_without_autocast() -> Iterator[None]:
 
 @functools.cache
 def _hear_all() -> None:
-    @functools.wraps(APPLY)
+    @functools.wraps(Function.apply)
     @passed_over
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        kinds = _casting_devices() if _here.depth and not _is_made_for_autocast(cls) else ()
-        if not kinds:
-            return APPLY(cls, *args, **kwargs)
+        kinds = _casting_devices() if _here.depth else ()
+        if not kinds or _is_made_for_autocast(cls, kinds):
+            return APPLY.__get__(None, cls)(*args, **kwargs)
         args = tuple(map(_widened, args))
         with contextlib.ExitStack() as stack:
             for kind in kinds:
                 stack.enter_context(torch.autocast(kind, enabled=False))
-            return APPLY(cls, *args, **kwargs)
+            return APPLY.__get__(None, cls)(*args, **kwargs)
 
     Function.apply = classmethod(apply)  # type: ignore[assignment]
 
@@ -65,10 +69,18 @@ def _casting_devices() -> list[str]:
     return [kind for kind in autocast_devices() if torch.is_autocast_enabled(kind)]
 
 
-def _is_made_for_autocast(function: type[Function]) -> bool:
+def _is_made_for_autocast(function: type[Function], kinds: Collection[str]) -> bool:
     if function.__module__.startswith(("torch.", "amp_graph.")):
         return True
-    code = getattr(function.forward, "__code__", None)
+    forward: Any = inspect.unwrap(function.forward, stop=_is_decorated)
+    if not _is_decorated(forward):
+        return False
+    closure = dict(zip(forward.__code__.co_freevars, forward.__closure__, strict=True))
+    return closure["device_type"].cell_contents in kinds
+
+
+def _is_decorated(forward: Any) -> bool:
+    code = getattr(forward, "__code__", None)
     return code is not None and code.co_filename == CUSTOM_FWD
 
 

@@ -41,6 +41,11 @@ class CastProduct(Product):
     backward = torch.amp.custom_bwd(Product.backward, device_type="cpu")
 
 
+class CastProductOfGpus(Product):
+    forward = torch.amp.custom_fwd(Product.forward, device_type="cuda")
+    backward = torch.amp.custom_bwd(Product.backward, device_type="cuda")
+
+
 class ProductWith(Function):
     """With a weight that is no argument."""
 
@@ -106,7 +111,7 @@ def trained(model: nn.Module, steps: int = 3) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("function", [Product, ProductWith, CastProduct])
+@pytest.mark.parametrize("function", [Product, ProductWith, CastProduct, CastProductOfGpus])
 def test_it_trains_as_in_the_plain_model(function: type[Function]) -> None:
     torch.manual_seed(0)
     net = Net(function)
@@ -117,7 +122,10 @@ def test_it_trains_as_in_the_plain_model(function: type[Function]) -> None:
 
 @pytest.mark.parametrize(
     ("function", "precision"),
-    [(Product, torch.float32), (ProductWith, torch.float32), (CastProduct, torch.bfloat16)],
+    [
+        *((Product, torch.float32), (ProductWith, torch.float32)),
+        *((CastProductOfGpus, torch.float32), (CastProduct, torch.bfloat16)),
+    ],
 )
 def test_only_what_is_made_for_autocast_runs_under_it(
     function: type[Function], precision: torch.dtype
