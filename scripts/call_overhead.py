@@ -6,7 +6,7 @@
 
 `forward` is a call under `no_grad`, `step` a call and its backward pass. With `--calls` it is so
 many calls before one backward pass, as of a cell in a loop of the script's own. The variants take
-turns, and the medians are printed.
+turns, and the medians are printed; beside them the operators of a step, views included.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 import torch
+from counting import Names
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -81,8 +83,8 @@ def clocked(run: Callable[[], object], device: str) -> float:
     return seconds
 
 
-def measure(layers: int, arguments: argparse.Namespace) -> dict[str, tuple[float, float]]:
-    """Microseconds of a forward pass and of a step, by variant."""
+def measure(layers: int, arguments: argparse.Namespace) -> dict[str, tuple[float, float, int]]:
+    """Microseconds of a forward pass and of a step, and a step's operators, by variant."""
     device = arguments.device
     made = variants(layers, arguments.features, arguments.calls, device)
     forward: dict[str, list[float]] = {name: [] for name in made}
@@ -95,8 +97,20 @@ def measure(layers: int, arguments: argparse.Namespace) -> dict[str, tuple[float
             if turn >= WARM_UP:
                 forward[name].append(seconds)
                 step[name].append(whole)
-    median = statistics.median
-    return {name: (median(forward[name]) * 1e6, median(step[name]) * 1e6) for name in made}
+    return {
+        name: (
+            statistics.median(forward[name]) * 1e6,
+            statistics.median(step[name]) * 1e6,
+            operators_of(run),
+        )
+        for name, run in made.items()
+    }
+
+
+def operators_of(run: Callable[[], torch.Tensor]) -> int:
+    with Names() as ran:
+        step_of(run)
+    return len(ran.names)
 
 
 def main() -> None:
@@ -112,11 +126,12 @@ def main() -> None:
     for layers in track(LAYERS, "measuring", console=Console(stderr=True)):
         table.add_column(f"{layers}: forward", justify="right")
         table.add_column("step", justify="right")
+        table.add_column("operators", justify="right")
         for name, times in measure(layers, arguments).items():
             rows.setdefault(name, []).extend(f"{each:.0f}" for each in times)
     for name, cells in rows.items():
         table.add_row(name, *cells)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 if __name__ == "__main__":

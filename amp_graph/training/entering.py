@@ -5,7 +5,7 @@ of the group in a few fused calls. Of several calls before one backward pass, th
 does so for all. It also hands out something that stands for the group's parameters laid end to end
 in float32, and the others enter from there, so that the engine runs it after them. The gradients of
 a later call go there as one tensor, widened, and the engine adds those tensors up. So gradients of
-several calls meet in float32, in two launches per call, whatever the number of parameters.
+several calls meet in float32, in two launches per call, however many parameters there are.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from amp_graph.training.engine import add_all_, copy_all_
 from amp_graph.training.scale import Scale
 from amp_graph.training.transforms import applied, are_plain
 
+FEW = 4  # tensors whose gradients are as well added up one by one
 Part = tuple[int, Tensor]  # of a gradient, and whose: a position within the group
 
 
@@ -107,7 +108,8 @@ class _EnterLater(Function):
     @not_captured
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         given, tensors = _given(ctx, grads), ctx.tensors
-        if len(dict(given)) < len(tensors) or not _can_be_fused(ctx, given):
+        is_whole = len(dict(given)) == len(tensors)
+        if not is_whole or len(tensors) < FEW or not _can_be_fused(ctx, given):
             return None, None, None, *_gone_out(ctx, given)
         together = tensors[0].new_empty(sum(map(Tensor.numel, tensors)))
         _add_up(given, dict(enumerate(_laid_out(together, tensors))))
