@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -89,6 +90,42 @@ def test_writes_there_are_what_they_were(read: Callable[[Tensor, Tensor], Tensor
     for ts in ([1], [0]):
         expected = Reads(read)(X, torch.tensor(ts))
         torch.testing.assert_close(model(X, torch.tensor(ts)), expected, rtol=0.01, atol=0)
+
+
+class Pieces(nn.Module):
+    """Rows of each kind have a weight of their own, as in PyTorch Geometric's HeteroLinear."""
+
+    def __init__(self, as_numbers: bool):
+        super().__init__()
+        self.layer, self.weights = nn.Linear(8, 8), nn.Parameter(torch.randn(3, 8, 8) / 3)
+        self.as_numbers = as_numbers
+
+    def forward(self, x: Tensor, bounds: Tensor) -> Tensor:
+        x = self.layer(x)
+        result = x.new_empty(x.shape[0], 8)
+        ends = bounds.tolist() if self.as_numbers else [*bounds]
+        for i, (begin, end) in enumerate(pairwise(ends)):
+            result[begin:end] = x[begin:end] @ self.weights[i]
+        return result
+
+
+@pytest.mark.parametrize("as_numbers", [False, True])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_pieces_written_between_them_are_rewritten(as_numbers: bool) -> None:
+    torch.manual_seed(0)
+    plain = Pieces(as_numbers)
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    x = torch.randn(12, 8)
+    for bounds in ([0, 4, 7, 12], [0, 2, 9, 12]):
+        results = [each(x, torch.tensor(bounds)) for each in (model, plain)]
+        torch.testing.assert_close(*results, rtol=0.02, atol=0.02)
+        for result in results:
+            result.square().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0.02, atol=0.3)
+    if torch.__version__ >= "2.13":  # earlier ones do not capture such writes
+        (plan,) = amp_graph.plans(model)
+        assert plan.fallback is None and plan.low
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

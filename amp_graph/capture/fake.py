@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +35,13 @@ def fake_mode_of(module: fx.GraphModule) -> FakeTensorMode | None:
         if isinstance(value, FakeTensor):
             return value.fake_mode
     return None
+
+
+def any_sizes(mode: FakeTensorMode | None) -> AbstractContextManager[Any]:
+    """Around a trace or a replay: sizes that depend on data need not come out of the operator that
+    made them. One that writes into a view slices it again, for autograd, and nobody sees it."""
+    sizes = None if mode is None else mode.shape_env
+    return nullcontext() if sizes is None else sizes.ignore_fresh_unbacked_symbols()
 
 
 def is_estimate(module: nn.Module) -> bool:
@@ -76,7 +84,9 @@ def replaying(module: fx.GraphModule) -> Iterator[None]:
         for device_type in device_types - {"meta"}:
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(fake_mode_of(module) or contextlib.nullcontext())
+        mode = fake_mode_of(module)
+        stack.enter_context(mode or nullcontext())
+        stack.enter_context(any_sizes(mode))
         if _has_symbols(list(_values(module))) or has_recurrent_layer(module):
             # In C++ torch 2.11 has operators that fix a symbolic size or refuse it (linear).
             stack.enter_context(enable_python_dispatcher())

@@ -53,7 +53,7 @@ from amp_graph.capture.aten import (
     tensors_of,
 )
 from amp_graph.capture.decompositions import DECOMPOSITIONS, moved
-from amp_graph.capture.fake import fake_mode_of, held_otherwise
+from amp_graph.capture.fake import any_sizes, fake_mode_of, held_otherwise
 from amp_graph.capture.grad_modes import INFERENCE_MODE, grad_modes
 from amp_graph.capture.hidden_memory import hidden_memory
 from amp_graph.capture.own_regions import mark_bodies
@@ -262,7 +262,7 @@ class _Retracer:
 
         above = not is_mapped
         tracer = make_fx(run, DECOMPOSITIONS, pre_dispatch=above, _allow_non_fake_inputs=True)
-        with all_left():
+        with all_left(), any_sizes(self.fake_mode):
             traced = tracer(*(self.fake[node] for node in inputs))
         if is_mapped:
             drop_unused_detaches(traced.graph)

@@ -122,7 +122,7 @@ def _spread(found: Found) -> tuple[str, str]:
 
 def _promoted(found: Found) -> tuple[str, str]:
     root = found[0][1]
-    names = [node.name for node, _ in found]
+    names = [*dict.fromkeys(node.name for node, _ in found)]  # alike in several graphs
     if len(names) == 1:
         overrides = f'(Override("allow", name="{names[0]}"),)'
     else:
