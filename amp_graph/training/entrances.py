@@ -40,7 +40,7 @@ from amp_graph.training.transforms import are_active
 # Bytes of float32 parameters per group, the last parameters first: as in DistributedDataParallel,
 # whose communication can start when the first, small group is done. On CPU small groups are faster.
 FIRST_GROUP_BYTES, GROUP_BYTES = 2**20, {"cpu": 2**20, "other": 25 * 2**20}
-CALLS = 64  # before one backward pass, whose aliases stand
+CALLS = 64  # whose aliases stand, those that no backward pass came for among them
 
 Pick = Callable[[Sequence[Any]], tuple[Any, ...]]
 PLAIN = {Tensor, Parameter}
