@@ -113,6 +113,18 @@ def test_calls_before_one_backward_pass_make_them_once(policy: Policy) -> None:
     assert [made_in(step) for _ in range(3)] == [0, 0, 0]
 
 
+def test_calls_whose_inputs_have_gradients_make_them_once() -> None:
+    model = amp_graph.convert(Net(), policy=POLICIES["scaled"])
+
+    def attack() -> None:
+        x = X.clone().requires_grad_()
+        torch.autograd.grad(loss(model, x), [x])
+
+    loss(model).backward()
+    first, *others = [made_in(attack) for _ in range(3)]
+    assert max(others) < first
+
+
 class Sums(Aliases):
     """Counts what casts gradients, or adds them up, in a backward pass."""
 

@@ -250,3 +250,29 @@ def test_what_is_the_same_of_parts_that_are_alike_is_said_once(start, capsys):
         (part(8) if part is nn.LayerNorm else part())(X)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and said[0].startswith("amp_graph: nothing of LayerNorm was converted")
+
+
+class AsksForLow(nn.Module):
+    """Takes the precision of what runs under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.part, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    @torch.compiler.disable
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        between = self.between(self.first(x))
+        return self.last(between.relu()).to(between.dtype)
+
+
+def test_what_is_the_same_of_several_graphs_is_said_once(start):
+    installation, model = start(), AsksForLow()
+    for size in (4, 6, 8):
+        model.train()(torch.randn(size, 8)).sum().backward()
+        with torch.no_grad():
+            model.eval()(torch.randn(size, 8))
+    (line,) = [line for line in report_of(installation).splitlines() if "not retraced" in line]
+    assert line.endswith("graphs)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -112,7 +113,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
                 f"{byte_count(m['cast_bytes'])}, in {m['runs']} {plural(m['runs'], 'run')} of "
                 f"{m['graphs']} {plural(m['graphs'], 'graph')}"
             )
-        yield from (f"  {fallback}" for fallback in m["fallbacks"])
+        for fallback, graphs in Counter(m["fallbacks"]).items():
+            yield f"  {fallback}" + (f" ({graphs} graphs)" if graphs > 1 else "")
         if "loss_scale" in m:
             yield f"  loss scale {m['loss_scale']:g}, {m['steps_skipped']} steps skipped"
     yield from (f"  graph break at {text}" for text in report["graph_breaks"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -140,28 +141,29 @@ def bounded(watched: Tensor, gradient: Tensor, highest: float, config: LossScale
     return scale, scale.reciprocal()
 
 
+@dataclass(frozen=True)
 class Exposed:
-    """What scales a call whose gradients of inputs are wanted."""
+    """What scales calls whose gradients of inputs are wanted."""
 
-    def __init__(self, scale: Watched, caution: Caution):
-        self._scale, self._caution = scale, caution
+    scale: Watched
+    caution: Caution
 
     @property
     def checked(self) -> CheckedGradients:
-        return self._scale.checked
+        return self.scale.checked
 
     @property
     def watch(self) -> FirstNonfinite | None:
-        return self._scale.watch
+        return self.scale.watch
 
     def enter(self, parameters: Iterable[Tensor]) -> None:
-        self._scale.enter(parameters)
+        self.scale.enter(parameters)
 
     def spill_on(self, device: torch.device) -> Tensor | None:
         return None
 
     def factor(self, gradient: Tensor, again: bool, of_gradient: bool = False) -> Tensor:
-        return self._caution.factor(self._scale, gradient, again, of_gradient)
+        return self.caution.factor(self.scale, gradient, again, of_gradient)
 
     def inverse(self, device: torch.device) -> Tensor:
-        return self._caution.inverse(self._scale, device)
+        return self.caution.inverse(self.scale, device)

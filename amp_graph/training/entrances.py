@@ -168,12 +168,12 @@ class _Standing:
         """What entered in a call and is free; another one makes use of it from now on."""
         entered, free = self._entered, self._free  # in this order: it may be let go of meanwhile
         try:
-            return entered[free.pop()] if scale is self._scale else None
+            return entered[free.pop()] if scale == self._scale else None
         except KeyError:
             return None
 
     def takes_more(self, scale: Scale | None) -> bool:
-        return scale is self._scale and bool(self._given) and len(self._entered) < CALLS
+        return scale == self._scale and bool(self._given) and len(self._entered) < CALLS
 
     def enter(
         self, tensors: tuple[Tensor, ...], owners: tuple[int, ...], fresh: frozenset[int]
