@@ -240,6 +240,13 @@ def written_in_place(model: nn.Module) -> None:
     loss(model).backward()
 
 
+def written_before_two_calls(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+    (loss(model) + loss(model, -X)).backward()
+
+
 def other_parameters(model: nn.Module) -> None:
     for module in model.children():
         for name, p in [*module.named_parameters(recurse=False)]:
@@ -266,7 +273,7 @@ USES = [
     *(two_calls_before_backward, a_call_that_comes_to_nothing, a_graph_kept_for_later),
     *(second_derivatives, some_gradients_alone, frozen_and_back, other_memory, written_in_place),
     *(other_parameters, with_hooks, of_functional_calls, the_second_of_two_calls_alone),
-    *(two_calls_one_by_one, one_gradient_of_two_calls),
+    *(two_calls_one_by_one, one_gradient_of_two_calls, written_before_two_calls),
 ]
 ROUNDED = [  # float32 sums of more than two, in another order
     *(many_calls_before_backward, two_calls_kept_for_later, a_result_fed_back),

@@ -86,7 +86,7 @@ class _EnterFirst(Function):
     ) -> tuple[Tensor, ...]:
         largest = max(tensors, key=Tensor.numel)
         length = sum(map(Tensor.numel, tensors))
-        together = largest.detach().as_strided((length,), (0,))  # of no memory; nobody reads it
+        together = largest.as_strided((length,), (0,)).detach()  # of no memory; nobody reads it
         return *_Enter.forward(ctx, call, values, *tensors), together
 
     @staticmethod

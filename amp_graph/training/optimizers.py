@@ -112,10 +112,11 @@ def overflowed_by_hand(parameters: Sequence[Tensor], scale: GraphScale | None, b
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if not _scales:
         return None
-    has_closure = closure_of(args[1:], kwargs) is not None
-    if optimizer not in _guards and not _concerns_a_scale(optimizer, has_closure):
-        return None
-    guard = _guard_of(optimizer)
+    guard = _guards.get(optimizer)
+    if guard is None:
+        if not _concerns_a_scale(optimizer, closure_of(args[1:], kwargs) is not None):
+            return None
+        guard = _guard_of(optimizer)
     return None if guard.is_stepping else guard.before_unguarded_step(optimizer, args, kwargs)
 
 
