@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import os
 import random
 import statistics
 import sys
@@ -34,6 +35,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests"), str(HERE.parent)]
 
 import torch
+from bench import KEEP_HEAP
 from bench_models import WORKLOADS, Workload, workload_of
 from counting import DispatchCounter, HostReads, tensors
 from rich.console import Console
@@ -185,6 +187,8 @@ def main() -> None:
     parser.add_argument("--clip", action="store_true")
     parser.add_argument("--turns", type=int, default=40)
     args = parser.parse_args()
+    if not KEEP_HEAP.keys() <= os.environ.keys():
+        os.execve(sys.executable, [sys.executable, *sys.argv], KEEP_HEAP | os.environ)
     columns = ("operators", "MiB", "host reads", "calls", "ms", "/ GradScaler")
     shown = Table("model", "scaling by", *columns)
     for name in args.models:
