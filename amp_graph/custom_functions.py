@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from amp_graph.modules import autocast_devices
+from amp_graph.modules import autocast_devices, without_autocast
 from amp_graph.uncaptured import passed_over
 
 APPLY: Any = Function.__dict__["apply"]  # of all classes
@@ -56,11 +56,7 @@ def _hear_all() -> None:
         kinds = _casting_devices() if _here.depth else ()
         if not kinds or _is_made_for_autocast(cls, kinds):
             return APPLY.__get__(None, cls)(*args, **kwargs)
-        args = tuple(map(_widened, args))
-        with contextlib.ExitStack() as stack:
-            for kind in kinds:
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            return APPLY.__get__(None, cls)(*args, **kwargs)
+        return without_autocast(APPLY.__get__(None, cls), kinds)(*map(_widened, args), **kwargs)
 
     Function.apply = classmethod(apply)  # type: ignore[assignment]
 

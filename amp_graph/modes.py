@@ -16,23 +16,6 @@ from amp_graph.results import map_tensors
 BeginAt = Callable[[Callable[[], None]], contextlib.AbstractContextManager[Any]]
 
 
-def without_autocast(run: Run, device_types: Iterable[str] | None = None) -> Run:
-    """Shield `run`, whose casts are all written out, from autocast around it, on all devices unless
-    some are given."""
-    kinds = tuple(k for k in device_types or autocast_devices() if k != "meta")
-
-    def shielded(*args: Any, **kwargs: Any) -> Any:
-        enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
-        if not enabled:
-            return run(*args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            for kind in enabled:
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            return run(*args, **kwargs)
-
-    return shielded
-
-
 def under_autocast(
     run: Run,
     device_types: Iterable[str],

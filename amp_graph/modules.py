@@ -1,4 +1,5 @@
-"""What is asked of a user's module besides its graphs: its plain call, its devices.
+"""What is asked of a user's module besides its graphs: its plain call, its devices, and runs
+without the autocast that may be on there.
 
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
@@ -8,9 +9,10 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
@@ -103,6 +105,23 @@ def autocast_devices() -> tuple[str, ...]:
     is registered by a package of its own."""
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu", "cuda", "mps", "xpu", *([accelerator.type] if accelerator else ()))
+
+
+def without_autocast(run: Run, device_types: Iterable[str] | None = None) -> Run:
+    """Shield `run`, whose casts are all written out, from autocast around it, on all devices unless
+    some are given."""
+    kinds = tuple(k for k in device_types or autocast_devices() if k != "meta")
+
+    def shielded(*args: Any, **kwargs: Any) -> Any:
+        enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+        if not enabled:
+            return run(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for kind in enabled:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return run(*args, **kwargs)
+
+    return shielded
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

@@ -18,8 +18,8 @@ from amp_graph.backend.build import Built, Executable
 from amp_graph.backend.guarded import Guarded
 from amp_graph.backend.record import Record
 from amp_graph.ir import NodeFacts, Plan
-from amp_graph.modes import under_autocast, without_autocast
-from amp_graph.modules import Run
+from amp_graph.modes import under_autocast
+from amp_graph.modules import Run, without_autocast
 from amp_graph.training.boundary import Boundary
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.weights import LowPrecisionWeights

@@ -31,8 +31,7 @@ from amp_graph.backend.decide import Lifted, Traced
 from amp_graph.capture.aten import set_data
 from amp_graph.capture.recurrent import recurrent_layers_in_steps
 from amp_graph.errors import CaptureError
-from amp_graph.modes import without_autocast
-from amp_graph.modules import Run
+from amp_graph.modules import Run, without_autocast
 
 # All casts are in the graph, those of its backward as well. And a backward that cannot be compiled
 # is to fail at once, where there is a way back.

@@ -37,8 +37,8 @@ from amp_graph.capture.surroundings import can_watch
 from amp_graph.cpu import emulates, why_emulated
 from amp_graph.errors import MISTAKES, warn
 from amp_graph.kept import Kept
-from amp_graph.modes import BeginAt, without_autocast
-from amp_graph.modules import Run, devices_of, weak_method
+from amp_graph.modes import BeginAt
+from amp_graph.modules import Run, devices_of, weak_method, without_autocast
 from amp_graph.reasons import why_nothing_is_low
 from amp_graph.training.engine import backward_pass
 

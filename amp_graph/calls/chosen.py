@@ -17,8 +17,7 @@ from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.alike import Kind, captures_for, keep, kind_of
 from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.capture.captures import Caller, Captures, GuardsFail
-from amp_graph.modes import without_autocast
-from amp_graph.modules import Forwards, Run, weak_method
+from amp_graph.modules import Forwards, Run, weak_method, without_autocast
 
 
 class InForce(NamedTuple):

@@ -20,8 +20,7 @@ from amp_graph.capture.hooks import Hooks, calls_others
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.capture.own_regions import is_in_none
 from amp_graph.errors import warn
-from amp_graph.modes import without_autocast
-from amp_graph.modules import Run, alive, autocast_devices, path_by_id
+from amp_graph.modules import Run, alive, autocast_devices, path_by_id, without_autocast
 from amp_graph.policy import one_for_all
 
 
