@@ -37,6 +37,7 @@ def convert(
     policy: Policy | str | torch.dtype | None = None,
     example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     plan: PlanSource | None = None,
+    methods: Sequence[str] = (),
 ) -> Model: ...
 @overload
 def convert(
@@ -46,6 +47,7 @@ def convert(
     policy: Policy | str | torch.dtype | None = None,
     example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     plan: PlanSource | None = None,
+    methods: Sequence[str] = (),
 ) -> tuple[Model, Optimizers]: ...
 def convert(
     model: Model,
@@ -54,6 +56,7 @@ def convert(
     policy: Policy | str | torch.dtype | None = None,
     example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     plan: PlanSource | None = None,
+    methods: Sequence[str] = (),
 ) -> Any:
     """Make `model` compute in mixed precision, in place, and return it.
 
@@ -72,6 +75,10 @@ def convert(
     `plan` is a file that `save_plan` wrote, or plans: their decisions beat the lists. A graph that
     none of them is for raises PlanError when it is captured.
 
+    `methods` names methods of the model that run in mixed precision as well when they are called
+    directly, `model.encode(x)`: each is captured as a whole, under the same loss scale. What they
+    return has the dtypes that the plain model would give it.
+
     A model converted already stays as it is, with a warning. A glob of the policy that matches
     no module warns, too. Raises AmpGraphError for what cannot be converted, PolicyError or
     ListError for a policy that makes no sense, and what the model raises on `example_inputs`; the
@@ -81,8 +88,12 @@ def convert(
     inner = unwrapped(model)
     policy = as_policy(policy)
     optimizers = _checked(optimizer, inner)
+    _check_methods(inner, methods)
     if is_converted(inner):
-        warn(f"{type(inner).__name__} is converted already; restore() it to change its policy")
+        warn(
+            f"{type(inner).__name__} is converted already; restore() it to change its policy or "
+            f"its methods"
+        )
     else:
         if not _calls_modules_way(type(inner)):
             warn(
@@ -95,7 +106,8 @@ def convert(
                 f"{given} matches no path in {type(inner).__name__}.named_modules(); correct or "
                 f"remove it.{did_you_mean(glob, paths)}"
             )
-        _convert(inner, policy, None if plan is None else as_plans(plan), example_inputs)
+        saved = None if plan is None else as_plans(plan)
+        _convert(inner, policy, saved, example_inputs, tuple(dict.fromkeys(methods)))
     for each in optimizers:
         conversion_of(inner).attach(each)
     return model if optimizer is None else (model, optimizer)
@@ -107,10 +119,16 @@ def convert_at_first_call(model: nn.Module, policy: Policy) -> None:
     _convert(model, policy, None, None)
 
 
-def _convert(model: nn.Module, policy: Policy, saved: Saved | None, example_inputs: Any) -> None:
+def _convert(
+    model: nn.Module,
+    policy: Policy,
+    saved: Saved | None,
+    example_inputs: Any,
+    methods: Sequence[str] = (),
+) -> None:
     if saved is not None:
         policy = policy.following(saved)
-    conversion = Conversion(model, policy, saved)
+    conversion = Conversion(model, policy, saved, methods)
     conversion.open()
     try:
         if not is_estimate(model):  # else there is one from when a graph is captured
@@ -199,11 +217,7 @@ def _check_model(model: Any) -> None:
     name = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
         raise AmpGraphError(f"{name} is scripted; convert the module it was scripted from")
-    forward = type(unwrapped(model)).forward
-    if inspect.iscoroutinefunction(forward) or inspect.isasyncgenfunction(forward):
-        raise AmpGraphError(f"{name}.forward is asynchronous; convert the modules that it calls")
-    if inspect.isgeneratorfunction(forward):
-        raise AmpGraphError(f"{name}.forward is a generator; convert the modules that it calls")
+    _check_runs_at_once(type(unwrapped(model)).forward, f"{name}.forward")
     if is_compiled(unwrapped(model)):
         raise AmpGraphError(
             f"{name} is compiled by torch.compile; convert the model as it was before, and leave "
@@ -217,3 +231,34 @@ def _check_model(model: Any) -> None:
         raise AmpGraphError(
             f"{name} has parameters in {found} only; conversion starts from float32 (model.float())"
         )
+
+
+def _check_runs_at_once(function: Any, name: str) -> None:
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise AmpGraphError(f"{name} is asynchronous; convert the modules that it calls")
+    if inspect.isgeneratorfunction(function):
+        raise AmpGraphError(f"{name} is a generator; convert the modules that it calls")
+
+
+def _check_methods(model: nn.Module, methods: Any) -> None:
+    if isinstance(methods, str) or not all(isinstance(name, str) for name in methods):
+        raise AmpGraphError(f"methods is a sequence of names, such as ('encode',), not {methods!r}")
+    kind = type(model)
+    for name in methods:
+        whole, function = f"{kind.__name__}.{name}", getattr(kind, name, None)
+        if hasattr(nn.Module, name):
+            raise AmpGraphError(
+                f"{whole} is a method of every module; its call is converted anyhow"
+            )
+        if isinstance(getattr(model, name, None), nn.Module):
+            raise AmpGraphError(f"{whole} is a module; convert it by itself")
+        is_bound = not isinstance(inspect.getattr_static(kind, name, None), staticmethod)
+        if not inspect.isfunction(function) or not is_bound:
+            known = (n for n, _ in inspect.getmembers(kind, inspect.isfunction) if n != name)
+            raise AmpGraphError(f"{whole} is no method.{did_you_mean(name, known)}")
+        if name in model.__dict__ and not is_converted(model):
+            raise AmpGraphError(
+                f"{whole} is hidden by an attribute of this model of the same name; remove that, "
+                f"or convert the modules that it calls"
+            )
+        _check_runs_at_once(function, whole)

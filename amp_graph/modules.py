@@ -26,6 +26,7 @@ from amp_graph.errors import AmpGraphError, in_brief
 
 Run = Callable[..., Any]
 T = TypeVar("T")
+CALL = "_call_impl"  # the method of nn.Module that runs a call of it
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -46,13 +47,40 @@ def path_by_id(model: nn.Module) -> dict[str, str]:
     return {str(id(module)): path for path, module in model.named_modules()}
 
 
-def _forward_of(module: nn.Module) -> tuple[Any, Any]:
-    """The class, and the `forward` of that as it stands there (a `functools.partialmethod` is
-    another at each access)."""
+class Entry:
+    """Where a model's code is entered from outside: by a call, or by another of its methods. It
+    does not keep the model alive."""
+
+    def __init__(self, module: nn.Module, method: str = CALL):
+        self._module = weakref.ref(module)
+        self.method = method
+
+    @property
+    def module(self) -> nn.Module:
+        return alive(self._module)
+
+    @property
+    def is_call(self) -> bool:
+        return self.method == CALL
+
+    @property
+    def name(self) -> str:
+        kind = type(self.module).__name__
+        return kind if self.is_call else f"{kind}.{self.method}"
+
+    @property
+    def function(self) -> Run:
+        """What runs, of the module and the arguments."""
+        return getattr(type(self.module), self.method)  # type: ignore[no-any-return]
+
+
+def _method_of(module: nn.Module, name: str) -> tuple[Any, Any]:
+    """The class, and a method of that as it stands there (a `functools.partialmethod` is another
+    at each access)."""
     kind = type(module)
     for base in kind.__mro__:
-        if "forward" in base.__dict__:
-            return kind, base.__dict__["forward"]
+        if name in base.__dict__:
+            return kind, base.__dict__[name]
     return kind, None
 
 
@@ -61,8 +89,10 @@ class Forwards:
     notebook that reloads modules puts another into the function, a patch another function into the
     class. Dynamo guards neither."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._models = _forward_of(model)
+    def __init__(self, entry: Entry) -> None:
+        self._entered = "forward" if entry.is_call else entry.method
+        model = entry.module
+        self._models = _method_of(model, self._entered)
         kinds = dict.fromkeys(type(m) for m in model.modules())
         own = (k for kind in kinds for k in kind.__mro__ if "forward" in k.__dict__)
         found = {k: k.__dict__["forward"] for k in own if not k.__module__.startswith("torch.")}
@@ -75,7 +105,7 @@ class Forwards:
 
     def have_changed(self, model: nn.Module) -> bool:
         """Whether a call of the model runs other code now."""
-        return _forward_of(model) != self._models or any(
+        return _method_of(model, self._entered) != self._models or any(
             names.get("forward") is not forward or getattr(forward, "__code__", None) is not code
             for names, forward, code in self._found
         )
@@ -129,13 +159,14 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return any(m._backward_hooks or m._backward_pre_hooks for m in module.modules())
 
 
-def plain_code(module: nn.Module) -> Run:
-    """What `module(...)` ran before conversion. It does not keep the module alive."""
-    call_impl: Run = type(module)._call_impl
+def plain_code(module: nn.Module, method: str = CALL) -> Run:
+    """What `module(...)`, or a method of it, ran before conversion. It does not keep the module
+    alive."""
+    function: Run = getattr(type(module), method)
     reference = weakref.ref(module)
 
     def plain(*args: Any, **kwargs: Any) -> Any:
-        return call_impl(reference(), *args, **kwargs)
+        return function(reference(), *args, **kwargs)
 
     return plain
 

@@ -29,7 +29,7 @@ def settled_heap() -> None:
 @pytest.fixture(autouse=True)
 def cpu_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warnings that a test expects do not depend on the machine."""
-    monkeypatch.setattr("amp_graph.calls.captured_calls.emulates", lambda dtype: False)
+    monkeypatch.setattr("amp_graph.calls.first_report.emulates", lambda dtype: False)
 
 
 @pytest.fixture(autouse=True)

@@ -42,7 +42,7 @@ OPS = [
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU without kernels for either low precision."""
-    for module in ("cpu", "calls.captured_calls", "backend.emulation"):
+    for module in ("cpu", "calls.first_report", "backend.emulation"):
         monkeypatch.setattr(f"amp_graph.{module}.emulates", amp_graph.ir.LOW.__contains__)
 
 
@@ -181,7 +181,7 @@ def test_a_gradient_penalty() -> None:
 
 
 def test_on_a_cpu_with_kernels_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("cpu", "calls.captured_calls", "backend.emulation"):
+    for module in ("cpu", "calls.first_report", "backend.emulation"):
         monkeypatch.setattr(f"amp_graph.{module}.emulates", lambda dtype: False)
     model = converted(Mlp, "float32")
     with MatmulCounter() as products:

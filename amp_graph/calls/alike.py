@@ -18,7 +18,7 @@ from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.copies import converted_parts
 from amp_graph.capture.captures import Captures
 from amp_graph.capture.dynamo import is_sharded
-from amp_graph.modules import Forwards
+from amp_graph.modules import Entry, Forwards
 from amp_graph.oplists import OpLists
 from amp_graph.policy import Policy
 
@@ -32,7 +32,7 @@ _kept: list[tuple[Kind, Captures]] = []  # the latest first
 class Kind:
     """What Dynamo does not guard of a model and how it is converted.
 
-    code: the class, its `forward`, and those of the parts.
+    code: the class, its `forward` or what else it is entered by, and the `forward` of its parts.
     ties: of each module, parameter and buffer, in order, which one of them it is.
     """
 
@@ -42,16 +42,17 @@ class Kind:
     lists: OpLists
 
 
-def kind_of(module: nn.Module, compiler: Compiler) -> Kind | None:
+def kind_of(entry: Entry, compiler: Compiler) -> Kind | None:
     """None for a model that has its captures for itself: what Inductor compiles may go by the
     addresses of its parameters, saved plans are for one model, FSDP calls from outside, a
     parametrized part has a class of its own, which holds it and which graphs hold, and one that is
     converted by itself may have another policy."""
+    module = entry.module
     if compiler.policy.compiler != "eager" or compiler.saved is not None or is_sharded(module):
         return None
     if converted_parts(module) or any(map(is_parametrized, module.modules())):
         return None
-    return Kind(Forwards(module).all, _ties(module), compiler.policy, compiler.lists)
+    return Kind(Forwards(entry).all, _ties(module), compiler.policy, compiler.lists)
 
 
 def _ties(module: nn.Module) -> tuple[int, ...]:

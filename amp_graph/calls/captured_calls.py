@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch import nn
 
 from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.chosen import Chosen
+from amp_graph.calls.first_report import tell_of_first_call
 from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.calls.or_else import or_else
 from amp_graph.calls.outside import Outside
@@ -34,12 +34,10 @@ from amp_graph.capture.dynamo import (
 )
 from amp_graph.capture.frames import skipped_before
 from amp_graph.capture.surroundings import can_watch
-from amp_graph.cpu import emulates, why_emulated
 from amp_graph.errors import MISTAKES, warn
 from amp_graph.kept import Kept
 from amp_graph.modes import BeginAt
-from amp_graph.modules import Run, devices_of, weak_method, without_autocast
-from amp_graph.reasons import why_nothing_is_low
+from amp_graph.modules import Entry, Run, weak_method, without_autocast
 from amp_graph.training.engine import backward_pass
 
 # Of Dynamo, for what it cannot capture: that is often where a number or a size that depends on data
@@ -69,16 +67,16 @@ class Before(NamedTuple):
 
 
 class CapturedCalls:
-    """Calls a model by what `compiler` makes of the graphs that are captured of it, or were of a
-    model that is alike; and by its own code where there are none."""
+    """Calls a model, where it is entered, by what `compiler` makes of the graphs that are captured
+    of it, or were of a model that is alike; and by its own code where there are none."""
 
-    def __init__(self, module: nn.Module, compiler: Compiler):
-        self._compiler = compiler
+    def __init__(self, entry: Entry, compiler: Compiler):
+        self._entry, self._compiler = entry, compiler
         self._policy = compiler.policy
         self._lists = compiler.lists
         self._record = compiler.record
-        self.own_code = OwnCode(module, self._policy, self._record)
-        self._graphs = ModelGraphs(module, compiler)
+        self.own_code = OwnCode(entry, self._policy, self._record)
+        self._graphs = ModelGraphs(entry, compiler)
         self.policy_id = self._graphs.policy_id
         self._frames, self._hooks = self._graphs.frames, self._graphs.hooks
         self._chosen = Chosen(self._graphs, compiler)
@@ -87,6 +85,7 @@ class CapturedCalls:
         self._is_new, self._may_set_itself_up = True, True
         self._passed_on: set[type[Exception]] = {*DYNAMO_ERRORS}  # none for autocast's sake
         self._runs_own: Run | None = None  # once it is not captured any more
+        self._first_plan = 0  # of these, by index
 
     def _begin_again(self, has_captured: bool = True) -> None:
         """After a call that raised, which tells nothing of others."""
@@ -135,6 +134,7 @@ class CapturedCalls:
         chosen = self._chosen
         captures, hooks_have_changed = chosen.captures, self._hooks.have_changed()
         if captures is None:
+            self._first_plan = len(self._record.plans)
             chosen.begin()
         elif hooks_have_changed or captures.have_changed() or chosen.is_another():
             chosen.is_stale = True
@@ -167,21 +167,16 @@ class CapturedCalls:
         skipped, chosen = self._frames.take_skipped(), self._chosen
         if self._is_new:
             self._is_new = False
-            self._tell_of_first_call()
+            plans = self._record.plans[self._first_plan :]
+            tell_of_first_call(self._entry, self._policy, plans, self._has_run())
             is_all = chosen.around is without_autocast and not skipped
             if is_all and self._runs_own is None and not chosen.is_stale:
                 chosen.share()
         self._record.breaks += skipped
 
-    def _tell_of_first_call(self) -> None:
-        converted, name = {p.dtype for p in self._record.plans if p.converts}, self.own_code.name
-        is_told = not self._record.runs and any(plan.fallback for plan in self._record.plans)
-        if not converted and not is_told:
-            warn(f"nothing of {name} was converted: {why_nothing_is_low(self._record.plans)}")
-        elif self._policy.emulation == "native" and "cpu" in devices_of(self.own_code.module):
-            if any(map(emulates, converted)):
-                why = why_emulated(converted)
-                warn(f"{name} may be slower than in float32: {why}", once_about=why)
+    def _has_run(self) -> bool:
+        """Whether any graph has."""
+        return any(index >= self._first_plan for index in self._record.runs)
 
     def _judge(self, watch: Outside) -> None:
         """Run the code between graphs under autocast if it did what belongs in low precision; the
@@ -193,12 +188,12 @@ class CapturedCalls:
         self._is_watched = False
         found = ", ".join(sorted(watch.found))
         reason = f"code between graphs ({found}) is not captured"
-        if not self._record.runs:
+        if not self._has_run():
             self._frames.skipped = self._frames.skipped or skipped_before(self.own_code.module)
             where = "; ".join(self._frames.skipped) or self._frames.said
             reason = f"nothing is captured ({found}): {where or 'Dynamo does not say why'}"
         index = self.own_code.stand_in(reason, watch.met_sparse)
-        if not self._record.runs:
+        if not self._has_run():
             warn(f"{self.own_code.name} {self._record.plans[index].otherwise}")
         if self._record.plans[index].autocast:
             begin_at = None if watch.in_front else self._graphs.behind_first

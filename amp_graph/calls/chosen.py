@@ -50,7 +50,7 @@ class Chosen:
 
     @property
     def _module(self) -> nn.Module:
-        return self._graphs.module
+        return self._graphs.entry.module
 
     def begin(self) -> None:
         """Before the first call."""
@@ -58,7 +58,7 @@ class Chosen:
             if self.captures is not None:
                 return
             if not self._graphs.hooks.are_there():
-                self._kind = kind_of(self._module, self._compiler)
+                self._kind = kind_of(self._graphs.entry, self._compiler)
             if self._kind is not None:
                 self._hosts = captures_for(self._kind)
             self._be_guest()
@@ -121,10 +121,10 @@ class Chosen:
         return Caller(self._new_captures(), self._graphs)
 
     def _new_captures(self) -> Captures:
-        return Captures(self._module, self._graphs.frames.number, self.settings)
+        return Captures(self._graphs.entry, self._graphs.frames.number, self.settings)
 
     def _call_by(self, caller: Run, captures: Captures) -> None:
-        self._forwards, self.is_stale = Forwards(self._module), False
+        self._forwards, self.is_stale = Forwards(self._graphs.entry), False
         self.run = self.around(caller)
         self.captures = captures
 

@@ -1,9 +1,10 @@
-"""A converted model: the object that stands in front of its own call."""
+"""A converted model: what stands in front of its call and, if asked for, of other methods."""
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +13,16 @@ from torch.optim import Optimizer
 
 from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.captured_calls import CapturedCalls
-from amp_graph.calls.copies import SLOT, StandIn, put_in, take_out
+from amp_graph.calls.copies import StandIn, put_in, take_out
 from amp_graph.calls.uncalled import await_call
-from amp_graph.capture.captures import captured_policy_id
+from amp_graph.capture.captures import captured_module_id, captured_policy_id
 from amp_graph.capture.fake import is_estimate
 from amp_graph.capture.surroundings import can_capture, is_exporting, wants_plain_code
 from amp_graph.errors import AmpGraphError, in_brief
 from amp_graph.kept import unchanged
 from amp_graph.modules import (
+    CALL,
+    Entry,
     Run,
     call_with,
     is_rerouted,
@@ -35,23 +38,88 @@ from amp_graph.training.optimizers import attach, detach, drop_scale, use_scale
 from amp_graph.uncaptured import never_captured
 
 
-class Conversion(StandIn):
+class Entered(StandIn):
+    """Stands in front of a method that runs in mixed precision, and belongs to a conversion.
+
+    policy_id: in captures of which other models it is captured with the rest; None: of none.
+    """
+
+    policy_id: int | None
+    module_id: int
+
+    @property
+    def conversion(self) -> Conversion:
+        raise NotImplementedError
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Dynamo may read these lines, for `torch.export` or to capture a model that this is in.
+        if is_exporting():
+            return plain_code(self.module, self.name)(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() and (
+            captured_policy_id() == self.policy_id or captured_module_id() == self.module_id
+        ):
+            if torch.is_grad_enabled():
+                self.conversion.is_awaited = False
+            return plain_code(self.module, self.name)(*args, **kwargs)
+        return self.conversion.mixed_call(self.name, *args, **kwargs)
+
+
+class Method(Entered):
+    """In front of a method other than the call."""
+
+    def __init__(self, conversion: Conversion, name: str):
+        super().__init__(conversion.module)
+        self.name, self._conversion = name, conversion
+        self.policy_id, self.module_id = conversion.policy_id, conversion.module_id
+        function = getattr(type(self.module), name)
+        self.__name__, self.__doc__ = name, function.__doc__
+
+    @property
+    def conversion(self) -> Conversion:
+        return self._conversion
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        module = self.module
+        return inspect.signature(getattr(type(module), self.name).__get__(module))
+
+
+class Conversion(Entered):
     """A converted model's stand-in for `nn.Module._call_impl`.
 
     It sits in the model's `__dict__`, so that it lives and dies with the model. What copies of the
     model have in its stead is in `copies`.
+
+    methods: others that run in mixed precision, too.
     """
 
-    name = SLOT
+    name = CALL
 
-    def __init__(self, module: nn.Module, policy: Policy, saved: Saved | None = None):
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: Policy,
+        saved: Saved | None = None,
+        methods: Sequence[str] = (),
+    ):
         super().__init__(module)
-        self.policy = policy
+        self.policy, self.methods = policy, methods
         self.compiler = Compiler(policy, saved, weak_method(self.scale_for))
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._calls = CapturedCalls(module, self.compiler)
-        self._policy_id = None if saved or policy.output_dtype else self._calls.policy_id
+        entries = (Entry(module, method) for method in (CALL, *methods))
+        self._calls = {entry.method: CapturedCalls(entry, self.compiler) for entry in entries}
+        is_alone = saved or policy.output_dtype
+        self.policy_id = None if is_alone else self._calls[CALL].policy_id
+        self.module_id = id(module)
         self.is_awaited = True  # its first call in which autograd records
+
+    @property
+    def conversion(self) -> Conversion:
+        return self
+
+    def stand_ins(self) -> Iterator[StandIn]:
+        yield self
+        yield from (Method(self, name) for name in self.methods)
 
     @property
     def scale(self) -> GraphScale | None:
@@ -96,39 +164,30 @@ class Conversion(StandIn):
     def of_copy(self, own_code: Run) -> Run:
         """What runs a copy of the model that `nn.DataParallel` made for one call on one GPU."""
         self.is_awaited = False
-        return self._calls.own_code.of_copy(own_code)
+        return self._calls[CALL].own_code.of_copy(own_code)
 
     def convert_too(self, copied: nn.Module) -> None:
         """Convert a deep copy of the model alike; its loss scale goes on by itself."""
-        conversion = Conversion(copied, self.policy, self.compiler.saved)
+        conversion = Conversion(copied, self.policy, self.compiler.saved, self.methods)
         if self.scale is not None:
             conversion._use(self.scale.copy(copied.parameters))
         conversion.open()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Dynamo may read these lines, for `torch.export` or to capture a model that this is in.
-        if is_exporting():
-            return plain_code(self.module)(*args, **kwargs)
-        if torch.compiler.is_dynamo_compiling() and captured_policy_id() == self._policy_id:
-            if torch.is_grad_enabled():
-                self.is_awaited = False
-            return plain_code(self.module)(*args, **kwargs)
-        return self._mixed_call(*args, **kwargs)
-
     @never_captured(reason="a model converted by amp_graph captures its own graphs")
-    def _mixed_call(self, *args: Any, **kwargs: Any) -> Any:
+    def mixed_call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the method in mixed precision, if that can be."""
         module = self.module
-        if is_rerouted(module):
+        if method == CALL and is_rerouted(module):
             return plain_code(module)(*args, **kwargs)
         self.is_awaited &= not torch.is_grad_enabled()
         if wants_plain_code() or is_estimate(module):
-            return plain_code(module)(*args, **kwargs)
+            return plain_code(module, method)(*args, **kwargs)
         if not can_capture():
-            result = self._calls.own_code.run()(*args, **kwargs)
+            result = self._calls[method].own_code.run()(*args, **kwargs)
         else:
             if self.scale is not None and torch.is_grad_enabled():
                 self.scale.begin_forward(module.training)
-            result = self._calls(*args, **kwargs)
+            result = self._calls[method](*args, **kwargs)
         if self.policy.output_dtype is None:
             return result
         return map_tensors(self._as_output, result)
@@ -147,7 +206,7 @@ def found_conversion(model: nn.Module) -> Conversion | None:
     Raises AmpGraphError for what is no module."""
     if not isinstance(model, nn.Module):
         raise AmpGraphError(f"this is for a torch.nn.Module, not {in_brief(model)}")
-    found = unwrapped(model).__dict__.get(SLOT)
+    found = unwrapped(model).__dict__.get(CALL)
     return found if isinstance(found, Conversion) else None
 
 

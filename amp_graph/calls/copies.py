@@ -20,19 +20,18 @@ from __future__ import annotations
 import copy
 import operator
 import weakref
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from torch import nn
 
 from amp_graph.errors import AmpGraphError
-from amp_graph.modules import Run, plain_code
-
-SLOT = "_call_impl"  # the method of nn.Module that a conversion stands in front of
+from amp_graph.modules import CALL, Run, plain_code
 
 
 def converted_parts(model: nn.Module) -> list[nn.Module]:
     """The modules in a model, itself apart, that are converted by themselves."""
-    return [part for part in model.modules() if part is not model and SLOT in part.__dict__]
+    return [part for part in model.modules() if part is not model and CALL in part.__dict__]
 
 
 class StandIn:
@@ -71,13 +70,14 @@ class StandIn:
 
 
 class Converted(Protocol):
-    """What stands in the slot of a model."""
-
-    name: str
+    """What stands in front of a model's call."""
 
     @property
     def module(self) -> nn.Module:
         """The model."""
+
+    def stand_ins(self) -> Iterable[StandIn]:
+        """Itself, and those in front of other methods."""
 
     def of_copy(self, own_code: Run) -> Run:
         """What runs a copy of the model that has this code."""
@@ -87,7 +87,7 @@ class Converted(Protocol):
 
 
 def _converted(module: nn.Module) -> Converted:
-    converted: Converted = module.__dict__[SLOT]
+    converted: Converted = module.__dict__[CALL]
     return converted
 
 
@@ -99,7 +99,7 @@ class Replicate(StandIn):
     def __call__(self) -> nn.Module:
         replica: nn.Module = getattr(type(self.module), self.name)(self.module)
         take_out(replica)
-        replica.__dict__[SLOT] = _converted(self.module).of_copy(plain_code(replica))
+        replica.__dict__[CALL] = _converted(self.module).of_copy(plain_code(replica))
         return replica
 
 
@@ -125,7 +125,7 @@ class DeepCopy(StandIn):
             copied = copy._reconstruct(module, memo, *reduced)  # type: ignore[attr-defined]
         if isinstance(copied, nn.Module) and copied is not module:
             ours = _converted(module)
-            if copied.__dict__.get(SLOT) in (None, ours):  # else it is another model's
+            if copied.__dict__.get(CALL) in (None, ours):  # else it is another model's
                 take_out(copied)
                 ours.convert_too(copied)
         return copied
@@ -161,7 +161,7 @@ def _plain(state: Any, levels: int = 5) -> Any:
 def put_in(conversion: Converted) -> None:
     """From now on calls of the model and copies of it are made here."""
     module = conversion.module
-    entries = (conversion, Replicate(module), DeepCopy(module), Reduce(module))
+    entries = (*conversion.stand_ins(), Replicate(module), DeepCopy(module), Reduce(module))
     module.__dict__.update((entry.name, entry) for entry in entries)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from amp_graph.capture.hooks import Hooks, calls_others
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.capture.own_regions import is_in_none
 from amp_graph.errors import warn
-from amp_graph.modules import Run, alive, autocast_devices, path_by_id, without_autocast
+from amp_graph.modules import Entry, Run, autocast_devices, path_by_id, without_autocast
 from amp_graph.policy import one_for_all
 
 
@@ -48,19 +47,19 @@ class CallsOfThread(threading.local):
 
 
 class ModelGraphs:
-    """The graphs of one model, built and counted; the model is held weakly."""
+    """The graphs that one model is called by where it is entered, built and counted."""
 
-    def __init__(self, module: nn.Module, compiler: Compiler):
-        self.frames, self.hooks = Frames(), Hooks(module)
+    def __init__(self, entry: Entry, compiler: Compiler):
+        self.entry = entry
+        self.frames, self.hooks = Frames(), Hooks(entry.module)
         self._shared_policy = one_for_all(compiler.policy)
         self.policy_id = id(self._shared_policy)
         self.own = CallsOfThread()
-        self._module = weakref.ref(module)
         self._compiler = compiler
 
     @property
     def module(self) -> nn.Module:
-        return alive(self._module)
+        return self.entry.module
 
     @contextlib.contextmanager
     def watched_by(self, watch: Outside) -> Iterator[None]:

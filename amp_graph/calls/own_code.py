@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from functools import partial
 
 import torch
@@ -13,27 +12,27 @@ from amp_graph.calls.or_else import or_else
 from amp_graph.errors import warn
 from amp_graph.ir import Plan
 from amp_graph.modes import BeginAt, under_autocast
-from amp_graph.modules import Run, alive, devices_of, has_backward_hooks, plain_code, weak_method
+from amp_graph.modules import Entry, Run, devices_of, has_backward_hooks, plain_code, weak_method
 from amp_graph.policy import Policy
 
 
 class OwnCode:
-    """A model's own code, and whether to run it; the model is held weakly. `record` has a plan for
-    each reason to run it."""
+    """A model's own code, as it is entered, and whether to run it. `record` has a plan for each
+    reason to run it."""
 
-    def __init__(self, module: nn.Module, policy: Policy, record: Record):
-        self._module = weakref.ref(module)
+    def __init__(self, entry: Entry, policy: Policy, record: Record):
+        self._entry = entry
         self._policy = policy
         self._record = record
         self._for_copies: int | None = None  # the plan that stands for them, once there are any
 
     @property
     def module(self) -> nn.Module:
-        return alive(self._module)
+        return self._entry.module
 
     @property
     def name(self) -> str:
-        return type(self.module).__name__
+        return self._entry.name
 
     def dtype(self) -> torch.dtype:
         """Its low precision. It has no boundary at which gradients could be scaled, so where they
@@ -54,7 +53,7 @@ class OwnCode:
     def run(self, index: int | None = None) -> Run:
         """What runs it: for what is never to be captured, or for what cannot be and plan `index`
         stands for."""
-        plain = plain_code(self.module)
+        plain = plain_code(self.module, self._entry.method)
         if index is not None and not self._record.plans[index].autocast:
             return plain
         report = partial(weak_method(self.not_under_autocast), index)

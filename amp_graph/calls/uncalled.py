@@ -60,8 +60,8 @@ class _Awaited:
             warn(
                 f"{type(model).__name__} is trained, but has not been called with gradients "
                 f"enabled, and is trained in float32: what is converted is the call `model(...)`, "
-                f"not `model.forward(...)`, other methods, or calls of its parts. Convert the "
-                f"modules that are called"
+                f"not `model.forward(...)`, other methods, or calls of its parts. Name the methods "
+                f"that are called in convert(model, methods=...), or convert the parts"
             )
 
 

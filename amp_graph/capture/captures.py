@@ -27,7 +27,7 @@ from amp_graph.capture.frames import Attempt, Frames
 from amp_graph.capture.inner_gradients import compile_in_parts
 from amp_graph.capture.logs import UnheardLogs
 from amp_graph.capture.said_once import SaidOnce
-from amp_graph.modules import Run, alive, weak_method
+from amp_graph.modules import Entry, Run, alive, weak_method
 
 PAUSE = 1e-3  # seconds
 MANY = 64  # graphs, beside Dynamo's limit of 256 for each piece of code
@@ -38,12 +38,13 @@ _assembling = threading.RLock()
 class Frame(NamedTuple):
     """One that is being captured.
 
-    policy_id: of the model.
+    policy_id, module_id: of the model.
     is_entry: whether a call begins with it.
     is_in_region: whether it is inside of an autocast region of the model's own.
     """
 
     policy_id: int = 0
+    module_id: int = 0
     is_entry: bool = False
     is_in_region: bool = False
 
@@ -76,6 +77,12 @@ def captured_policy_id() -> int:
     return _now.frame.policy_id
 
 
+@torch.compiler.assume_constant_result
+def captured_module_id() -> int:
+    """The `id` of that model."""
+    return _now.frame.module_id
+
+
 class GuardsFail(Exception):
     """A model is not like the one that was captured. Nothing of its call has run."""
 
@@ -106,20 +113,21 @@ class Called(Protocol):
 
 
 class Captures:
-    """The graphs of one model, in order of capture, each with what was built of it.
+    """The graphs of one model, as it is entered, in order of capture, each with what was built of
+    it.
 
     number: the model's, see `Frames`.
     own: settings of Dynamo, other than usual.
     """
 
-    def __init__(self, module: nn.Module, number: int, own: Mapping[str, Any] | None = None):
+    def __init__(self, entry: Entry, number: int, own: Mapping[str, Any] | None = None):
         self._own = own or {}
         self._logs, self._said_once = UnheardLogs(), SaidOnce()
         self._is_stale = False
         self.graphs: list[tuple[fx.GraphModule, Any]] = []
         self.entered = 0  # captures of what a call begins with
         compile_graph, around = weak_method(self._compile_graph), weak_method(self._capturing)
-        self.code = CapturedCode(module, number, compile_graph, around)
+        self.code = CapturedCode(entry, number, compile_graph, around)
 
     def have_changed(self) -> bool:
         """Whether they are of no use any more, to whichever model. To be asked before each call."""
@@ -151,7 +159,8 @@ class Captures:
         called = caller.called
         chosen = {**SETTINGS, **self._own, **called.settings(), **self._logs.settings()}
         before = _now.frame
-        _now.frame = Frame(called.policy_id, is_first, own_regions.is_in_region())
+        ids = called.policy_id, id(called.module)
+        _now.frame = Frame(*ids, is_first, own_regions.is_in_region())
         try:
             frames = called.frames
             with settings(chosen, self._said_once), frames.counted(code) as attempt:

@@ -56,7 +56,7 @@ from amp_graph.capture.surroundings import (
     under_dispatch_modes,
 )
 from amp_graph.capture.tensor_indices import tensor_indices_known
-from amp_graph.modules import Run
+from amp_graph.modules import Entry, Run
 
 if torch.__version__ < "2.13":
     # Dynamo 2.11 raises at a packed sequence, after the code before it ran. Later ones break the
@@ -115,44 +115,44 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
 
 
 class CapturedCode:
-    """A function of a module and its arguments that calls it, with every graph of it given to
+    """A function of a module and its arguments that enters it, with every graph of it given to
     `compile_graph`. Dynamo keeps that, `capturing` and what they return for good.
 
     Dynamo skips frames of torch.nn itself, so that a bare nn.Sequential or nn.LSTM would never
-    be captured; its `entry` is a frame outside torch.nn that calls into it. That code object and
-    its name are its own, and `number` is the module's (see `with_own_code`). Hooks of the module
+    be captured; this begins with a frame outside torch.nn that calls into it. Its code object and
+    name are its own, and `number` is the module's (see `with_own_code`). Hooks of the module
     are captured with it, save those of FSDP. Captures are made inside of `capturing`, which takes
     the code of the frame.
     """
 
     def __init__(
-        self, module: nn.Module, number: int, compile_graph: GraphCompiler, capturing: Capturing
+        self, entry: Entry, number: int, compile_graph: GraphCompiler, capturing: Capturing
     ):
         _forget_abandoned()
-        self._call_impl: Run = type(module)._call_impl
-        self._is_sharded = is_sharded(module)
-        inner = _forward_alone(module) if self._is_sharded else self._call_impl
+        self._function = entry.function
+        self._is_sharded = entry.is_call and is_sharded(entry.module)
+        inner = _forward_alone(entry.module) if self._is_sharded else self._function
 
         def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             return inner(module, *args, **kwargs)
 
         own = with_own_code(forward, f"forward_{number}")
-        self.entry = own.__code__
+        self._code = own.__code__
         context: Any = torch._dynamo.optimize(backend=compile_graph)
         context.callback = _inside_of(capturing, context.callback)
         self._compiled = context(own)
         call_beside_traces(self._compiled)
-        weakref.finalize(self, _abandoned.append, self.entry).atexit = False
+        weakref.finalize(self, _abandoned.append, self._code).atexit = False
 
     def begins_with(self, code: types.CodeType) -> bool:
         """Whether nothing of a call has run where this is to be captured."""
-        return code is self.entry and not self._is_sharded
+        return code is self._code and not self._is_sharded
 
     def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if self._is_sharded:
             alone = partial(self._without_hooks, module)
             with with_entries(module.__dict__, {"forward": alone}):
-                return self._call_impl(module, *args, **kwargs)
+                return self._function(module, *args, **kwargs)
         if torch._C._len_torch_dispatch_stack():
             return self._without_hooks(module, *args, **kwargs)
         return self._compiled(module, *args, **kwargs)

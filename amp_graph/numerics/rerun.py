@@ -32,7 +32,7 @@ from amp_graph.capture.frames import Frames
 from amp_graph.errors import AmpGraphError, CaptureError, ConversionWarning, in_words
 from amp_graph.ir import Plan
 from amp_graph.kept import unchanged
-from amp_graph.modules import Run, call_with, path_by_id, plain_code, unwrapped
+from amp_graph.modules import Entry, Run, call_with, path_by_id, plain_code, unwrapped
 from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import default_loss, floating
 from amp_graph.plans.pins import Saved
@@ -71,7 +71,7 @@ class Rerun:
         self._calls = 0
         self.frames = Frames()
         self.policy_id = 0  # converted parts run as they are
-        self._call = Caller(Captures(model, self.frames.number), self)
+        self._call = Caller(Captures(Entry(model), self.frames.number), self)
         self._handles: list[Any] = []
 
     @property

@@ -1,0 +1,28 @@
+"""What is told of a model when its first call is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from amp_graph.cpu import emulates, why_emulated
+from amp_graph.errors import warn
+from amp_graph.ir import Plan
+from amp_graph.modules import Entry, devices_of
+from amp_graph.policy import Policy
+from amp_graph.reasons import why_nothing_is_low
+
+
+def tell_of_first_call(entry: Entry, policy: Policy, plans: Sequence[Plan], has_run: bool) -> None:
+    """Warn if nothing was converted, of which nobody has told yet, or if products are emulated.
+
+    plans: those of the call.
+    has_run: whether any of their graphs has.
+    """
+    converted = {plan.dtype for plan in plans if plan.converts}
+    is_told = not has_run and any(plan.fallback for plan in plans)
+    if not converted and not is_told:
+        warn(f"nothing of {entry.name} was converted: {why_nothing_is_low(plans)}")
+    elif policy.emulation == "native" and "cpu" in devices_of(entry.module):
+        if any(map(emulates, converted)):
+            why = why_emulated(converted)
+            warn(f"{entry.name} may be slower than in float32: {why}", once_about=why)
