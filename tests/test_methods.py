@@ -205,6 +205,7 @@ def test_a_method_looks_as_it_did() -> None:
     assert inspect.signature(model.encode) == inspect.signature(plain.encode)
     assert model.encode.__doc__ == plain.encode.__doc__
     assert model.encode.__name__ == "encode"
+    assert model.encode.__code__ is Coder.encode.__code__ and model.encode.__self__ is model
 
 
 def test_a_method_that_is_replaced_in_the_class_is_captured_anew(monkeypatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -65,23 +64,25 @@ class Entered(StandIn):
 
 
 class Method(Entered):
-    """In front of a method other than the call."""
+    """In front of a method other than the call. It has the attributes of that."""
 
     def __init__(self, conversion: Conversion, name: str):
         super().__init__(conversion.module)
         self.name, self._conversion = name, conversion
         self.policy_id, self.module_id = conversion.policy_id, conversion.module_id
-        function = getattr(type(self.module), name)
-        self.__name__, self.__doc__ = name, function.__doc__
+        self.__doc__ = self.__wrapped__.__doc__
 
     @property
     def conversion(self) -> Conversion:
         return self._conversion
 
     @property
-    def __signature__(self) -> inspect.Signature:
+    def __wrapped__(self) -> Run:
         module = self.module
-        return inspect.signature(getattr(type(module), self.name).__get__(module))
+        return getattr(type(module), self.name).__get__(module)  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__wrapped__, name)
 
 
 class Conversion(Entered):
