@@ -31,13 +31,12 @@ from torch._dynamo.variables import ConstantVariable, UserFunctionVariable, Vari
 from torch._dynamo.variables.dicts import NNModuleHooksDictVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
+from amp_graph.capture.hidden_names import LOOK_UP
 from amp_graph.capture.own_guards import hold_while
 from amp_graph.capture.replaced import method_inside
 
 HOOKS = "_forward_hooks"
-KIND: Any = UnspecializedNNModuleVariable
 TAKES_KIND = "user_cls" in inspect.signature(NNModuleHooksDictVariable).parameters
-LOOKS_UP = [name for name in ("var_getattr", "tp_getattro_impl") if name in KIND.__dict__]
 
 
 def ask(module: nn.Module, inputs: Any, result: Tensor) -> None:
@@ -62,11 +61,10 @@ def _spelled(hook: Any) -> tuple[Any, ...]:
 @contextlib.contextmanager
 def repeated_hooks_as_one() -> Iterator[None]:
     """Within, what is captured of such hooks holds for any number of them."""
-    if torch.__version__ < "2.13" or not LOOKS_UP:  # 2.11 ends graphs at such a request
+    if torch.__version__ < "2.13":  # 2.11 ends graphs at such a request
         yield
         return
-    (name,) = LOOKS_UP
-    with method_inside(KIND, name, _look_up):
+    with method_inside(UnspecializedNNModuleVariable, LOOK_UP, _look_up):
         yield
 
 
