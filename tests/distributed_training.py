@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -33,6 +33,7 @@ WAYS = (
 )
 BY_HAND = "by hand: all skip"
 IN_PARTS = "tensor parallel: true gradients"
+BY_METHOD = "fsdp, entered by a method: true gradients"
 CHECKS = ("gradients agree", "skipped together", "converted, one scale", "ranks agree")
 
 
@@ -64,11 +65,14 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList([Block(32), Block(32)])
         self.last = Projection(32, 10)
 
-    def forward(self, x):
+    def features(self, x):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        return self.last(x)
+        return x
+
+    def forward(self, x):
+        return self.last(self.features(x))
 
 
 def build(way: str, policy: amp_graph.Policy, device: str):
@@ -116,6 +120,7 @@ def main(dtype: str, backend: str) -> None:
         train(way, dtype, backend)
     train_by_hand(dtype, backend)
     train_in_parts(dtype, backend)
+    train_by_method(dtype, backend)
     # gloo may hang in a last collective if its peer is gone right after (torch 2.13).
     store.set(f"done {rank}", "")
     store.wait([f"done {r}" for r in range(ranks)])
@@ -222,6 +227,27 @@ def train_in_parts(dtype: str, backend: str) -> None:
             q.grad = None
     assert optimizer.step()
     print(IN_PARTS, flush=True)
+
+
+def train_by_method(dtype: str, backend: str) -> None:
+    """A method of a sharded model that is known to FSDP as well."""
+    kind = "cuda" if backend == "nccl" else "cpu"
+    torch.manual_seed(0)
+    model = Net().to(kind)
+    reference = copy.deepcopy(model)
+    amp_graph.convert(model, policy=dtype, methods=("features",))
+    fully_shard(model, mesh=init_device_mesh(kind, (dist.get_world_size(),)))
+    register_fsdp_forward_method(model, "features")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).to(kind)
+    for each in (reference, model):
+        each.features(x).square().mean().backward()
+    for p, q in zip(model.first.parameters(), reference.first.parameters(), strict=True):
+        assert (whole(p.grad) - q.grad).norm() / q.grad.norm() < 0.02
+    (plan,) = amp_graph.plans(model)
+    assert plan.converts and plan.fallback is None
+    optimizer.step()
+    print(BY_METHOD, flush=True)
 
 
 if __name__ == "__main__":
