@@ -114,9 +114,11 @@ def convert(
 
 
 def convert_at_first_call(model: nn.Module, policy: Policy) -> None:
-    """As `convert`, where one policy serves many models: its globs may match no module here."""
+    """As `convert`, where one policy serves many models: its globs may match no module here; and
+    where the parts that are trained without the whole are converted by themselves."""
     _check_model(model)
     _convert(model, policy, None, None)
+    conversion_of(model).is_awaited = False
 
 
 def _convert(

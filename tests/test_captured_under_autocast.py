@@ -239,3 +239,43 @@ def test_an_error_of_the_model_s_own_does_not_end_autocast() -> None:
         else:
             model(X[:size])
     assert model.dtypes[1] is model.dtypes[-1] is torch.bfloat16
+
+
+class Weighs(nn.Module):
+    """A hook on what comes in weighs its gradient with what the graph has made of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x.detach().abs() + 1
+        x.register_hook(self.weighed)
+        x.register_hook(lambda gradient: None)
+        return torch.relu(x)
+
+    def weighed(self, gradient: Tensor) -> Tensor:
+        print(gradient.dtype)  # so that it is no part of the graph
+        return self.kept * gradient
+
+
+class InALoop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16), Weighs(), nn.Linear(16, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+def test_a_hook_of_a_low_gradient_may_return_float32(policy: str, capsys) -> None:
+    torch.manual_seed(0)
+    plain = InALoop()
+    model = amp_graph.convert(copy.deepcopy(plain), policy=policy)
+    for _ in range(3):
+        plain.zero_grad(), model.zero_grad()
+        plain(X).square().mean().backward(), model(X).square().mean().backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert distance(p.grad, q.grad) < 0.02
+    assert model.layers[1].kept.dtype is torch.float32
+    assert "torch.bfloat16" in capsys.readouterr().out
+    assert any("between graphs" in (plan.fallback or "") for plan in amp_graph.plans(model))

@@ -27,6 +27,23 @@ def test_a_model_that_tries_its_parts_in_its_constructor_is_converted_as_a_whole
     assert amp_graph.is_converted(model) and not amp_graph.is_converted(model.body)
 
 
+class Pretrained(Sized):
+    """As in deep clustering, whose autoencoder is trained before the rest is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for _ in range(5):
+            self.body(torch.ones(1, 1, 8, 8)).sum().backward()
+
+
+def test_a_part_that_is_trained_in_a_constructor_is_converted(start):
+    installation, model = start(), Pretrained()
+    assert amp_graph.is_converted(model.body)
+    model(torch.randn(2, 1, 8, 8))
+    assert [m.name for m in installation.models.seen][-1] == "Pretrained"
+    assert amp_graph.is_converted(model) and not amp_graph.is_converted(model.body)
+
+
 class Layer(nn.Module):
     """As of Keras: it computes with a stand-in for its weight where it is asked for sizes."""
 

@@ -50,6 +50,32 @@ def test_parts_that_are_trained_by_themselves_after_a_call_of_the_whole_are_conv
     assert "is trained in float32" not in capsys.readouterr().err
 
 
+class Tagger(nn.Module):
+    """Trained by a method that reads a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 3), nn.Parameter(torch.ones(3))
+
+    def loss(self, x):
+        return (self.layer(x) * self.scale).square().mean()
+
+    def forward(self, x):
+        return (self.layer(x) * self.scale).argmax(-1)
+
+
+def test_a_model_that_is_trained_by_a_method_is_not_told_of(start, capsys):
+    installation, model = start(), Tagger()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        with torch.no_grad():
+            model(X)
+        model.loss(X).backward()
+        optimizer.step()
+    assert [m.name for m in installation.models.seen] == ["Tagger", "Linear"]
+    assert "is trained in float32" not in capsys.readouterr().err
+
+
 def test_a_part_of_a_model_that_is_gone_is_a_model(start):
     installation, model = start(), net()
     model(X)

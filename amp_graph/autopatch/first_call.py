@@ -31,6 +31,7 @@ from amp_graph.uncaptured import passed_over
 
 AUTOCAST = "the script uses torch.autocast"
 ON_META = "its parameters are on the meta device"
+TRIALS = 3  # calls of a part in the constructor of a module
 
 
 class Models:
@@ -50,6 +51,7 @@ class Models:
         self._policy, self._verbose, self._say = policy, verbose, say
         # By identity: a module may define an equality of its own.
         self._parts = WeakIdKeyDictionary()
+        self._trials = WeakIdKeyDictionary()
         self._deciding = threading.RLock()  # several threads may call a new model at once
         self._local = threading.local()
 
@@ -104,7 +106,7 @@ class Models:
             if not any(p.is_floating_point() for p in _parameters(inner, given)):
                 return False
             is_ready = can_capture() and not any(map(is_lazy, inner.parameters()))
-            if is_ready and not _is_being_built() and not _is_dry_run(inner, given):
+            if is_ready and not self._is_tried_out(inner) and not _is_dry_run(inner, given):
                 with self._deciding:
                     if self._is_open(module):
                         self._first_call(module, inner)
@@ -112,6 +114,15 @@ class Models:
             self._parts[module] = None
             self._say(f"{type(module).__name__} is left as it is: {in_words(error)}")
         return True
+
+    def _is_tried_out(self, part: nn.Module) -> bool:
+        """Whether the constructor of a module calls it, to see what sizes come of it. One that does
+        so again and again trains it."""
+        if not _is_being_built():
+            return False
+        trials: int = self._trials.get(part, 0) + 1
+        self._trials[part] = trials
+        return trials <= TRIALS
 
     def _first_call(self, module: nn.Module, inner: nn.Module) -> None:
         """Convert a model or leave it alone; the latter whatever goes wrong."""
@@ -199,8 +210,7 @@ def _why_not(module: nn.Module, inner: nn.Module) -> str:
 
 
 def _is_being_built() -> bool:
-    """Whether the constructor of a module is at work, which calls its parts to see what sizes come
-    of them."""
+    """Whether the constructor of a module is at work."""
     frame = sys._getframe()
     while (caller := frame.f_back) is not None:
         frame, code = caller, caller.f_code

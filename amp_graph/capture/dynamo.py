@@ -42,6 +42,7 @@ from amp_graph.capture.frames import Attempt
 from amp_graph.capture.given_twice import given_once
 from amp_graph.capture.hidden_names import hidden_names_found
 from amp_graph.capture.inner_gradients import gradients_end_graphs
+from amp_graph.capture.input_hooks import hooks_keep_dtypes
 from amp_graph.capture.known_values import known_values
 from amp_graph.capture.logs import locations_untold, quiet_logs
 from amp_graph.capture.namespaces import own_names
@@ -111,6 +112,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     own_names,
     modes_above_autograd_apart,
     hidden_names_found,
+    hooks_keep_dtypes,
 )
 
 
