@@ -219,7 +219,8 @@ def _check_model(model: Any) -> None:
     name = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
         raise AmpGraphError(f"{name} is scripted; convert the module it was scripted from")
-    _check_runs_at_once(type(unwrapped(model)).forward, f"{name}.forward")
+    if why := why_not_at_once(type(unwrapped(model)).forward):
+        raise AmpGraphError(f"{name}.forward {why}; convert the modules that it calls")
     if is_compiled(unwrapped(model)):
         raise AmpGraphError(
             f"{name} is compiled by torch.compile; convert the model as it was before, and leave "
@@ -235,11 +236,11 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _check_runs_at_once(function: Any, name: str) -> None:
+def why_not_at_once(function: Any) -> str:
+    """Why a call of a function runs nothing of it yet, or ""."""
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        raise AmpGraphError(f"{name} is asynchronous; convert the modules that it calls")
-    if inspect.isgeneratorfunction(function):
-        raise AmpGraphError(f"{name} is a generator; convert the modules that it calls")
+        return "is asynchronous"
+    return "is a generator" if inspect.isgeneratorfunction(function) else ""
 
 
 def _check_methods(model: nn.Module, methods: Any) -> None:
@@ -263,4 +264,5 @@ def _check_methods(model: nn.Module, methods: Any) -> None:
                 f"{whole} is hidden by an attribute of this model of the same name; remove that, "
                 f"or convert the modules that it calls"
             )
-        _check_runs_at_once(function, whole)
+        if why := why_not_at_once(function):
+            raise AmpGraphError(f"{whole} {why}; convert the modules that it calls")

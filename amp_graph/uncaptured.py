@@ -16,6 +16,7 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
 
+capturing = get_eval_frame_callback  # what Dynamo does with what is called now, if anything
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -28,7 +29,7 @@ def never_captured(reason: str) -> Callable[[F], F]:
 
         @functools.wraps(disabled)  # by whose attributes Dynamo knows what not to inline
         def call(*args: Any, **kwargs: Any) -> Any:
-            if get_eval_frame_callback() is None:
+            if capturing() is None:
                 return function(*args, **kwargs)
             return disabled(*args, **kwargs)
 

@@ -11,6 +11,7 @@ import torch
 from counting import CastCounter
 from running import python, run
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
@@ -108,6 +109,7 @@ def test_the_dump_holds_the_report_and_every_graph(start, tmp_path):
 
 def test_a_report_that_nothing_was_converted_says_why(start, tmp_path):
     installation = start()
+    counters.clear()  # of what other tests compiled
     assert report_of(installation) == (
         "amp_graph: NOTHING WAS CONVERTED, because no module with parameters was called "
         "in this process by nn.Module.__call__\n"
@@ -276,3 +278,26 @@ def test_what_is_the_same_of_several_graphs_is_said_once(start):
             model.eval()(torch.randn(size, 8))
     (line,) = [line for line in report_of(installation).splitlines() if "not retraced" in line]
     assert line.endswith("graphs)")
+
+
+class BreakingToo(Breaking):
+    def forward(self, x):
+        x = self.two(self.one(x))
+        torch._dynamo.graph_break()
+        return x + 1
+
+
+def test_breaks_are_told_of_with_their_model(start):
+    installation = start()
+    first, second = Breaking(), BreakingToo()
+    second(X), first(X), nn.Embedding(4, 3)(torch.arange(3)), nn.Embedding(9, 2)(torch.arange(3))
+    lines = [line.removeprefix("amp_graph: ") for line in report_of(installation).splitlines()]
+    begins = [line.split(" of ")[0].split(":")[0].split(",")[0] for line in lines]
+    assert begins == [
+        "Embedding (2 alike)",
+        "BreakingToo",
+        "  graph break at test_exit_report.py",
+    ] + [
+        "Breaking",
+        "  graph break at test_exit_report.py",
+    ]

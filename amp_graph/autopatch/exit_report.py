@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_graph.autopatch.script_models import Model, folded
+from amp_graph.capture.frames import any_was_captured
 from amp_graph.convert import is_converted
 from amp_graph.inspection import render
 from amp_graph.inspection.dump import dump
@@ -82,6 +83,7 @@ def describe(model: Model) -> dict[str, Any]:
             why for plan in model.record.plans for why in (plan.otherwise, plan.uncompiled) if why
         ],
     }
+    described["graph_breaks"] = [*dict.fromkeys(model.record.breaks)]
     if not described["converted"]:
         described["why"] = why_nothing_is_low(model.record.plans)
     scales = model.scales()
@@ -93,9 +95,9 @@ def describe(model: Model) -> dict[str, Any]:
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
     models = _alike_together(report["models"])
+    told: set[str] = set()  # of breaks in code that models share
     if not any(m["converted"] for m in models):
-        whys = "; ".join(f"{_name(m)}: {m['why']}" for m in models)
-        whys = whys or "no module with parameters was called in this process by nn.Module.__call__"
+        whys = "; ".join(f"{_name(m)}: {m['why']}" for m in models) or _why_none_was_called()
         yield f"NOTHING WAS CONVERTED, because {whys}"
     else:  # what was left alone was told of when it was first called
         tried = [m for m in models if "graphs" in m and not m["converted"]]
@@ -117,16 +119,24 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
             yield f"  {fallback}" + (f" ({graphs} graphs)" if graphs > 1 else "")
         if "loss_scale" in m:
             yield f"  loss scale {m['loss_scale']:g}, {m['steps_skipped']} steps skipped"
-    yield from (f"  graph break at {text}" for text in report["graph_breaks"])
+        yield from (f"  graph break at {b}" for b in m["graph_breaks"] if b not in told)
+        told.update(m["graph_breaks"])
+    yield from (f"  graph break at {b}" for b in report["graph_breaks"] if b not in told)
+
+
+def _why_none_was_called() -> str:
+    why = "no module with parameters was called in this process by nn.Module.__call__"
+    return f"{why}, and what the script compiles is left as it is" if any_was_captured() else why
 
 
 def _alike_together(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """With one for all that differ in nothing but how often they ran: the layers of a model that a
-    script calls one by one, say."""
+    script calls one by one, say. Of what was not converted the reason is enough."""
     found: dict[str, dict[str, Any]] = {}
     for m in models:
-        same = {name: value for name, value in m.items() if name not in SUMS}
-        per_run = [m[name] / max(1, m["runs"]) for name in PER_RUN if name in m]
+        told = m.keys() - SUMS if m["converted"] else {"model", "why"}
+        same = {name: m[name] for name in m if name in told}
+        per_run = [m[n] / max(1, m["runs"]) for n in PER_RUN if n in m and m["converted"]]
         key = json.dumps([same, per_run])
         so_far = found.get(key, {})
         found[key] = m | {name: m[name] + so_far.get(name, 0) for name in SUMS if name in m}

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -18,18 +19,26 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_graph.autopatch.script_models import Model, folded, model_of
 from amp_graph.calls.conversion import found_conversion
+from amp_graph.capture.captures import in_a_call
 from amp_graph.capture.fake import held_otherwise
 from amp_graph.capture.surroundings import can_capture, is_compiling_here, wants_plain_code
-from amp_graph.convert import convert_at_first_call, is_converted, record_of, restore
+from amp_graph.convert import (
+    convert_at_first_call,
+    is_converted,
+    record_of,
+    restore,
+    why_not_at_once,
+)
 from amp_graph.errors import in_words
 from amp_graph.ir import dtype_name
 from amp_graph.modules import autocast_devices, is_compiled, is_rerouted, unwrapped
 from amp_graph.policy import Policy
 from amp_graph.training.engine import backward_pass, has_process_group
 from amp_graph.training.explicit_scalers import is_grad_scaler_around
-from amp_graph.uncaptured import passed_over
+from amp_graph.uncaptured import never_captured, passed_over
 
 AUTOCAST = "the script uses torch.autocast"
+COMPILED = "the script uses torch.compile"
 ON_META = "its parameters are on the meta device"
 TRIALS = 3  # calls of a part in the constructor of a module
 
@@ -68,6 +77,19 @@ class Models:
             return None
         return partial(self._outermost_call, module)
 
+    @never_captured(reason="amp_graph takes note of what the script compiles")
+    def on_compiled_call(self, module: nn.Module) -> None:
+        """A call from what Dynamo has captured, or let be: of a converted model, or of the script,
+        which is left as it is."""
+        if self.is_inside() or in_a_call() or is_compiling_here() or wants_plain_code():
+            return
+        if self._is_open(module) and any(True for _ in module.parameters()):
+            inner = unwrapped(module)
+            model = model_of(inner)
+            model.left_alone = COMPILED
+            self._keep(model, module, inner)
+            self._say(f"what the script compiles is left as it is: {COMPILED}")
+
     def _outermost_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if is_rerouted(module):
             return module._call_impl(*args, **kwargs)
@@ -95,8 +117,8 @@ class Models:
         return model.module() is not unwrapped(module) and _goes_on_alone(module, model)
 
     def _is_decided(self, module: nn.Module, given: Any) -> bool:
-        """Decide about a module. False: it has no parameters, now at least, so that what it calls
-        is decided about instead."""
+        """Decide about a module. False: it has no parameters, now at least, or runs later, so that
+        what it calls is decided about instead."""
         if get_worker_info() is not None:
             return True  # data is prepared as the script says
         if isinstance(module, ParametrizationList):
@@ -104,6 +126,8 @@ class Models:
         try:
             inner = unwrapped(module)
             if not any(p.is_floating_point() for p in _parameters(inner, given)):
+                return False
+            if why_not_at_once(getattr_static(type(inner), "forward", None)):
                 return False
             is_ready = can_capture() and not any(map(is_lazy, inner.parameters()))
             if is_ready and not self._is_tried_out(inner) and not _is_dry_run(inner, given):
@@ -138,12 +162,15 @@ class Models:
                     self._convert(model, inner)
         except Exception as error:
             model.left_alone = in_words(error)
-        self.seen = [*folded(m for m in self.seen if m.module() is not inner), model]
-        self._parts.update(dict.fromkeys([module, *inner.modules()], model))
+        self._keep(model, module, inner)
         if model.left_alone:
             self._say(f"{model.name} is left as it is: {model.left_alone}")
         elif self._verbose:
             self._say(f"{model.name} runs in mixed precision")
+
+    def _keep(self, model: Model, module: nn.Module, inner: nn.Module) -> None:
+        self.seen = [*folded(m for m in self.seen if m.module() is not inner), model]
+        self._parts.update(dict.fromkeys([module, *inner.modules()], model))
 
     def _leave_to_autocast(self, part: nn.Module) -> None:
         """A model that was converted when a script called it outside of its autocast is left alone
@@ -189,7 +216,7 @@ def _why_not(module: nn.Module, inner: nn.Module) -> str:
     if is_converted(inner):
         return "the script converts it itself"
     if is_compiled(module) or any(map(is_compiled, inner.modules())):
-        return "the script uses torch.compile"
+        return COMPILED
     if isinstance(inner, torch.jit.ScriptModule):
         return "it is scripted"
     if dtypes != {torch.float32}:

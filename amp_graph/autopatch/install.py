@@ -32,7 +32,7 @@ from amp_graph.autopatch.script_models import Model
 from amp_graph.errors import AmpGraphError, PolicyError, did_you_mean, in_words, telling
 from amp_graph.ir import COLORS, LEVELS
 from amp_graph.policy import COMPILERS, EMULATION, REFRESH, Policy
-from amp_graph.uncaptured import passed_over
+from amp_graph.uncaptured import capturing, passed_over
 
 SLOT = "_compiled_call_impl"
 YES, NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
@@ -208,6 +208,8 @@ class _EveryCall:
             return None
         if sys._getframe(1).f_code is not CALL:
             return None
+        if capturing():
+            return self._models.on_compiled_call(module)
         return self._models.on_call(module)
 
 

@@ -27,10 +27,14 @@ from amp_graph.calls.own_code import OwnCode
 from amp_graph.capture.breaks import depends_on_data, why_not_captured
 from amp_graph.capture.captures import Caller
 from amp_graph.capture.dynamo import (
+    BREAK_AT_DATA,
     CAPTURED_TOO_OFTEN,
     DYNAMO_ERRORS,
+    EACH_SIZE_APART,
+    OFF,
     is_of_capture,
     is_of_graph,
+    is_off,
 )
 from amp_graph.capture.frames import skipped_before
 from amp_graph.capture.surroundings import can_watch
@@ -39,12 +43,6 @@ from amp_graph.kept import Kept
 from amp_graph.modes import BeginAt
 from amp_graph.modules import Entry, Run, weak_method, without_autocast
 from amp_graph.training.engine import backward_pass
-
-# Of Dynamo, for what it cannot capture: that is often where a number or a size that depends on data
-# is asked for its value, of which it tells in many ways. Or, in a later call, at an operator that
-# takes no symbolic sizes, such as `torch.randn(x.shape, generator=None)` (torch 2.13).
-BREAK_AT_DATA = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
-EACH_SIZE_APART = {**BREAK_AT_DATA, "automatic_dynamic_shapes": False}
 
 _UNWATCHED = contextlib.nullcontext()
 
@@ -97,6 +95,8 @@ class CapturedCalls:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A backward pass computes again what the forward pass did, and the same way.
         chosen = self._chosen
+        if self._is_new and self._runs_own is None and is_off():
+            self._run_own_code(OFF, "is not captured")
         if self._runs_own is not None and not (chosen.is_stale and backward_pass() is not None):
             chosen.is_stale = False
             return self._runs_own(*args, **kwargs)
@@ -213,10 +213,14 @@ class CapturedCalls:
             advice = ". TORCH_LOGS=recompiles tells what changes in it at each call"
             if self._frames.changed:
                 advice += f"; before the last it was {self._frames.changed}"
+        self._run_own_code(reason, "is no longer captured", advice)
+        self._chosen.is_stale = True
+
+    def _run_own_code(self, reason: str, what: str, advice: str = "") -> None:
+        """From now on."""
         index = self.own_code.stand_in(reason)
-        self._runs_own, self._chosen.is_stale = self.own_code.run(index), True
-        plan = self._record.plans[index]
-        warn(f"{self.own_code.name} is no longer captured and {plan.otherwise}{advice}")
+        self._runs_own = self.own_code.run(index)
+        warn(f"{self.own_code.name} {what} and {self._record.plans[index].otherwise}{advice}")
 
     def _run_uncaptured(self, error: Exception, before: Before, args: Any, kwargs: Any) -> Any:
         """Capture with more breaks, then each size apart. If that was tried, or is not likely to

@@ -83,6 +83,11 @@ def captured_module_id() -> int:
     return _now.frame.module_id
 
 
+def in_a_call() -> bool:
+    """Whether this thread is inside of a call by what was captured here."""
+    return _now.caller is not None
+
+
 class GuardsFail(Exception):
     """A model is not like the one that was captured. Nothing of its call has run."""
 

@@ -57,6 +57,7 @@ from amp_graph.capture.surroundings import (
     under_dispatch_modes,
 )
 from amp_graph.capture.tensor_indices import tensor_indices_known
+from amp_graph.errors import CaptureError
 from amp_graph.modules import Entry, Run
 
 if torch.__version__ < "2.13":
@@ -92,6 +93,14 @@ SETTINGS: dict[str, Any] = {
     "optimize_ddp": False,  # else Dynamo cuts graphs at DDP's buckets, for backends that need it
 }
 
+# For what it cannot capture: that is often where a number or a size that depends on data is asked
+# for its value, of which it tells in many ways. Or, in a later call, at an operator that takes no
+# symbolic sizes, such as `torch.randn(x.shape, generator=None)` (torch 2.13).
+BREAK_AT_DATA = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
+EACH_SIZE_APART = {**BREAK_AT_DATA, "automatic_dynamic_shapes": False}
+
+OFF = "PyTorch's Dynamo is off, by TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE or its settings"
+
 # What Dynamo does otherwise while it captures, besides.
 CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     recurrent_layers_whole,
@@ -124,13 +133,15 @@ class CapturedCode:
     be captured; this begins with a frame outside torch.nn that calls into it. Its code object and
     name are its own, and `number` is the module's (see `with_own_code`). Hooks of the module
     are captured with it, save those of FSDP. Captures are made inside of `capturing`, which takes
-    the code of the frame.
+    the code of the frame. Raises CaptureError if Dynamo is off.
     """
 
     def __init__(
         self, entry: Entry, number: int, compile_graph: GraphCompiler, capturing: Capturing
     ):
         _forget_abandoned()
+        if is_off():
+            raise CaptureError(f"{entry.name} cannot be captured: {OFF}")
         self._function = entry.function
         self._is_sharded = entry.is_call and is_sharded(entry.module)
         inner = _forward_alone(entry.module) if self._is_sharded else self._function
@@ -140,7 +151,7 @@ class CapturedCode:
 
         own = with_own_code(forward, f"forward_{number}")
         self._code = own.__code__
-        context: Any = torch._dynamo.optimize(backend=compile_graph)
+        context = _context(compile_graph)
         context.callback = _inside_of(capturing, context.callback)
         self._compiled = context(own)
         call_beside_traces(self._compiled)
@@ -162,6 +173,19 @@ class CapturedCode:
     def _without_hooks(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         with under_dispatch_modes():
             return self._compiled(module, *args, **kwargs)
+
+
+def is_off() -> bool:
+    """Whether Dynamo is told to capture nothing: by a setting, or a variable of the environment."""
+    return dynamo_config.disable or not hasattr(_context(_capture_nothing), "callback")
+
+
+def _context(compile_graph: GraphCompiler) -> Any:
+    return torch._dynamo.optimize(backend=compile_graph)
+
+
+def _capture_nothing(graph: fx.GraphModule, example_inputs: list[Any]) -> Run:
+    return graph.forward
 
 
 def with_own_code(function: Any, name: str) -> types.FunctionType:
