@@ -147,6 +147,11 @@ class Policy:
         return replace(self, dtype=dtypes.pop()) if dtypes else self
 
     @property
+    def names_parts(self) -> bool:
+        """Whether it says of parts of a model what they are to run in, as autocast would not."""
+        return bool(self.keep_float32 or self.overrides)
+
+    @property
     def keeps_weights(self) -> bool:
         """Whether low-precision weights are kept until a change is seen."""
         return self.refresh_weights == ON_CHANGE

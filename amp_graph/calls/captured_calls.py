@@ -51,16 +51,16 @@ class Before(NamedTuple):
     """What a call found as it began.
 
     charged, settings: how many calls were, see `Frames`, and with what captures were made.
+    runs: how many graphs had run in this thread.
     watch, hooks: what looks at it and, if anything does, how many hooks the model had.
-    has_run: whether a graph has run in it since.
     kept: the model as it was, if it is the first.
     """
 
     charged: int
     settings: Mapping[str, Any]
+    runs: int
     watch: Outside | None = None
     hooks: int = 0
-    has_run: bool = False
     kept: Kept | None = None
 
 
@@ -121,12 +121,12 @@ class CapturedCalls:
             torch.set_grad_enabled(records)  # as it was before what had been captured already
             if kept is not None:
                 kept.put_back()
-            before = Before(charged, settings, has_run=self._graphs.own.runs != runs, kept=kept)
+            before = Before(charged, settings, runs, kept=kept)
             result = self._run_uncaptured(uncaptured, before, args, kwargs)
         has_captured = self._frames.own.begun != frames
         is_counted = self._frames.unpaid or self._frames.failed
         if has_captured or is_counted or self._is_new or watch is not None:
-            self._look_back(Before(charged, settings, watch, hooks), has_captured)
+            self._look_back(Before(charged, settings, runs, watch, hooks), has_captured)
         return result
 
     def _choose(self) -> None:
@@ -155,6 +155,7 @@ class CapturedCalls:
             self._tell()
         self._frames.end_call(has_captured, before.charged)
         if not has_captured:
+            self._stop_if_too_many(self._graphs.own.runs - before.runs)
             return
         if self._is_watched:
             self._watch = Outside(self._lists)
@@ -182,8 +183,7 @@ class CapturedCalls:
         """Run the code between graphs under autocast if it did what belongs in low precision; the
         first graph without, if it is in front of that: what Dynamo records under autocast may ask
         for a low precision, as `x.to(y.dtype)`, which the model does not."""
-        says_what_stays_float32 = self._policy.keep_float32 or self._policy.overrides
-        if not watch.found or not self._is_watched or says_what_stays_float32:
+        if not watch.found or not self._is_watched or self._policy.names_parts:
             return
         self._is_watched = False
         found = ", ".join(sorted(watch.found))
@@ -201,20 +201,14 @@ class CapturedCalls:
             self._chosen.around = partial(around, index=index, begin_at=begin_at)
             self._chosen.is_stale = True
 
-    def _stop_if_too_many(self) -> None:
+    def _stop_if_too_many(self, runs: int = 0) -> None:
         """Capture no more, if something of Python is another at call after call, a list that grows,
-        say, or the layers that are chosen: the model's own code is faster than capturing it."""
-        if self._runs_own is not None or not self._frames.are_too_many():
-            return
-        if self._frames.only_fail():
-            reason, advice = "one call after another raised as it was captured", ""
-        else:
-            reason = "it was captured anew again and again"
-            advice = ". TORCH_LOGS=recompiles tells what changes in it at each call"
-            if self._frames.changed:
-                advice += f"; before the last it was {self._frames.changed}"
-        self._run_own_code(reason, "is no longer captured", advice)
-        self._chosen.is_stale = True
+        say, or the layers that are chosen, or so many small graphs ran in a call: the model's own
+        code is faster than capturing it, or entering them."""
+        why = self._frames.why_too_many() or self._graphs.why_too_small(runs)
+        if why is not None and self._runs_own is None:
+            self._run_own_code(why[0], "is no longer captured", why[1])
+            self._chosen.is_stale = True
 
     def _run_own_code(self, reason: str, what: str, advice: str = "") -> None:
         """From now on."""
@@ -235,7 +229,8 @@ class CapturedCalls:
             self._begin_again()
             return self.own_code.run()(*args, **kwargs)
         is_other = is_of_capture(error) and not isinstance(error, CAPTURED_TOO_OFTEN)
-        may_help = depends_on_data(error) or (is_other and not before.has_run)
+        has_run = self._graphs.own.runs != before.runs
+        may_help = depends_on_data(error) or (is_other and not has_run)
         untried = self._untried_settings() if may_help else None
         in_force = self._chosen.in_force()
         if may_help and self._chosen.capture_with(untried, before.settings):

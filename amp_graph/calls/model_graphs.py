@@ -19,8 +19,13 @@ from amp_graph.capture.hooks import Hooks, calls_others
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.capture.own_regions import is_in_none
 from amp_graph.errors import warn
+from amp_graph.ir import Plan
 from amp_graph.modules import Entry, Run, autocast_devices, path_by_id, without_autocast
 from amp_graph.policy import one_for_all
+
+# Graphs in a call, and operators in a graph: so many of fewer take longer than under autocast
+# (scripts/call_overhead.py --calls 20).
+MANY, FEW = 16, 8
 
 
 class Graph(NamedTuple):
@@ -83,6 +88,17 @@ class ModelGraphs:
     def settings(self) -> Mapping[str, Any]:
         return self.hooks.settings()
 
+    def why_too_small(self, runs: int) -> tuple[str, str] | None:
+        """Why graphs are not worth entering, in a call in which so many ran, and what may help."""
+        if runs < MANY or self._compiler.policy.names_parts:
+            return None
+        counts = self._compiler.record.runs
+        total = sum(n * _operators(self._compiler.plans[i]) for i, n in counts.items())
+        if total >= FEW * counts.total():
+            return None
+        mean = total / counts.total()
+        return f"to enter {runs} graphs of {mean:.0f} operators takes longer than it saves", ""
+
     def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Graph:
         names, widened = path_by_id(self.module), widen_inputs(graph)
         inputs = [x.float() if i in widened else x for i, x in enumerate(example_inputs)]
@@ -118,6 +134,10 @@ class ModelGraphs:
             return result
 
         return counted
+
+
+def _operators(plan: Plan) -> int:
+    return sum(facts.has_precision for part in plan.parts() for facts in part.facts.values())
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -124,13 +124,16 @@ class Frames:
             set_code_exec_strategy(code, AS_EVER)
         self.own.raised.clear()
 
-    def are_too_many(self) -> bool:
-        """Whether capturing costs more than it is worth."""
-        return self.unpaid >= MAX_CAPTURES or self.only_fail()
-
-    def only_fail(self) -> bool:
-        """Whether one call after another raised."""
-        return self.failed >= MAX_CAPTURES
+    def why_too_many(self) -> tuple[str, str] | None:
+        """Why capturing costs more than it is worth, and what may help."""
+        if self.failed >= MAX_CAPTURES:
+            return "one call after another raised as it was captured", ""
+        if self.unpaid < MAX_CAPTURES:
+            return None
+        advice = ". TORCH_LOGS=recompiles tells what changes in it at each call"
+        if self.changed:
+            advice += f"; before the last it was {self.changed}"
+        return "it was captured anew again and again", advice
 
     def take_skipped(self) -> list[str]:
         """Those that were skipped since this was last asked."""
