@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from amp_graph.autopatch.script_models import Model, folded
-from amp_graph.capture.frames import any_was_captured
 from amp_graph.convert import is_converted
 from amp_graph.inspection import render
 from amp_graph.inspection.dump import dump
@@ -23,15 +22,21 @@ SUMS = ("alike", "runs", "steps_skipped", *PER_RUN)
 
 
 def write_report(
-    models: Sequence[Model], folder: Path | None, process: str = "", missed: Sequence[str] = ()
+    models: Sequence[Model],
+    folder: Path | None,
+    process: str = "",
+    missed: Sequence[str] = (),
+    compiles: bool = False,
 ) -> None:
     """Print the report; with a folder also write report.json and the annotated graphs there: a
     text for each plan and, of models that still live, all that `dump` writes. `process` names one
     of several that report: it begins each line, and its files have a folder of that name. `missed`
-    has the globs that match no module of a converted model."""
+    has the globs that match no module of a converted model. `compiles`: whether the script compiles
+    something by itself."""
     models = folded(models)
     breaks = dict.fromkeys(b for m in models if m.record for b in m.record.breaks)
-    report = {"models": [describe(m) for m in models], "graph_breaks": [*breaks]}
+    described = [describe(m) for m in models]
+    report = {"models": described, "graph_breaks": [*breaks], "script_compiles": compiles}
     begin = f"amp_graph: {process}: " if process else "amp_graph: "
     missing = (f"AMP_GRAPH_SKIP={glob} matches no module that was converted" for glob in missed)
     sys.stderr.write("".join(f"{begin}{line}\n" for line in chain(_lines(report), missing)))
@@ -97,7 +102,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     models = _alike_together(report["models"])
     told: set[str] = set()  # of breaks in code that models share
     if not any(m["converted"] for m in models):
-        whys = "; ".join(f"{_name(m)}: {m['why']}" for m in models) or _why_none_was_called()
+        whys = "; ".join(f"{_name(m)}: {m['why']}" for m in models)
+        whys = whys or _why_none_was_called(report["script_compiles"])
         yield f"NOTHING WAS CONVERTED, because {whys}"
     else:  # what was left alone was told of when it was first called
         tried = [m for m in models if "graphs" in m and not m["converted"]]
@@ -124,9 +130,9 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield from (f"  graph break at {b}" for b in report["graph_breaks"] if b not in told)
 
 
-def _why_none_was_called() -> str:
+def _why_none_was_called(compiles: bool) -> str:
     why = "no module with parameters was called in this process by nn.Module.__call__"
-    return f"{why}, and what the script compiles is left as it is" if any_was_captured() else why
+    return f"{why}, and what the script compiles is left as it is" if compiles else why
 
 
 def _alike_together(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -49,6 +49,7 @@ class Models:
     rank: this process's among those that train together, once a model was called; None if alone.
     missed: the globs of the policy that match no module of a converted model; None before there
         is one.
+    compiles: whether the script compiles something that is not one of these models.
     say: what is told of them while the script runs goes here, a line at a time.
     """
 
@@ -57,6 +58,7 @@ class Models:
         self._inherited: list[Model] = []
         self.rank: int | None = None
         self.missed: set[str] | None = None
+        self.compiles = False
         self._policy, self._verbose, self._say = policy, verbose, say
         # By identity: a module may define an equality of its own.
         self._parts = WeakIdKeyDictionary()
@@ -88,6 +90,12 @@ class Models:
             model = model_of(inner)
             model.left_alone = COMPILED
             self._keep(model, module, inner)
+            self._say(f"what the script compiles is left as it is: {COMPILED}")
+
+    def on_compiling(self) -> None:
+        """The script compiles something, perhaps models that it calls there."""
+        if not any(model.left_alone == COMPILED for model in self.seen):
+            self.compiles = True
             self._say(f"what the script compiles is left as it is: {COMPILED}")
 
     def _outermost_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -29,6 +29,7 @@ from amp_graph.autopatch.exit_report import write_report
 from amp_graph.autopatch.first_call import Models
 from amp_graph.autopatch.loaded_states import scales_are_loaded
 from amp_graph.autopatch.script_models import Model
+from amp_graph.capture.captures import other_captures_heard
 from amp_graph.errors import AmpGraphError, PolicyError, did_you_mean, in_words, telling
 from amp_graph.ir import COLORS, LEVELS
 from amp_graph.policy import COMPILERS, EMULATION, REFRESH, Policy
@@ -145,6 +146,7 @@ class Installation:
         self._undone = contextlib.ExitStack()
         self._undone.enter_context(telling(self._say))
         self._undone.enter_context(scales_are_loaded())
+        self._undone.enter_context(other_captures_heard(self.models.on_compiling))
         self._patch = _EveryCall(self.models)
         setattr(nn.Module, SLOT, self._patch)
 
@@ -174,7 +176,8 @@ class Installation:
         self._has_reported = True
         try:
             missed = sorted(self.models.missed or ())
-            write_report(models, self._dump, self._name() if is_child else "", missed)
+            name = self._name() if is_child else ""
+            write_report(models, self._dump, name, missed, self.models.compiles)
         except Exception as error:
             print(f"amp_graph: no report ({in_words(error)})", file=sys.stderr)
 

@@ -5,6 +5,11 @@
 
 Dynamo's guards say what a model has to be like, not which one it is. So one that is new is called
 by what was captured of others first: capturing takes seconds, in which a small one may be trained.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+
+    torch._dynamo.callback.on_compile_start, callback_handler, CallbackArgs, CallbackTrigger
+                                                                 when Dynamo begins
 """
 
 from __future__ import annotations
@@ -20,6 +25,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx, nn
+from torch._dynamo.callback import (
+    CallbackArgs,
+    CallbackTrigger,
+    callback_handler,
+    on_compile_start,
+)
 
 from amp_graph.capture import own_regions
 from amp_graph.capture.dynamo import SETTINGS, CapturedCode, settings
@@ -86,6 +97,22 @@ def captured_module_id() -> int:
 def in_a_call() -> bool:
     """Whether this thread is inside of a call by what was captured here."""
     return _now.caller is not None
+
+
+@contextlib.contextmanager
+def other_captures_heard(hear: Callable[[], None]) -> Iterator[None]:
+    """Within, `hear` is called when Dynamo begins to capture for somebody else."""
+
+    def begin(args: CallbackArgs) -> None:
+        if args.callback_trigger is CallbackTrigger.DYNAMO and not in_a_call():
+            hear()
+
+    on_compile_start(begin)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # `torch._dynamo.reset` forgets it
+            callback_handler.remove_start_callback(begin)
 
 
 class GuardsFail(Exception):

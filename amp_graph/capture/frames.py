@@ -152,11 +152,6 @@ def _failed_guard() -> str:
     return f"`{guard}` ({line.rpartition('/')[2]})" if line else f"`{guard}`"
 
 
-def any_was_captured() -> bool:
-    """Whether Dynamo was at work at all, for whomever."""
-    return bool(counters["frames"]["total"])
-
-
 def skipped_before(model: nn.Module) -> list[str]:
     """Why Dynamo lets the `forward` of some of a model's modules be: where it met their class in
     another model, it does not say so again."""
