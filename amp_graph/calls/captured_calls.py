@@ -193,9 +193,11 @@ class CapturedCalls:
             where = "; ".join(self._frames.skipped) or self._frames.said
             reason = f"nothing is captured ({found}): {where or 'Dynamo does not say why'}"
         index = self.own_code.stand_in(reason, watch.met_sparse)
+        plan = self._record.plans[index]
         if not self._has_run():
-            warn(f"{self.own_code.name} {self._record.plans[index].otherwise}")
-        if self._record.plans[index].autocast:
+            since = ", from its next call on," if plan.autocast else ""
+            warn(f"{self.own_code.name}{since} {plan.otherwise}")
+        if plan.autocast:
             begin_at = None if watch.in_front else self._graphs.behind_first
             around = weak_method(self._autocast_around)
             self._chosen.around = partial(around, index=index, begin_at=begin_at)
