@@ -6,6 +6,7 @@ import pytest
 import torch
 from nets import low_share
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import cached_backends
 from two_layers import Packed
 
 import amp_graph
@@ -123,6 +124,17 @@ def test_of_those_that_raise_some_may_be_many() -> None:
         model(GOOD)
     (plan,) = amp_graph.plans(model)
     assert plan.fallback is None
+
+
+def test_nothing_is_kept_of_those_that_raise() -> None:
+    model = amp_graph.convert(Net(), policy="bfloat16")
+    kept = []
+    for _ in range(8):
+        with pytest.raises(RuntimeError):
+            model(WRONG)
+        model(GOOD)
+        kept.append(len(cached_backends))
+    assert kept[-1] <= kept[3]
 
 
 def test_a_model_whose_calls_all_raise_is_no_longer_captured() -> None:

@@ -6,7 +6,8 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     torch._dynamo.config                     the settings below
     torch._dynamo.optimize, its callback     to have the settings in force while it captures
     torch._dynamo.convert_frame              its lock, and whether an error comes from there
-    torch._C._dynamo.eval_frame.reset_code   to have Dynamo forget what it captured of a model
+    torch._C._dynamo.eval_frame.reset_code, torch._dynamo.eval_frame.cached_backends
+                                             to have Dynamo forget what it captured of a model
     torch._dynamo.disallow_in_graph, torch._VF._pad_packed_sequence
                                              what ends a graph
     torch._dynamo.exc.TorchDynamoException, FailOnRecompileLimitHit
@@ -29,6 +30,7 @@ import torch._dynamo.config as dynamo_config
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import convert_frame, disallow_in_graph
+from torch._dynamo.eval_frame import cached_backends
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -70,7 +72,8 @@ if torch.distributed.is_available():
     from torch.distributed.fsdp import FSDPModule as SHARDED
 
 _capturing = convert_frame.compile_lock  # Dynamo lets one thread at a time capture
-_abandoned: deque[types.CodeType] = deque()  # of calls that are no more
+# Of calls that are no more: the code, and the `id` of what compiled its graphs.
+_abandoned: deque[tuple[types.CodeType, int]] = deque()
 
 GraphCompiler = Callable[[fx.GraphModule, list[Any]], Run]
 Capturing = Callable[[types.CodeType], contextlib.AbstractContextManager[Attempt]]
@@ -155,7 +158,8 @@ class CapturedCode:
         context.callback = _inside_of(capturing, context.callback)
         self._compiled = context(own)
         call_beside_traces(self._compiled)
-        weakref.finalize(self, _abandoned.append, self._code).atexit = False
+        kept = self._code, id(compile_graph)
+        weakref.finalize(self, _abandoned.append, kept).atexit = False
 
     def begins_with(self, code: types.CodeType) -> bool:
         """Whether nothing of a call has run where this is to be captured."""
@@ -213,7 +217,9 @@ def _forget_abandoned() -> None:
     be in the middle of that itself, at the death of an object that it has guards for."""
     with contextlib.suppress(IndexError):
         while True:
-            reset_code(_abandoned.popleft())
+            code, backend = _abandoned.popleft()
+            reset_code(code)
+            cached_backends.pop(backend, None)
 
 
 def is_sharded(module: nn.Module) -> bool:
