@@ -39,6 +39,7 @@ from amp_graph.uncaptured import never_captured, passed_over
 
 AUTOCAST = "the script uses torch.autocast"
 COMPILED = "the script uses torch.compile"
+LEFT_COMPILED = f"what the script compiles is left as it is: {COMPILED}"
 ON_META = "its parameters are on the meta device"
 TRIALS = 3  # calls of a part in the constructor of a module
 
@@ -49,7 +50,7 @@ class Models:
     rank: this process's among those that train together, once a model was called; None if alone.
     missed: the globs of the policy that match no module of a converted model; None before there
         is one.
-    compiles: whether the script compiles something that is not one of these models.
+    compiles: whether the script compiles something by itself.
     say: what is told of them while the script runs goes here, a line at a time.
     """
 
@@ -85,18 +86,18 @@ class Models:
         which is left as it is."""
         if self.is_inside() or in_a_call() or is_compiling_here() or wants_plain_code():
             return
-        if self._is_open(module) and any(True for _ in module.parameters()):
+        if self._is_open(module) and any(p.is_floating_point() for p in module.parameters()):
             inner = unwrapped(module)
             model = model_of(inner)
             model.left_alone = COMPILED
             self._keep(model, module, inner)
-            self._say(f"what the script compiles is left as it is: {COMPILED}")
+            self._say(LEFT_COMPILED)
 
     def on_compiling(self) -> None:
         """The script compiles something, perhaps models that it calls there."""
+        self.compiles = True
         if not any(model.left_alone == COMPILED for model in self.seen):
-            self.compiles = True
-            self._say(f"what the script compiles is left as it is: {COMPILED}")
+            self._say(LEFT_COMPILED)
 
     def _outermost_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if is_rerouted(module):
