@@ -295,7 +295,6 @@ def test_breaks_are_told_of_with_their_model(start):
         "Embedding (2 alike)",
         "BreakingToo",
         "  graph break at test_exit_report.py",
-    ] + [
         "Breaking",
         "  graph break at test_exit_report.py",
     ]

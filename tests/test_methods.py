@@ -14,7 +14,7 @@ from counting import MatmulCounter
 from torch import Tensor, nn
 
 import amp_graph
-from amp_graph import AmpGraphError, Policy
+from amp_graph import Policy
 
 X = torch.linspace(-1, 1, 24).reshape(3, 8)
 METHODS = ("encode", "decode", "loss")
@@ -55,20 +55,6 @@ class Coder(nn.Module):
 
     def total(self, x: Tensor) -> Tensor:
         return x.sum() + self.decoder.bias.sum()
-
-    @staticmethod
-    def shift(x: Tensor) -> Tensor:
-        return x + 1
-
-    @property
-    def width(self) -> int:
-        return 8
-
-    def batches(self) -> Any:
-        yield X
-
-    async def later(self, x: Tensor) -> Tensor:
-        return self.decode(x)
 
 
 def converted(**given: Any) -> tuple[Coder, Coder]:
@@ -264,36 +250,6 @@ def test_a_part_is_captured_with_the_model_around_it() -> None:
     outer = amp_graph.convert(Outer(inner), policy="bfloat16")
     torch.testing.assert_close(outer(X), Outer(plain)(X), rtol=0.02, atol=0.02)
     assert len(amp_graph.plans(outer)) == 1 and not amp_graph.plans(inner)
-
-
-@pytest.mark.parametrize(
-    ("methods", "message"),
-    [
-        ("encode", r"a sequence of names, such as \('encode',\), not 'encode'"),
-        ((Coder.encode,), "a sequence of names"),
-        (("forward",), "Coder.forward is a method of every module"),
-        (("__call__",), "Coder.__call__ is a method of every module"),
-        (("encoder",), "Coder.encoder is a module; convert it by itself"),
-        (("encod",), "Coder.encod is no method. Did you mean 'encode'?"),
-        (("shift",), "Coder.shift is no method"),
-        (("width",), "Coder.width is no method"),
-        (("batches",), "Coder.batches is a generator"),
-        (("later",), "Coder.later is asynchronous"),
-    ],
-)
-def test_what_cannot_be_converted_is_refused(methods: Any, message: str) -> None:
-    model = Coder()
-    before = {**vars(model)}
-    with pytest.raises(AmpGraphError, match=message):
-        amp_graph.convert(model, methods=methods)
-    assert vars(model) == before
-
-
-def test_a_method_behind_an_attribute_is_refused() -> None:
-    model = Coder()
-    model.decode = lambda z: z
-    with pytest.raises(AmpGraphError, match=r"Coder\.decode is hidden by an attribute"):
-        amp_graph.convert(model, methods=("decode",))
 
 
 def test_a_model_that_is_converted_keeps_its_methods() -> None:

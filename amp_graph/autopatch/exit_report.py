@@ -34,8 +34,8 @@ def write_report(
     has the globs that match no module of a converted model. `compiles`: whether the script compiles
     something by itself."""
     models = folded(models)
-    breaks = dict.fromkeys(b for m in models if m.record for b in m.record.breaks)
     described = [describe(m) for m in models]
+    breaks = dict.fromkeys(b for m in described for b in m.get("graph_breaks", ()))
     report = {"models": described, "graph_breaks": [*breaks], "script_compiles": compiles}
     begin = f"amp_graph: {process}: " if process else "amp_graph: "
     missing = (f"AMP_GRAPH_SKIP={glob} matches no module that was converted" for glob in missed)

@@ -104,7 +104,7 @@ class CapturedCalls:
         frames, runs, uncaptured = self._frames.own.begun, self._graphs.own.runs, None
         charged, settings = self._frames.charged, chosen.settings
         records = torch.is_grad_enabled()
-        kept = Kept(self.own_code.module, parameters=False) if self._is_new else None
+        kept = Kept(self._entry.module, parameters=False) if self._is_new else None
         watch, self._watch = self._watch, None
         hooks = self._hooks.number() if watch is not None else 0
         try:
@@ -189,14 +189,14 @@ class CapturedCalls:
         found = ", ".join(sorted(watch.found))
         reason = f"code between graphs ({found}) is not captured"
         if not self._has_run():
-            self._frames.skipped = self._frames.skipped or skipped_before(self.own_code.module)
+            self._frames.skipped = self._frames.skipped or skipped_before(self._entry.module)
             where = "; ".join(self._frames.skipped) or self._frames.said
             reason = f"nothing is captured ({found}): {where or 'Dynamo does not say why'}"
         index = self.own_code.stand_in(reason, watch.met_sparse)
         plan = self._record.plans[index]
         if not self._has_run():
             since = ", from its next call on," if plan.autocast else ""
-            warn(f"{self.own_code.name}{since} {plan.otherwise}")
+            warn(f"{self._entry.name}{since} {plan.otherwise}")
         if plan.autocast:
             begin_at = None if watch.in_front else self._graphs.behind_first
             around = weak_method(self._autocast_around)
@@ -216,7 +216,7 @@ class CapturedCalls:
         """From now on."""
         index = self.own_code.stand_in(reason)
         self._runs_own = self.own_code.run(index)
-        warn(f"{self.own_code.name} {what} and {self._record.plans[index].otherwise}{advice}")
+        warn(f"{self._entry.name} {what} and {self._record.plans[index].otherwise}{advice}")
 
     def _run_uncaptured(self, error: Exception, before: Before, args: Any, kwargs: Any) -> Any:
         """Capture with more breaks, then each size apart. If that was tried, or is not likely to
@@ -257,7 +257,7 @@ class CapturedCalls:
             self._begin_again()
             return result
         if self._record.plans[index] is planned:  # else it was told that autocast fails
-            warn(f"{self.own_code.name} {planned.otherwise}")
+            warn(f"{self._entry.name} {planned.otherwise}")
         self._runs_own, self._chosen.is_stale, self._watch = own_code, False, None
         return result
 
@@ -285,7 +285,7 @@ class CapturedCalls:
             calls.own_code.not_under_autocast(index, reason)
 
         under = self.own_code.under_autocast(run, begin_at)
-        return or_else(under, make_other, report, self.own_code.module, self._passed_on)
+        return or_else(under, make_other, report, self._entry.module, self._passed_on)
 
 
 def _is_ours(error: BaseException, is_watched: bool, is_new: bool) -> TypeGuard[Exception]:

@@ -38,13 +38,7 @@ from amp_graph.uncaptured import never_captured
 
 
 class Entered(StandIn):
-    """Stands in front of a method that runs in mixed precision, and belongs to a conversion.
-
-    policy_id: in captures of which other models it is captured with the rest; None: of none.
-    """
-
-    policy_id: int | None
-    module_id: int
+    """Stands in front of a method that runs in mixed precision, and belongs to a conversion."""
 
     @property
     def conversion(self) -> Conversion:
@@ -54,13 +48,14 @@ class Entered(StandIn):
         # Dynamo may read these lines, for `torch.export` or to capture a model that this is in.
         if is_exporting():
             return plain_code(self.module, self.name)(*args, **kwargs)
+        ours = self.conversion
         if torch.compiler.is_dynamo_compiling() and (
-            captured_policy_id() == self.policy_id or captured_module_id() == self.module_id
+            captured_policy_id() == ours.policy_id or captured_module_id() == ours.module_id
         ):
             if torch.is_grad_enabled():
-                self.conversion.is_awaited = False
+                ours.is_awaited = False
             return plain_code(self.module, self.name)(*args, **kwargs)
-        return self.conversion.mixed_call(self.name, *args, **kwargs)
+        return ours.mixed_call(self.name, *args, **kwargs)
 
 
 class Method(Entered):
@@ -69,7 +64,6 @@ class Method(Entered):
     def __init__(self, conversion: Conversion, name: str):
         super().__init__(conversion.module)
         self.name, self._conversion = name, conversion
-        self.policy_id, self.module_id = conversion.policy_id, conversion.module_id
         self.__doc__ = self.__wrapped__.__doc__
 
     @property
@@ -92,6 +86,7 @@ class Conversion(Entered):
     model have in its stead is in `copies`.
 
     methods: others that run in mixed precision, too.
+    policy_id: in captures of which other models it is captured with the rest; None: of none.
     """
 
     name = CALL

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import nn
 
 from amp_graph.backend.record import Record
 from amp_graph.calls.or_else import or_else
@@ -26,18 +25,10 @@ class OwnCode:
         self._record = record
         self._for_copies: int | None = None  # the plan that stands for them, once there are any
 
-    @property
-    def module(self) -> nn.Module:
-        return self._entry.module
-
-    @property
-    def name(self) -> str:
-        return self._entry.name
-
     def dtype(self) -> torch.dtype:
         """Its low precision. It has no boundary at which gradients could be scaled, so where they
         have to be it is the one that does without."""
-        dtype = self._policy.dtype_for(devices_of(self.module))
+        dtype = self._policy.dtype_for(devices_of(self._entry.module))
         return torch.bfloat16 if self._policy.loss_scale_for(dtype) else dtype
 
     def stand_in(self, reason: str, met_sparse: bool = False) -> int:
@@ -45,7 +36,7 @@ class OwnCode:
         not_autocast = ""
         if met_sparse:
             not_autocast = "; it has sparse tensors, which autocast does not know"
-        elif has_backward_hooks(self.module):  # no call of ours, where an error could be mended
+        elif has_backward_hooks(self._entry.module):  # in no call of ours, that could mend an error
             not_autocast = "; hooks of modules would see gradients in low precision"
         fallback, autocast = f"{reason}{not_autocast}", not not_autocast
         return self._record.add(Plan(self.dtype(), fallback=fallback, autocast=autocast))
@@ -53,28 +44,29 @@ class OwnCode:
     def run(self, index: int | None = None) -> Run:
         """What runs it: for what is never to be captured, or for what cannot be and plan `index`
         stands for."""
-        plain = plain_code(self.module, self._entry.method)
+        module = self._entry.module
+        plain = plain_code(module, self._entry.method)
         if index is not None and not self._record.plans[index].autocast:
             return plain
         report = partial(weak_method(self.not_under_autocast), index)
-        model = None if index is None else self.module  # inside of a functorch transform it stays
+        model = None if index is None else module  # inside of a functorch transform it stays
         return or_else(self.under_autocast(plain), lambda: plain, report, model, set())
 
     def of_copy(self, own_code: Run) -> Run:
         """What runs a copy of the model that `nn.DataParallel` made, by its own code."""
         if self._for_copies is None:
             self._for_copies = self.stand_in("copied by nn.DataParallel to each GPU in each call")
-            warn(f"{self.name} {self._record.plans[self._for_copies].otherwise}")
+            warn(f"{self._entry.name} {self._record.plans[self._for_copies].otherwise}")
         if not self._record.plans[self._for_copies].autocast:
             return own_code
         report = partial(self.not_under_autocast, self._for_copies)
         return or_else(self.under_autocast(own_code), lambda: own_code, report, None, set())
 
     def under_autocast(self, run: Run, begin_at: BeginAt | None = None) -> Run:
-        return under_autocast(run, devices_of(self.module), self.dtype(), begin_at=begin_at)
+        return under_autocast(run, devices_of(self._entry.module), self.dtype(), begin_at=begin_at)
 
     def not_under_autocast(self, index: int | None, reason: str) -> None:
-        what = f"code of {self.name} that is not captured"
+        what = f"code of {self._entry.name} that is not captured"
         if index is None:
             warn(f"{what} runs in float32: autocast fails ({reason})")
         else:
