@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
+import torch
+
 from amp_graph.errors import ListError, did_you_mean
-from amp_graph.ir import LEVELS, Color, Level
+from amp_graph.ir import LEVELS, Color, Level, dtype_name
 
 T = TypeVar("T")
 
@@ -26,7 +28,7 @@ class Listing:
 
     bounded: the result is bounded whatever the input, so deny does not spread to its readers.
     storage: the kernel computes in float32 on low-precision tensors, and from this level on they
-        may be low; a level for each kind of device.
+        may be low; a level for each kind of device, or low precision.
     widens: asked for `dtype=float32`, the kernel reads low-precision tensors as well.
     promotes: operands of several dtypes may meet; a 0-dimensional one does not widen the result.
     orders: which elements come out depends on the last digits, so that what it reads is not rounded
@@ -59,9 +61,10 @@ class Listing:
     metadata_args: tuple[str, ...] = ()
     position_args: tuple[str, ...] = ()
 
-    def storage_on(self, device_type: str) -> Level | None:
-        """From which level on the operator's tensors may be low on such a device."""
-        return _on(device_type, self.storage)
+    def storage_on(self, device_type: str, dtype: torch.dtype) -> Level | None:
+        """From which level on the operator's tensors may be in that low precision on such a
+        device."""
+        return self.storage.get(dtype_name(dtype)) or _on(device_type, self.storage)
 
     def computes_on(self, argument: str, device_type: str) -> bool:
         """Whether the operator's arithmetic takes this argument in the precision it runs in."""

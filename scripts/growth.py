@@ -153,7 +153,7 @@ def timed_stages(module: fx.GraphModule, policy: Policy) -> Iterator[float]:
             gc.enable()
         return result, min(seconds)
 
-    facts, seconds = timed(annotate, module, lists)
+    facts, seconds = timed(annotate, module, lists, dtype)
     flow, more = timed(flow_graph, facts)
     yield seconds + more
     paints, seconds = timed(paint, facts, flow, lists, policy, dtype)

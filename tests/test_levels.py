@@ -39,6 +39,22 @@ def test_softmax_and_norms_keep_low_tensors_from_balanced_on():
     assert narrowed(lambda x, w: (x @ w).exp() @ w, X, W) == [False, False, False]
 
 
+def test_upsampling_does_so_where_its_kernel_adds_up_gradients_in_float32():
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return resized((x @ w)[None, None], 2, "bilinear") @ w.repeat(2, 1)
+
+    assert narrowed(function, X, W) == [False, True, True]
+    assert narrowed(function, X.to("meta"), W.to("meta")) == [False, False, False]
+
+
+def test_powers_do_so_where_the_low_precision_has_their_range():
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).pow(3) @ w
+
+    assert narrowed(function, X, W) == [False, True, True]
+    assert narrowed(function, X, W, dtype="float16") == [False, False, False]
+
+
 def test_layer_norm_does_so_where_its_kernel_adds_up_in_float32():
     def function(x: Tensor, w: Tensor) -> Tensor:
         return F.layer_norm(x @ w, (8,)) @ w
@@ -89,6 +105,10 @@ def gradient_errors(
     return [float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True)]
 
 
+def resized(x: Tensor, times: float, mode: str) -> Tensor:
+    return F.interpolate(x, scale_factor=times, mode=mode)
+
+
 ROWS = (4096, 64)
 KERNELS = {
     "aten.layer_norm": (lambda x, w, b: F.layer_norm(x, (64,), w, b), ROWS, (64,), (64,)),
@@ -98,6 +118,11 @@ KERNELS = {
     "aten._safe_softmax": (lambda x: torch.ops.aten._safe_softmax(x, -1), ROWS),
     "aten.var": (lambda x: x.var(0), ROWS),
     "aten.std": (lambda x: x.std(0), ROWS),
+    "aten.upsample_linear1d": (lambda x: resized(x, 16, "linear"), (4, 8, 64)),
+    "aten.upsample_bilinear2d": (lambda x: resized(x, 2, "bilinear"), (2, 8, 32, 32)),
+    "aten.upsample_trilinear3d": (lambda x: resized(x, 4, "trilinear"), (2, 4, 8, 8, 8)),
+    "aten.square": (lambda x: x.square(), ROWS),
+    "aten.pow.Tensor_Scalar": (lambda x: x.pow(3), ROWS),
 }
 
 
@@ -106,7 +131,7 @@ def test_kernels_on_cpu_round_once_and_no_more(op):
     """One rounding to bfloat16 is an error of 0.17 %; a sum in bfloat16 one of percents."""
     function, *shapes = KERNELS[op]
     is_accurate = max(gradient_errors(op, function, *shapes)) < 4e-3
-    level = load_lists().entries[op].storage_on("cpu")
+    level = load_lists().entries[op].storage_on("cpu", torch.bfloat16)
     assert is_accurate is (op != "aten.layer_norm")  # if that changes, it may be "balanced" too
     assert is_accurate or level is Level.MAX
 
@@ -114,7 +139,7 @@ def test_kernels_on_cpu_round_once_and_no_more(op):
 def test_every_operator_that_may_be_low_at_the_default_level_was_measured():
     aliases = {"native_layer_norm", "native_group_norm", "_fused_rms_norm", "_softmax"}
     aliases |= {"special_softmax", "native_batch_norm", "batch_norm"}
-    listed = {n for n, e in load_lists().entries.items() if e.storage_on("cpu") is Level.BALANCED}
+    listed = {n for n, e in load_lists().entries.items() if e.storage_on("cpu", torch.bfloat16) is Level.BALANCED}
     assert listed - {f"aten.{a}" for a in aliases} <= KERNELS.keys()
 
 

@@ -182,7 +182,7 @@ def test_missing_kernels_are_per_device_and_dtype(lists):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_low_storage_loses_no_math_precision(lists, dtype):
-    assert lists.lookup(ATEN.batch_norm.default).storage_on("cpu") is Level.SAFE
+    assert lists.lookup(ATEN.batch_norm.default).storage_on("cpu", torch.bfloat16) is Level.SAFE
     x, scale, mean = torch.randn(8, 3, 5).to(dtype) * 3, torch.rand(3), torch.zeros(3)
     low, high = (
         ATEN.batch_norm(x.to(d), scale, None, mean.clone(), mean + 1, True, 0.1, 1e-5, False)

@@ -43,7 +43,7 @@ def rewrite(
         with torch.set_grad_enabled(node in recorded):
             for name, body in bodies_of(captured, node).items():
                 bodies[name] = rewrite_body(body, policy, lists, pins and pins.bodies.get(name))
-    facts = annotate(captured, lists)
+    facts = annotate(captured, lists, dtype)
     flow = flow_graph(facts)
     new_bodies = {name: body for name, (body, _) in bodies.items()}
     body_plans = {name: plan for name, (_, plan) in bodies.items()}
@@ -80,8 +80,8 @@ def split_where_wide(captured: fx.GraphModule, policy: Policy, lists: OpLists) -
             set_attribute(captured, name, body)
     if not may_split(captured):
         return captured
-    facts = annotate(captured, lists)
     dtype = policy.dtype_for(device_types(captured))
+    facts = annotate(captured, lists, dtype)
     return split_attention(captured, paint(facts, flow_graph(facts), lists, policy, dtype))
 
 
@@ -118,7 +118,7 @@ def outline(captured: fx.GraphModule, policy: Policy, lists: OpLists) -> Plan:
     cannot be annotated has an empty one; `rewrite` will say why."""
     dtype = policy.dtype_for(device_types(captured))
     try:
-        facts = annotate(captured, lists)
+        facts = annotate(captured, lists, dtype)
         bodies = {
             name: outline(body, policy, lists)
             for node in captured.graph.nodes

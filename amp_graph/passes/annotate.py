@@ -47,17 +47,21 @@ INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 CONVERSION_OPS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as"})
 
 
-def annotate(module: fx.GraphModule, lists: OpLists) -> dict[str, NodeFacts]:
-    """Return the facts of every node, in graph order. `module` must be an ATen graph."""
+def annotate(module: fx.GraphModule, lists: OpLists, dtype: torch.dtype) -> dict[str, NodeFacts]:
+    """Return the facts of every node, in graph order. `module` must be an ATen graph, of which
+    operators may run in `dtype`."""
     memory = _Memory(module)
     facts: dict[str, NodeFacts] = {}
     inside = in_regions(module)
     for node in module.graph.nodes:
-        facts[node.name] = _facts(node, lists, memory, OWN_AUTOCAST if node in inside else "")
+        region = OWN_AUTOCAST if node in inside else ""
+        facts[node.name] = _facts(node, lists, dtype, memory, region)
     return facts
 
 
-def _facts(node: fx.Node, lists: OpLists, memory: _Memory, region: str) -> NodeFacts:
+def _facts(
+    node: fx.Node, lists: OpLists, dtype: torch.dtype, memory: _Memory, region: str
+) -> NodeFacts:
     listing = lists.lookup(node.target) if is_operator(node) else None
     if node.target in (operator.getitem, DATA):
         color: Color | None = Color.CLEAR
@@ -71,7 +75,7 @@ def _facts(node: fx.Node, lists: OpLists, memory: _Memory, region: str) -> NodeF
         color=color,
         group=listing.group if listing else "",
         bounded=bool(listing and listing.bounded),
-        storage=listing.storage_on(device_of(node)) if listing else None,
+        storage=listing.storage_on(device_of(node), dtype) if listing else None,
         promotes=bool(listing and listing.promotes),
         orders=bool(listing and listing.orders),
         saturates=bool(listing and listing.saturates),
