@@ -96,6 +96,7 @@ def wide_values(
     colors: Sequence[Color | None],
     narrowed: Container[int],
     streams: Narrowing | None,
+    masked: Mapping[int, Container[int]],
 ) -> tuple[set[int], dict[int, int | None]]:
     """The nodes whose values still hold full float32; and the infer nodes that may not be low, each
     with the wide operand that promotes it, or None if nothing low reaches it at all.
@@ -105,18 +106,19 @@ def wide_values(
     where they were, and what follows of it goes on to be. A 0-dimensional tensor takes no part in
     promotion, nor does one without elements, or a weight of a `narrowed` node, whose kernel
     computes in float32 anyway. Zeros and ones that low values are joined with, as padding, add no
-    digits to them; a sum that begins with zeros is wide.
+    digits to them; a sum that begins with zeros is wide. Nor do masks to the scores that are
+    `masked` with them.
     """
     wide: set[int] = set()
     not_low: dict[int, int | None] = {}
     carried: list[int] = []
     for n, f in enumerate(facts):
-        reads_weights = n not in narrowed
+        reads_weights, masks = n not in narrowed, masked.get(n, ())
         moves = colors[n] is Color.CLEAR
         reached, wide_operand = False, None
         for operand in flow.predecessors(n):
             bits = carried[operand]
-            if reads_weights or not bits & WEIGHT:
+            if (reads_weights or not bits & WEIGHT) and operand not in masks:
                 reached = reached or bool(bits & LOW)
                 if wide_operand is None and bits & WIDE and not (moves and bits & EXACT):
                     wide_operand = operand

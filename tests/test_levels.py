@@ -139,7 +139,11 @@ def test_kernels_on_cpu_round_once_and_no_more(op):
 def test_every_operator_that_may_be_low_at_the_default_level_was_measured():
     aliases = {"native_layer_norm", "native_group_norm", "_fused_rms_norm", "_softmax"}
     aliases |= {"special_softmax", "native_batch_norm", "batch_norm"}
-    listed = {n for n, e in load_lists().entries.items() if e.storage_on("cpu", torch.bfloat16) is Level.BALANCED}
+    listed = {
+        n
+        for n, e in load_lists().entries.items()
+        if e.storage_on("cpu", torch.bfloat16) is Level.BALANCED
+    }
     assert listed - {f"aten.{a}" for a in aliases} <= KERNELS.keys()
 
 

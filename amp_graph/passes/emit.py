@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_graph.capture.aten import (
     CAST,
@@ -39,6 +39,7 @@ from amp_graph.capture.fake import CannotReplay, replay, replaying
 from amp_graph.flow import takes_either, widened_for_others
 from amp_graph.ir import Cast, Color, NodeFacts, Paint
 from amp_graph.oplists import OpLists
+from amp_graph.passes.masks import is_beyond, saturated
 from amp_graph.passes.written_casts import WrittenCasts
 
 
@@ -160,6 +161,8 @@ class _Emitter:
             return give(arg, precision if lowered else value.dtype)
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), operand)
+        if any(is_beyond(x, precision) for x in self.facts[node.name].scalars):
+            args, kwargs = tree_map(lambda x: saturated(x, precision), (args, kwargs))
         return self.ask_for(precision, node, args, kwargs)
 
     def replay_and_append(

@@ -89,8 +89,8 @@ def user_casts(scene: Scene, n: int) -> Paint | None:
 
 def unrepresentable_numbers(scene: Scene, n: int) -> Paint | None:
     """A constant that overflows or vanishes in low precision (a mask value, an epsilon); one in a
-    tensor that vanishes."""
-    if scene.colors[n] not in FREE:
+    tensor that vanishes. What scores are filled with may saturate."""
+    if scene.colors[n] not in FREE or n in scene.filled:
         return None
     info = torch.finfo(scene.dtype)
     in_tensors = (scene.vanishing.get(p, 0.0) for p in scene.flow.predecessors(n))

@@ -85,8 +85,8 @@ def one_by_one(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
 
 def deny_spreads(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
     """Deny walks downstream through infer, and through clear that leads to infer; an allow
-    operator, one on no list, or one whose result is bounded stops it. At level max it stays where
-    it is."""
+    operator, one on no list, or one whose result is bounded stops it, and it does not come with a
+    mask. At level max it stays where it is."""
     if scene.level is Level.MAX:
         return {}
     unsafe: dict[int, str] = {}  # node -> the denied ancestor
@@ -97,7 +97,9 @@ def deny_spreads(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
             if _spreads(f, painted[n]):
                 unsafe[n] = f.name
             continue
-        ancestor = next((unsafe[p] for p in scene.flow.predecessors(n) if p in unsafe), None)
+        masks = scene.masked.get(n, ())
+        operands = (p for p in scene.flow.predecessors(n) if p not in masks)
+        ancestor = next((unsafe[p] for p in operands if p in unsafe), None)
         if ancestor is None:
             continue
         if not f.bounded:
@@ -142,7 +144,8 @@ def _wide(scene: Scene, painted: Mapping[int, Paint]) -> tuple[set[int], dict[in
     if scene.level is Level.MAX:
         raw = raw_values(scene.facts, scene.flow, colors, scene.narrowed)
         return raw, {n: None for n in raw if colors[n] is Color.INFER}
-    return wide_values(scene.facts, scene.flow, colors, scene.narrowed, scene.streams)
+    streams, masked = scene.streams, scene.masked
+    return wide_values(scene.facts, scene.flow, colors, scene.narrowed, streams, masked)
 
 
 def read_by_many(scene: Scene, painted: Mapping[int, Paint]) -> Paints:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +13,7 @@ import torch
 from amp_graph.flow import Narrowing, raw_values, returned, vanishing_constants
 from amp_graph.ir import Color, Level, NodeFacts, Paint
 from amp_graph.oplists import OpLists
+from amp_graph.passes.masks import filled_scores, masked_scores, masks_in
 from amp_graph.passes.readers import (
     begin_streams,
     displaced,
@@ -133,6 +134,21 @@ class Scene:
         if not self.narrows_streams:
             return None
         return Narrowing(self.raw, self.digits, begin_streams(self))
+
+    @cached_property
+    def masked(self) -> Mapping[int, Set[int]]:
+        """The sums of scores and masks that may be low as the scores are, with their masks."""
+        if self.level is Level.SAFE:
+            return {}
+        masks = masks_in(self.facts, self.flow, self._by_name, self.dtype)
+        return masked_scores(self.facts, self.flow, masks, self.digits) if masks else {}
+
+    @cached_property
+    def filled(self) -> Set[int]:
+        """The scores that are low in places, and a number beyond the low precision in others."""
+        if self.level is Level.SAFE or self.dtype is not torch.bfloat16:
+            return frozenset()
+        return filled_scores(self.facts, self.dtype, self.digits)
 
     @cached_property
     def vanishing(self) -> Mapping[int, float]:

@@ -27,6 +27,7 @@ from amp_graph.capture.grad_modes import recorded_nodes
 from amp_graph.errors import VerifyError
 from amp_graph.flow import takes_either
 from amp_graph.ir import Cast, Color, NodeFacts, Plan
+from amp_graph.passes.masks import saturated
 
 ADDED = (CAST, CLAMP, SET_GRAD_ENABLED)  # what emit writes besides the captured nodes
 
@@ -103,17 +104,18 @@ def every_node_is_emitted(of: Emission) -> Iterator[str]:
 
 def operands_are_the_captured_ones(of: Emission) -> Iterator[str]:
     """Every operator gets the values it got when captured, as they are or cast, and the same
-    numbers and flags, a dtype apart."""
-    for old, new, _, _ in of.pairs:
-        theirs, now = _spelled(old, of), _spelled(new, of)
+    numbers and flags, a dtype and what saturates apart."""
+    for old, new, _, is_low in of.pairs:
+        precision = of.plan.dtype if is_low else torch.float32
+        theirs, now = _spelled(old, of, precision), _spelled(new, of, precision)
         if theirs != now:
             yield f"'{old.name}' got {theirs} and gets {now}"
 
 
-def _spelled(node: fx.Node, of: Emission) -> list[str]:
+def _spelled(node: fx.Node, of: Emission, precision: torch.dtype) -> list[str]:
     kwargs = {k: v for k, v in node.kwargs.items() if k != "dtype"}
     return [
-        of.origin(arg).name if isinstance(arg, fx.Node) else repr(arg)
+        of.origin(arg).name if isinstance(arg, fx.Node) else repr(saturated(arg, precision))
         for arg in tree_leaves((node.args, kwargs))
         if not isinstance(arg, torch.dtype)
     ]
