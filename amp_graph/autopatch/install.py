@@ -16,7 +16,7 @@ import fnmatch
 import multiprocessing
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
@@ -33,6 +33,7 @@ from amp_graph.capture.captures import other_captures_heard
 from amp_graph.errors import AmpGraphError, PolicyError, did_you_mean, in_words, telling
 from amp_graph.ir import COLORS, LEVELS
 from amp_graph.policy import COMPILERS, EMULATION, REFRESH, Policy
+from amp_graph.training.optimizers import scales_expected
 from amp_graph.uncaptured import capturing, passed_over
 
 SLOT = "_compiled_call_impl"
@@ -139,13 +140,14 @@ class Installation:
 
     def __init__(self, settings: Settings):
         self.models = Models(settings.policy, settings.verbose, self._say)
-        self._dump, self._process = settings.dump, os.getpid()
+        self._policy, self._dump, self._process = settings.policy, settings.dump, os.getpid()
         self._has_reported = False
         self._said: set[str] = set()  # once of parts that are alike
         self._original = getattr(nn.Module, SLOT)
         self._undone = contextlib.ExitStack()
         self._undone.enter_context(telling(self._say))
         self._undone.enter_context(scales_are_loaded())
+        self._undone.enter_context(scales_expected(self._scales))
         self._undone.enter_context(other_captures_heard(self.models.on_compiling))
         self._patch = _EveryCall(self.models)
         setattr(nn.Module, SLOT, self._patch)
@@ -189,6 +191,11 @@ class Installation:
     def _name(self) -> str:
         rank = self.models.rank
         return multiprocessing.current_process().name if rank is None else f"rank {rank}"
+
+    def _scales(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether gradients of such parameters are scaled in a model that is converted."""
+        dtype = self._policy.dtype_for({p.device.type for p in parameters})
+        return self._policy.loss_scale_for(dtype) is not None
 
     def _say(self, message: str) -> None:
         if self._is_heard() and message not in self._said:

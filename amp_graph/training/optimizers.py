@@ -3,13 +3,15 @@
 They are reached through the hooks that PyTorch has for all optimizers, so it does not matter who
 made one, when, or who calls it: an optimizer is guarded from the first time that it steps a
 parameter whose gradients are scaled. That makes two things module-level here, both weak: the
-scales in use, and the guard of each optimizer.
+scales in use, and the guard of each optimizer; and what scales may come to be in use while an
+optimizer is in the middle of its step, in a closure that calls a model for the first time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +29,7 @@ from amp_graph.uncaptured import not_compiled
 
 _scales: weakref.WeakValueDictionary[int, GraphScale] = weakref.WeakValueDictionary()
 _guards: weakref.WeakKeyDictionary[Optimizer, StepGuard] = weakref.WeakKeyDictionary()
+_expected: list[Callable[[Sequence[Tensor]], bool]] = []
 
 
 def use_scale(scale: GraphScale) -> None:
@@ -37,6 +40,18 @@ def use_scale(scale: GraphScale) -> None:
         if guard.record.is_waiting and scale.own(parameters_of(optimizer)):
             scale.has_optimizer = True
             guard.record.begin_scale(optimizer, scale)
+
+
+@contextlib.contextmanager
+def scales_expected(are_for: Callable[[Sequence[Tensor]], bool]) -> Iterator[None]:
+    """Within, models may be converted in the middle of a step: by a closure, which calls them for
+    the first time. `are_for`: whether gradients of such parameters would be scaled then."""
+    hear_steps(_after_step, _before_step)
+    _expected.append(are_for)
+    try:
+        yield
+    finally:
+        _expected.remove(are_for)
 
 
 def drop_scale(scale: GraphScale) -> None:
@@ -81,7 +96,7 @@ def step_counts(optimizer: Optimizer) -> StepCounts:
 def _guard_of(optimizer: Optimizer) -> StepGuard:
     guard = _guards.get(optimizer)
     if guard is None:
-        guard = _guards[optimizer] = StepGuard(optimizer, _in_use)
+        guard = _guards[optimizer] = StepGuard(optimizer, _in_use, _closure_may_scale)
     return guard
 
 
@@ -89,12 +104,18 @@ def _in_use() -> list[GraphScale]:
     return [scale for ref in _scales.valuerefs() if (scale := ref()) is not None]
 
 
-def _concerns_a_scale(optimizer: Optimizer, has_closure: bool) -> bool:
-    """Whether gradients may be made under a scale that this step uses. What a closure will call is
-    not known."""
+def _closure_may_scale(optimizer: Optimizer) -> bool:
+    """Whether gradients that a closure makes may be made under a scale. What it will call is not
+    known."""
+    if any(scale.is_on() for scale in _in_use()):
+        return True
+    parameters = parameters_of(optimizer) if _expected else ()
+    return any(are_for(parameters) for are_for in _expected)
+
+
+def _concerns_a_scale(optimizer: Optimizer) -> bool:
+    """Whether gradients are made under a scale that this step uses."""
     parameters = parameters_of(optimizer)
-    if has_closure:
-        return any(scale.is_on() for scale in _in_use())
     return any(scale.may_have_spilled(optimizer) or scale.own(parameters) for scale in _in_use())
 
 
@@ -110,11 +131,12 @@ def overflowed_by_hand(parameters: Sequence[Tensor], scale: GraphScale | None, b
 
 @not_compiled
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    if not _scales:
+    if not (_scales or _expected):
         return None
     guard = _guards.get(optimizer)
     if guard is None:
-        if not _concerns_a_scale(optimizer, closure_of(args[1:], kwargs) is not None):
+        has_closure = closure_of(args[1:], kwargs) is not None
+        if not (_closure_may_scale if has_closure else _concerns_a_scale)(optimizer):
             return None
         guard = _guard_of(optimizer)
     return None if guard.is_stepping else guard.before_unguarded_step(optimizer, args, kwargs)

@@ -48,15 +48,21 @@ class StepGuard:
     """Stands in front of one optimizer's `step`. It holds no reference to the optimizer.
 
     in_use: returns the scales in use.
+    closure_may_scale: whether what a closure does may be done under one, in use or not.
     """
 
-    def __init__(self, optimizer: Optimizer, in_use: InUse):
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        in_use: InUse,
+        closure_may_scale: Callable[[Optimizer], bool],
+    ):
         self.attached: list[weakref.ref[GraphScale]] = []
         # That it was given to; if there are any, step() returns whether it stepped.
         self.conversions: weakref.WeakSet[Any] = weakref.WeakSet()
         self.is_stepping = False
         self.record = StepRecord(optimizer, weak_method(self.scales))
-        self._in_use = in_use
+        self._in_use, self._closure_may_scale = in_use, closure_may_scale
         self._calls_closure_again = True  # until it is seen not to
         self._unguarded = 0  # how deep in steps that did not come through here
         self._undo: Copies | None = None  # of such a step
@@ -112,7 +118,7 @@ class StepGuard:
     def _step_with_closure(
         self, optimizer: Optimizer, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        if not any(scale.is_on() for scale in self._in_use()):
+        if not self._closure_may_scale(optimizer):
             return original(*args, **kwargs)
         guarded, args, kwargs = self._guarded(optimizer, args, kwargs)
         if guarded.overflowed:
