@@ -95,7 +95,8 @@ def convert(
             f"its methods"
         )
     else:
-        if not _calls_modules_way(type(inner)):
+        is_called = _calls_modules_way(type(inner))
+        if not is_called:
             warn(
                 f"{type(inner).__name__} has a __call__ of its own that does not seem to go on to "
                 f"nn.Module's; if so, it is not converted: convert the modules that it calls"
@@ -108,6 +109,8 @@ def convert(
             )
         saved = None if plan is None else as_plans(plan)
         _convert(inner, policy, saved, example_inputs, tuple(dict.fromkeys(methods)))
+        if not is_called:
+            conversion_of(inner).is_awaited = False  # it was told of
     for each in optimizers:
         conversion_of(inner).attach(each)
     return model if optimizer is None else (model, optimizer)

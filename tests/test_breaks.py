@@ -271,3 +271,31 @@ def test_a_graph_left_to_autocast_runs(dtype: str, around: type, ends_in: str) -
     (plan,) = amp_graph.plans(model)
     assert plan.autocast == (ends_in == "einsum")
     assert ("autocast fails (RuntimeError" in plan.fallback) == (ends_in == "lerp")
+
+
+class Checks(nn.Module):
+    """Breaks in a loop, after which Dynamo cannot go on in the frames around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def checked(self, x: Tensor) -> Tensor:
+        if not torch.isfinite(x).all():
+            x = x.clamp(-1, 1)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            for layer in self.layers:
+                x = self.checked(layer(x))
+        finally:
+            self.calls = 1
+        return x
+
+
+def test_one_break_is_told_once_and_not_of_each_frame_around_it() -> None:
+    model = amp_graph.convert(Checks())
+    model(torch.randn(4, 8)).sum().backward()
+    (found,) = amp_graph.explain(model).data.breaks
+    assert "if not torch.isfinite(x).all(): Python branches" in found

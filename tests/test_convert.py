@@ -260,7 +260,12 @@ def test_a_call_that_passes_a_conversion_by_is_noticed(recwarn: pytest.WarningsR
         model(torch.randn(2, 8))
         assert amp_graph.plans(model) and not recwarn
     with pytest.warns(ConversionWarning, match="CallsForward has a __call__ of its own"):
-        amp_graph.convert(CallsForward(4, 4))
+        model = amp_graph.convert(CallsForward(4, 4))
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(3):  # nor is it said that nobody calls it
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+    assert not recwarn
 
 
 class Gathered(nn.Module):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_graph.autopatch.script_models import Model, folded
+from amp_graph.capture.breaks import each_once
 from amp_graph.convert import is_converted
 from amp_graph.inspection import render
 from amp_graph.inspection.dump import dump
@@ -88,7 +89,7 @@ def describe(model: Model) -> dict[str, Any]:
             why for plan in model.record.plans for why in (plan.otherwise, plan.uncompiled) if why
         ],
     }
-    described["graph_breaks"] = [*dict.fromkeys(model.record.breaks)]
+    described["graph_breaks"] = each_once(model.record.breaks)
     if not described["converted"]:
         described["why"] = why_nothing_is_low(model.record.plans)
     scales = model.scales()

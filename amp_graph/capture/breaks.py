@@ -9,9 +9,10 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ PYTHON = sysconfig.get_path("stdlib")
 PYTORCH = f"{Path(torch.__file__).parent}{os.sep}"
 HERE = f"{Path(__file__).parents[1]}{os.sep}"
 
-IN_WORDS = {  # what Dynamo has but a name for, or says of a setting that the user did not choose
+ON_NUMBERS = "Python branches on a number or a size that depends on the numbers in a tensor"
+# How what it says begins, where that is but a name or of a setting that the user did not choose.
+IN_WORDS = {
     "step_unsupported": "something in it cannot be captured, TORCH_LOGS=graph_breaks tells what",
     "Unsupported Tensor.item() call with capture_scalar_outputs=False": (
         "it takes a number out of a tensor, and what follows depends on that number"
@@ -35,12 +38,17 @@ IN_WORDS = {  # what Dynamo has but a name for, or says of a setting that the us
         "a gradient is taken there"
     ),
     "generic_jump TensorVariable()": "Python branches on the numbers in a tensor",
+    "Data-dependent branching": "Python branches on the numbers in a tensor",
+    "generic_jump SymNodeVariable()": ON_NUMBERS,
+    "Could not guard on data-dependent expression": ON_NUMBERS,
     "Skip inlining `torch.compiler.disable()`d function": (
         "it calls what is kept out of graphs by `torch.compiler.disable`, as is a part that was "
         "converted by itself under another policy"
     ),
     "Dynamic shape operator": "the size of its result depends on the numbers in a tensor",
 }
+
+OF_A_FRAME = re.compile(r"[^,]+, in \S+: ")  # "net.py:12, in forward: why"
 
 SAID_OF_DATA = (
     "PendingUnbackedSymbolNotFound",  # raised as an internal error
@@ -59,7 +67,18 @@ def break_in(graph: fx.GraphModule) -> list[str]:
 def in_other_words(said: str) -> str:
     """What Dynamo says first of something that it cannot capture, for users of another tool."""
     first = said.strip().partition("\n")[0]
-    return IN_WORDS.get(first, first)
+    return next((words for start, words in IN_WORDS.items() if first.startswith(start)), first)
+
+
+def each_once(breaks: Collection[str]) -> list[str]:
+    """Without those told before, and without the frames that Dynamo left to Python for the reason
+    for which a line in one of them, which is told, ends a graph."""
+    reasons = {told.rpartition(": ")[2] for told in breaks if not OF_A_FRAME.match(told)}
+    return [
+        told
+        for told in dict.fromkeys(breaks)
+        if not OF_A_FRAME.match(told) or told.rpartition(": ")[2] not in reasons
+    ]
 
 
 def why_not_captured(error: Exception) -> str:
@@ -98,5 +117,7 @@ def _is_users(frame: traceback.FrameSummary) -> bool:
 
 
 def _at(frames: Sequence[Any], reason: str) -> str:
-    where = [f"{place_of(f)}, {f.line}: " for f in without_modes(frames)[-1:]]
-    return f"{''.join(where)}{reason}"
+    for frame in without_modes(frames)[-1:]:
+        line = f", {frame.line.removesuffix(':')}" if frame.line else ""
+        return f"{place_of(frame)}{line}: {reason}"
+    return reason

@@ -37,6 +37,8 @@ PACKAGE = Path(__file__).parents[1]
 MAX_CAPTURES = 16  # so many calls that captured something, and are not repaid, are too many
 REPAID_BY = 4  # as many calls that captured nothing repay one that did
 RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
+# What Dynamo calls the code behind a break.
+RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
 AS_EVER = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
 _numbers = itertools.count()
 _left: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()  # and why
@@ -165,7 +167,8 @@ def _told(code: CodeType, reason: str) -> str:
     loop, say: "net.py:12, in forward: why"."""
     called = re.search(r"qualname: ([^,\n]+)", reason)
     what = f" ({called[1]})" if called else ""
-    where = f"{Path(code.co_filename).name}:{code.co_firstlineno}, in {code.co_name}"
+    name = RESUMED.sub(r"\1", code.co_name)
+    where = f"{Path(code.co_filename).name}:{code.co_firstlineno}, in {name}"
     if PACKAGE in Path(code.co_filename).parents:
         where = "the call of the model"
     return f"{where}: {in_other_words(reason)}{what}"

@@ -105,7 +105,7 @@ def report_data(model: AnnotatedModel) -> ReportData:
         modules=tuple(_modules(n for g in everything for n in g.nodes)),
         casts=tuple(casts),
         unlisted=tuple(sorted({op for g in everything for op in g.unlisted})),
-        breaks=tuple(dict.fromkeys(model.breaks)),
+        breaks=model.breaks,
         fallbacks=tuple(
             f"{g.name}: {why}" for g in everything for why in (g.fallback, g.uncompiled) if why
         ),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from amp_graph.calls.conversion import conversion_of
+from amp_graph.capture.breaks import each_once
 from amp_graph.errors import AmpGraphError
 from amp_graph.inspection.annotated import AnnotatedGraph, annotated_graph, captured_graph
 from amp_graph.ir import Plan
@@ -45,5 +46,5 @@ def annotated_model(model: nn.Module) -> AnnotatedModel:
         compiler.plans,
         tuple(before),
         tuple(after),
-        tuple(compiler.record.breaks),
+        tuple(each_once(compiler.record.breaks)),
     )

@@ -62,7 +62,7 @@ def suggestions(
     told = [_told(kind, found_here) for (kind, _), found_here in groups.items()]
     told = [s for s in told if s.bytes or s.flops]
     found += sorted(told, key=lambda s: -(s.bytes + s.flops / FLOPS_PER_BYTE))
-    found += [_break(reason) for reason in dict.fromkeys(breaks)]
+    found += [_break(reason) for reason in breaks]
     return tuple(found[:SHOWN])
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_graph.errors import in_words, warn
 from amp_graph.training.found_inf import parameters_of
 
 
@@ -16,7 +18,7 @@ class Copies:
 
     def __init__(self, optimizer: Optimizer):
         self._values = [(p, p.detach().clone(), p.grad) for p in parameters_of(optimizer)]
-        self._state = {p: copy.deepcopy(state) for p, state in optimizer.state.items()}
+        self._state = _state_of(optimizer)
         # Some count their steps in the groups; what else these hold, a module, say, is not copied.
         self._groups = [{**group} for group in optimizer.param_groups]
         held = [v for group in self._groups for v in group.values() if isinstance(v, Tensor)]
@@ -32,13 +34,28 @@ class Copies:
         for parameter, value, gradient in self._values:
             parameter.copy_(value)
             parameter.grad = gradient
-        optimizer.state.clear()
-        optimizer.state.update(self._state)
+        if self._state is not None:
+            optimizer.state.clear()
+            optimizer.state.update(self._state)
         for option, value in self._options:
             option.copy_(value)
         for group, before in zip(optimizer.param_groups, self._groups, strict=True):
             group.clear()
             group.update(before)
+
+
+def _state_of(optimizer: Optimizer) -> dict[Tensor, Any] | None:
+    """A copy; None, with a warning, if there can be none, as of tensors of a class that does not
+    take `clone` (8 bits of a number, say)."""
+    try:
+        return {p: copy.deepcopy(state) for p, state in optimizer.state.items()}
+    except Exception as error:
+        warn(
+            f"the state of {type(optimizer).__name__} cannot be copied ({in_words(error)}). If "
+            f"gradients overflow in the middle of one of its steps its parameters are put back, "
+            f"and its state is not"
+        )
+        return None
 
 
 def _zeros_of(gradient: Tensor) -> Tensor:
