@@ -97,7 +97,7 @@ class ModelGraphs:
         if total >= FEW * counts.total():
             return None
         mean = total / counts.total()
-        return f"to enter {runs} graphs of {mean:.0f} operators takes longer than it saves", ""
+        return f"to enter {runs} graphs of {mean:.1f} operators each takes longer than it saves", ""
 
     def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Graph:
         names, widened = path_by_id(self.module), widen_inputs(graph)

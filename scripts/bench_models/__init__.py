@@ -18,6 +18,7 @@ WORKLOADS: dict[str, Factory] = {
     "gpt compute-bound": sequences.gpt_compute_bound,
     "gpt launch-bound": sequences.gpt_launch_bound,
     "gpt explicit attention": sequences.gpt_explicit_attention,
+    "gpt spelled out": sequences.gpt_spelled_out,
     "bert": sequences.bert,
     "resnet": vision.resnet,
     "resnext": vision.resnext,

@@ -10,11 +10,11 @@ from bench_models.workload import Workload
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block; `explicit` spells attention out."""
+    """A pre-norm transformer block."""
 
-    def __init__(self, width: int, heads: int, explicit: bool):
+    def __init__(self, width: int, heads: int):
         super().__init__()
-        self.heads, self.explicit = heads, explicit
+        self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -23,23 +23,51 @@ class Block(nn.Module):
         batch, length, width = x.shape
         shape = (batch, length, self.heads, width // self.heads)
         q, k, v = (t.view(shape).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
-        if self.explicit:
-            scores = q @ k.transpose(-2, -1) * shape[-1] ** -0.5
-            mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-            mixed = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
-        else:
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        x = x + self.out(self.attended(q, k, v).transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(self.activated(self.up(self.norm2(x))))
+
+    def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def activated(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x)
+
+
+class Explicit(Block):
+    """Attention is spelled out, with scores that are filled where they do not count."""
+
+    def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+        return self.masked(scores, _seen(q.shape[-2], q.device)).softmax(-1) @ v
+
+    def masked(self, scores: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(~seen, float("-inf"))
+
+
+class SpelledOut(Explicit):
+    """As in transformers' GPT-2: a mask is added, and GELU spelled out, too."""
+
+    def masked(self, scores: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        zero = self.up.weight.new_zeros(())  # of the model's dtype, under autocast too
+        return scores + torch.where(seen, zero, torch.finfo(zero.dtype).min)
+
+    def activated(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(0.79788456 * (x + 0.044715 * x.pow(3.0))))
+
+
+def _seen(length: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
 class GPT(nn.Module):
     """A decoder with learned positions and a tied head."""
 
-    def __init__(self, vocabulary: int, width: int, depth: int, length: int, explicit: bool):
+    def __init__(
+        self, vocabulary: int, width: int, depth: int, length: int, block: type[Block] = Block
+    ):
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*[Block(width, width // 64, explicit) for _ in range(depth)])
+        self.blocks = nn.Sequential(*[block(width, width // 64) for _ in range(depth)])
         self.norm = nn.LayerNorm(width)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -56,13 +84,17 @@ def gpt_launch_bound(device: str, large: bool) -> Workload:
 
 
 def gpt_explicit_attention(device: str, large: bool) -> Workload:
-    return _gpt(device, large, *((8, 1024) if large else (4, 128)), explicit=True)
+    return _gpt(device, large, *((8, 1024) if large else (4, 128)), Explicit)
 
 
-def _gpt(device: str, large: bool, batch: int, length: int, explicit: bool = False) -> Workload:
+def gpt_spelled_out(device: str, large: bool) -> Workload:
+    return _gpt(device, large, *((8, 1024) if large else (4, 128)), SpelledOut)
+
+
+def _gpt(device: str, large: bool, batch: int, length: int, block: type[Block] = Block) -> Workload:
     vocabulary, width, depth = (50257, 768, 12) if large else (1000, 256, 4)  # GPT-2
     ids = torch.randint(0, vocabulary, (batch, length + 1), device=device)
-    model = GPT(vocabulary, width, depth, length, explicit)
+    model = GPT(vocabulary, width, depth, length, block)
 
     def loss(m: nn.Module) -> torch.Tensor:
         return F.cross_entropy(m(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
