@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
     [
         (vision.resnet50, 25_557_032),
         (lambda: vision.resnet50(32, 4), 25_028_904),
-        (lambda: sequences.GPT(50257, 768, 12, 1024, False), 124_439_808),
+        (lambda: sequences.GPT(50257, 768, 12, 1024), 124_439_808),
         (lambda: sequences.Bert(30522, 1024, 24, 512), 335_174_458),
     ],
     ids=["resnet-50", "resnext-50 32x4d", "gpt-2", "bert-large"],
@@ -56,7 +56,7 @@ def test_every_parameter_of_a_small_model_is_trained(name: str) -> None:
 def test_the_rules_for_cuda_are_those_of_autocast() -> None:
     """The stand-in casts as often and as much as PyTorch does for fake tensors on CUDA."""
     models = {
-        "gpt": (sequences.GPT(50, 128, 2, 16, True), torch.randint(0, 50, (2, 16))),
+        "gpt": (sequences.GPT(50, 128, 2, 16, sequences.Explicit), torch.randint(0, 50, (2, 16))),
         "unet": (images.SmallUNet(), torch.randn(2, 3, 16, 16)),
         "resnet": (vision.Residual(3, 8, 2), torch.randn(2, 3, 16, 16)),
     }
