@@ -3,6 +3,7 @@
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
     torch.ops.mkldnn._is_mkldnn_bf16_supported, _is_mkldnn_fp16_supported
+    torch.cpu._is_amx_tile_supported
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ def emulates(dtype: torch.dtype) -> bool:
         return False
     is_supported = getattr(torch.ops.mkldnn, ASKED[dtype], None)
     return is_supported is not None and not is_supported()
+
+
+def has_amx() -> bool:
+    """Whether it has Intel's instructions for products of tiles, and PyTorch makes use of them."""
+    return torch.backends.mkldnn.is_available() and torch.cpu._is_amx_tile_supported()
 
 
 def why_emulated(dtypes: Iterable[torch.dtype]) -> str:

@@ -9,8 +9,8 @@ import torch
 
 from amp_graph.ir import FREE, Color, NodeFacts, Paint
 from amp_graph.passes.scene import NodeRule, Scene
+from amp_graph.passes.wrong_kernels import without_wrong_kernel
 
-CONV3D = ("aten.conv3d.default", "aten.conv3d.padding")
 LOOKUPS = frozenset({"aten.index.Tensor", "aten.embedding.default"})
 
 
@@ -53,22 +53,8 @@ def missing_kernels(scene: Scene, n: int) -> Paint | None:
     device = f.tensors[0].device if f.tensors else "cpu"
     if not scene.lists.has_kernel(f.op, device, scene.dtype) or n in scene.refused:
         return Paint(Color.DENY, "no kernel", f"{f.op} on {device}")
-    if device == "cpu" and scene.dtype is torch.bfloat16 and _is_too_deep(scene, f):
-        return Paint(Color.DENY, "no kernel", f"{f.op} deeper than its input")
-    return None
-
-
-def _is_too_deep(scene: Scene, f: NodeFacts) -> bool:
-    """Whether it is a conv3d with a kernel deeper than its input, at more than one depth. On CPUs
-    with AVX512-BF16 the gradient of its weight in bfloat16 reads and writes other memory: it is
-    NaN, or the process dies (torch 2.13)."""
-    if f.op not in CONV3D:
-        return False
-    of_input, of_kernel = (of.tensors[0].shape[-3] for of in scene.operands(f)[:2])
-    depth = f.tensors[0].shape[-3]
-    if isinstance(depth, str) or isinstance(of_input, str) or isinstance(of_kernel, str):
-        return False  # symbolic
-    return depth > 1 and of_input < of_kernel
+    lacking = without_wrong_kernel(f, scene.operands(f), scene.dtype) if device == "cpu" else ""
+    return Paint(Color.DENY, "no kernel", lacking) if lacking else None
 
 
 def saved_decisions(scene: Scene, n: int) -> Paint | None:

@@ -1,0 +1,52 @@
+"""Convolutions that CPUs get wrong in bfloat16, through oneDNN; torch 2.11 to 2.14.
+
+    a conv3d with a kernel deeper       with AVX512-BF16 the gradient of its weight reads and writes
+    than its input, at several depths   other memory: it is NaN, or the process dies
+    rows of a kernel that hold 64, 96,  with AMX the result has nothing to do with the input, where
+    128 ... numbers in all channels     these are even in number and fewer than 16, in each group
+
+The second goes for kernels of one to three dimensions, whatever the strides, the padding and the
+number of groups or results; not for dilated ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from amp_graph.cpu import has_amx
+from amp_graph.ir import NodeFacts
+
+CONV3D = ("aten.conv3d.default", "aten.conv3d.padding")
+CONVOLUTIONS = (
+    *CONV3D,
+    *(f"aten.conv{d}d.{overload}" for d in (1, 2) for overload in ("default", "padding")),
+    "aten.convolution.default",
+)
+
+
+def without_wrong_kernel(f: NodeFacts, operands: Sequence[NodeFacts], dtype: torch.dtype) -> str:
+    """What a node on a CPU would have to be for its kernel in that precision to be right; "" if it
+    is. `operands`: of the node, in order."""
+    if dtype is not torch.bfloat16 or f.op not in CONVOLUTIONS:
+        return ""
+    of_input, of_kernel = (o.tensors[0].shape for o in operands[:2])
+    if f.op in CONV3D and _is_too_deep(f.tensors[0].shape[-3], of_input[-3], of_kernel[-3]):
+        return f"{f.op} deeper than its input"
+    if has_amx() and _is_wrong_on_amx(of_kernel[1], of_kernel[-1]):
+        return f"{f.op} that is right on AMX"
+    return ""
+
+
+def _is_too_deep(depth: int | str, of_input: int | str, of_kernel: int | str) -> bool:
+    if isinstance(depth, str) or isinstance(of_input, str) or isinstance(of_kernel, str):
+        return False  # symbolic
+    return depth > 1 and of_input < of_kernel
+
+
+def _is_wrong_on_amx(channels: int | str, width: int | str) -> bool:
+    if isinstance(channels, str) or isinstance(width, str):
+        return False
+    row = channels * width
+    return channels % 2 == 0 and channels < 16 and row > 32 and row % 32 == 0

@@ -1,0 +1,55 @@
+"""Convolutions that CPUs get wrong in bfloat16."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from graphs import capture_module, rewritten
+from torch import nn
+
+import amp_graph
+from amp_graph import Policy
+
+ON_AMX = {  # channels, kernel, groups: what AMX gets wrong in bfloat16, and what it does not
+    "grouped": (8, 16, 4, True),
+    "letters of DNA": (4, 24, 1, True),
+    "few": (12, 8, 1, True),
+    "no multiple": (4, 20, 1, False),
+    "short": (4, 8, 2, False),
+    "odd": (3, 32, 1, False),
+    "many": (16, 16, 1, False),
+}
+
+
+@pytest.mark.parametrize("dimensions", [1, 2])
+@pytest.mark.parametrize("name", ON_AMX)
+def test_a_convolution_that_amx_gets_wrong_stays_in_float32(name, dimensions, monkeypatch):
+    """Whose results have nothing to do with the input there (torch 2.11 to 2.14)."""
+    channels, width, groups, is_wrong = ON_AMX[name]
+    make = nn.Conv1d if dimensions == 1 else nn.Conv2d
+    kernel = (width,) if dimensions == 1 else (3, width)
+    plain = make(channels * groups, 8, kernel, groups=groups)
+    x = torch.randn(2, channels * groups, *(40,) * dimensions)
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    assert (model(x) - plain(x)).norm() < 0.01 * plain(x).norm()  # on whichever CPU
+    for has_amx in (True, False):
+        monkeypatch.setattr("amp_graph.passes.wrong_kernels.has_amx", lambda has=has_amx: has)
+        result = rewritten(capture_module(plain, x), Policy("bfloat16"))
+        assert bool(result.plan.low) is not (is_wrong and has_amx)
+
+
+@pytest.mark.parametrize("padding", [1, "same"])
+def test_a_conv3d_deeper_than_its_input_stays_in_float32(padding):
+    """The gradient of its weight in bfloat16 would be NaN (torch 2.13, AVX512-BF16)."""
+    model = nn.Conv3d(16, 16, 3, padding=padding)
+    for depth in (2, 1, 3):
+        converted = amp_graph.convert(copy.deepcopy(model), policy="bfloat16")
+        x = torch.randn(2, 16, depth, 4, 4)
+        converted(x).square().sum().backward()
+        model.zero_grad()
+        model(x).square().sum().backward()
+        torch.testing.assert_close(converted.weight.grad, model.weight.grad, rtol=0.1, atol=8.0)
+        (plan,) = amp_graph.plans(converted)
+        assert ("conv3d" in plan.low) is (depth != 2)
