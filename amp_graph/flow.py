@@ -200,8 +200,8 @@ def takes_either(
 
     A reduction in float32 reads low values if it is asked for a float32 result. Of operators that
     promote, a 0-dimensional operand beside larger ones does not decide the result's type, and a
-    float32 operator that reads float32 anyway takes a low operand beside it, as in a residual
-    stream. Not so a wide value in front of a float32 reader, where it would arrive rounded.
+    float32 operator that reads float32 anyway, or a wide value, which may not arrive rounded there,
+    takes a low operand beside it, as in a residual stream.
     """
     if facts[reader].widens:
         return not (is_low or paints[value].wide or paints[reader].color is Color.KEEP)
@@ -212,7 +212,7 @@ def takes_either(
         return bool(others) and (is_low or not paints[value].wide)
     if paints[reader].color is not Color.DENY or paints[value].wide:
         return False
-    return any(paints[o].color in (Color.DENY, Color.KEEP) for o in others)
+    return any(paints[o].color in (Color.DENY, Color.KEEP) or paints[o].wide for o in others)
 
 
 def widened_for_others(

@@ -152,6 +152,21 @@ def test_a_float_call_of_the_model_is_kept():
     ]
 
 
+def test_the_way_back_from_what_was_asked_for_in_float32_asks_for_nothing():
+    """As in transformers' attention. It is a conversion to the type of the whole model."""
+
+    def function(x, w):
+        back = torch.softmax(x @ w, -1, dtype=torch.float32).to(w.dtype)
+        return back @ w, (x @ w).float().to(w.dtype).relu() @ w
+
+    result = run(function, X, W, policy=Policy("bfloat16"))
+    assert result.is_low("deny1") and result.is_low("clear1")
+    assert [result.rule(name) for name in ("clear2", "clear3")] == ["user cast", "user cast"]
+    result = run(function, X, W)  # level safe
+    assert not (result.is_low("deny1") or result.is_low("clear1"))
+    assert result.casts().count("clear1 -> bfloat16") == 1
+
+
 def test_a_half_precision_region_of_the_model_is_kept():
     def function(x, w):
         h = x.half() @ w.half()

@@ -44,7 +44,8 @@ class Problem:
         larger = [r for r in f.reads if r != value and self.facts[r].tensors[0].shape]
         if self.facts[value].tensors[0].shape == ():
             return not larger or (not is_low and self.paints[value].wide)
-        beside_float32 = any(self.paints[r].color in (Color.DENY, Color.KEEP) for r in larger)
+        others = [self.paints[r] for r in larger]
+        beside_float32 = any(p.color in (Color.DENY, Color.KEEP) or p.wide for p in others)
         in_float32 = self.paints[reader].color is Color.DENY
         return not (in_float32 and beside_float32 and not self.paints[value].wide)
 

@@ -132,12 +132,19 @@ def _is_conversion(node: fx.Node) -> bool:
 
 
 def _is_user_cast(node: fx.Node) -> bool:
-    """A conversion the user wrote from float32 to float32: "stay precise from here on"."""
-    if not _is_conversion(node):
+    """A conversion the user wrote from float32 to float32: "stay precise from here on". Not so
+    behind an operator that was asked for float32, of which it is the way back to whatever the model
+    runs in: `softmax(scores, -1, dtype=torch.float32).to(query.dtype)`."""
+    if not _is_conversion(node) or not _asks_for_float32(node):
         return False
     source = node.args[0]
-    asks = arguments(node).get("dtype") is torch.float32
-    return asks and isinstance(source, fx.Node) and _has_float32(source)
+    if not isinstance(source, fx.Node) or not _has_float32(source):
+        return False
+    return _is_conversion(source) or not _asks_for_float32(source)
+
+
+def _asks_for_float32(node: fx.Node) -> bool:
+    return is_operator(node) and arguments(node).get("dtype") is torch.float32
 
 
 def _scalars(node: fx.Node, listing: Listing | None) -> Iterator[float]:
