@@ -81,6 +81,14 @@ def test_a_row_that_sees_nothing_is_as_in_float32(name):
     attended(FINITE[name], BLIND, "bfloat16")
 
 
+def test_a_number_beyond_float32_stays_what_it_is():
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w) * 1e300
+
+    result = run(function, X, W, policy=Policy("bfloat16"))
+    assert torch.equal(result(X, W), function(X, W)) and result(X, W).isinf().all()
+
+
 def test_masks_of_scores_that_are_returned_keep_their_numbers():
     def function(x: Tensor, w: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
         scores = x @ w

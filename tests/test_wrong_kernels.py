@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from graphs import capture_module, rewritten
+from graphs import W, X, capture_module, rewritten, run
 from torch import nn
 
 import amp_graph
@@ -38,6 +38,21 @@ def test_a_convolution_that_amx_gets_wrong_stays_in_float32(name, dimensions, mo
         monkeypatch.setattr("amp_graph.passes.wrong_kernels.has_amx", lambda has=has_amx: has)
         result = rewritten(capture_module(plain, x), Policy("bfloat16"))
         assert bool(result.plan.low) is not (is_wrong and has_amx)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_what_is_convolved_with_itself(has_bias):
+    def function(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        image = (x @ w)[:, None]
+        return nn.functional.conv1d(image, image, bias if has_bias else None)
+
+    args = X, W, W[0]
+    result = run(function, *args, policy=Policy("bfloat16"))
+    torch.testing.assert_close(result(*args), function(*args), rtol=0.02, atol=0.02)
+    assert {f.op for f in result.plan.facts.values() if f.name in result.plan.low} > {
+        "aten.matmul.default",
+        "aten.conv1d.default",
+    }
 
 
 @pytest.mark.parametrize("padding", [1, "same"])

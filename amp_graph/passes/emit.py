@@ -161,7 +161,8 @@ class _Emitter:
             return give(arg, precision if lowered else value.dtype)
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), operand)
-        if any(is_beyond(x, precision) for x in self.facts[node.name].scalars):
+        is_low = precision is not torch.float32
+        if is_low and any(is_beyond(x, precision) for x in self.facts[node.name].scalars):
             args, kwargs = tree_map(lambda x: saturated(x, precision), (args, kwargs))
         return self.ask_for(precision, node, args, kwargs)
 

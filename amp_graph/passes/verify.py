@@ -106,16 +106,17 @@ def operands_are_the_captured_ones(of: Emission) -> Iterator[str]:
     """Every operator gets the values it got when captured, as they are or cast, and the same
     numbers and flags, a dtype and what saturates apart."""
     for old, new, _, is_low in of.pairs:
-        precision = of.plan.dtype if is_low else torch.float32
-        theirs, now = _spelled(old, of, precision), _spelled(new, of, precision)
+        theirs, now = _spelled(old, of, is_low), _spelled(new, of, is_low)
         if theirs != now:
             yield f"'{old.name}' got {theirs} and gets {now}"
 
 
-def _spelled(node: fx.Node, of: Emission, precision: torch.dtype) -> list[str]:
+def _spelled(node: fx.Node, of: Emission, is_low: bool) -> list[str]:
     kwargs = {k: v for k, v in node.kwargs.items() if k != "dtype"}
     return [
-        of.origin(arg).name if isinstance(arg, fx.Node) else repr(saturated(arg, precision))
+        of.origin(arg).name
+        if isinstance(arg, fx.Node)
+        else repr(saturated(arg, of.plan.dtype) if is_low else arg)
         for arg in tree_leaves((node.args, kwargs))
         if not isinstance(arg, torch.dtype)
     ]

@@ -31,7 +31,8 @@ def without_wrong_kernel(f: NodeFacts, operands: Sequence[NodeFacts], dtype: tor
     is. `operands`: of the node, in order."""
     if dtype is not torch.bfloat16 or f.op not in CONVOLUTIONS:
         return ""
-    of_input, of_kernel = (o.tensors[0].shape for o in operands[:2])
+    shapes = [shape for o in operands[:2] if len(shape := o.tensors[0].shape) > 1]  # no bias
+    of_input, of_kernel = shapes[0], shapes[-1]  # a node alone, if it is convolved with itself
     if f.op in CONV3D and _is_too_deep(f.tensors[0].shape[-3], of_input[-3], of_kernel[-3]):
         return f"{f.op} deeper than its input"
     if has_amx() and _is_wrong_on_amx(of_kernel[1], of_kernel[-1]):
