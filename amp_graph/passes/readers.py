@@ -60,6 +60,8 @@ def read_near_bounds(scene: Scene) -> dict[int, int]:
 def _reads_bounds(f: NodeFacts, color: Color | None, level: Level) -> bool:
     if f.orders or f.op == "output":
         return level is not Level.MAX
+    if f.color is Color.DENY and not f.bounded and level is not Level.MAX:
+        color = Color.DENY  # a power, though its own tensors may be low
     return color in (Color.DENY, None) and not f.widens  # None: on no list, or with a body
 
 
