@@ -149,6 +149,12 @@ def decision(entry: Entry) -> str:
     return "low" if is_low else "float32"
 
 
+@pytest.fixture(autouse=True)
+def without_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which gets the convolutions on the tables wrong, so that they would stay in float32."""
+    monkeypatch.setattr("amp_graph.passes.wrong_kernels.has_amx", lambda: False)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # deprecated operators are on the tables too
 @pytest.mark.parametrize("entry", [e for e in ENTRIES if e.op not in NOT_CAPTURED], ids=str)
 def test_decision_is_that_of_autocast(entry: Entry) -> None:
