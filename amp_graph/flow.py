@@ -44,15 +44,19 @@ def huge_values(
 ) -> set[int]:
     """What carries a finite constant beyond the low precision's range, until something bounds
     it. What is filled with one is as bounded as that."""
-    limit = torch.finfo(dtype).max
     huge: set[int] = set()
     for n, f in enumerate(facts):
-        carries = any(math.isfinite(x) and abs(x) > limit for x in f.scalars)
+        carries = any(is_beyond(x, dtype) for x in f.scalars)
         if huge and not (carries or f.bounded):
             carries = any(p in huge for p in flow.predecessors(n))
         if carries and colors[n] is not Color.ALLOW:
             huge.add(n)
     return huge
+
+
+def is_beyond(number: float, dtype: torch.dtype) -> bool:
+    """Whether it is finite and beyond the range of a precision."""
+    return torch.finfo(dtype).max < abs(number) < math.inf
 
 
 def vanishing_constants(

@@ -117,7 +117,9 @@ def _is_users(frame: traceback.FrameSummary) -> bool:
 
 
 def _at(frames: Sequence[Any], reason: str) -> str:
-    for frame in without_modes(frames)[-1:]:
-        line = f", {frame.line.removesuffix(':')}" if frame.line else ""
-        return f"{place_of(frame)}{line}: {reason}"
-    return reason
+    users = without_modes(frames)
+    if not users:
+        return reason
+    line = users[-1].line
+    where = f"{place_of(users[-1])}, {line.removesuffix(':')}" if line else place_of(users[-1])
+    return f"{where}: {reason}"

@@ -17,13 +17,14 @@ from typing import Any
 import networkx as nx
 import torch
 
-from amp_graph.flow import SUMS
+from amp_graph.flow import SUMS, is_beyond
 from amp_graph.ir import Color, NodeFacts
+from amp_graph.passes.annotate import INTEGERS
 
 FAR = 1e8  # neighbours in float32 are 8 apart
-PRODUCTS = frozenset(f"aten.{name}" for name in ("mul.Tensor", "mul.Scalar"))
+MULTIPLICATIONS = frozenset(["aten.mul.Tensor", "aten.mul.Scalar"])
 DIFFERENCES = SUMS | {"aten.rsub.Scalar", "aten.sub.Scalar", "aten.add.Scalar"}
-INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+WHOLE = INTEGERS | {torch.bool}
 
 
 class Kind(enum.Enum):
@@ -63,8 +64,8 @@ def masks_in(
     kinds: dict[int, Kind | None] = {}
     for n, f in enumerate(facts):
         read = {kinds[p] for p in flow.predecessors(n)}
-        made_of = [t.dtype for name in f.operands for t in by_name[name].tensors]
-        is_of_integers = bool(made_of) and all(d in INTEGERS for d in made_of)
+        made_of = {t.dtype for name in f.operands for t in by_name[name].tensors}
+        is_of_integers = bool(made_of) and made_of <= WHOLE
         kinds[n] = None if f.written else _kind(f, read, is_of_integers, dtype)
     return {n for n, kind in kinds.items() if kind is Kind.MASK}
 
@@ -77,7 +78,7 @@ def _kind(
     is_constant = not f.operands and (f.is_scalar or f.op != "get_attr")  # its largest is known
     if f.exact:
         return Kind.FEW
-    if f.op in PRODUCTS and Kind.MASK in numbers and read <= {Kind.FEW, Kind.WHOLE}:
+    if f.op in MULTIPLICATIONS and Kind.MASK in numbers and read <= {Kind.FEW, Kind.WHOLE}:
         return Kind.MASK
     if is_constant or f.color is Color.CLEAR or f.op in SUMS:
         if Kind.MASK in made_of and made_of <= {Kind.FEW, Kind.MASK}:
@@ -104,7 +105,3 @@ def saturated(argument: Any, dtype: torch.dtype) -> Any:
     if isinstance(argument, float) and is_beyond(argument, dtype):
         return math.copysign(torch.finfo(dtype).max, argument)
     return argument
-
-
-def is_beyond(number: float, dtype: torch.dtype) -> bool:
-    return torch.finfo(dtype).max < abs(number) < math.inf

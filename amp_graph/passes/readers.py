@@ -60,9 +60,10 @@ def read_near_bounds(scene: Scene) -> dict[int, int]:
 def _reads_bounds(f: NodeFacts, color: Color | None, level: Level) -> bool:
     if f.orders or f.op == "output":
         return level is not Level.MAX
-    if f.color is Color.DENY and not f.bounded and level is not Level.MAX:
-        color = Color.DENY  # a power, though its own tensors may be low
-    return color in (Color.DENY, None) and not f.widens  # None: on no list, or with a body
+    # Denied arithmetic, as a power's, reads how near the bound is, though its tensors may be low.
+    is_denied = f.color is Color.DENY and not f.bounded and level is not Level.MAX
+    is_float32 = color in (Color.DENY, None)  # None: on no list, or with a body
+    return (is_denied or is_float32) and not f.widens
 
 
 def read_for_phase(scene: Scene) -> dict[int, int]:

@@ -115,8 +115,9 @@ def _closure_may_scale(optimizer: Optimizer) -> bool:
 
 def _concerns_a_scale(optimizer: Optimizer) -> bool:
     """Whether gradients are made under a scale that this step uses."""
-    parameters = parameters_of(optimizer)
-    return any(scale.may_have_spilled(optimizer) or scale.own(parameters) for scale in _in_use())
+    in_use = _in_use()
+    parameters = parameters_of(optimizer) if in_use else ()
+    return any(scale.may_have_spilled(optimizer) or scale.own(parameters) for scale in in_use)
 
 
 def overflowed_by_hand(parameters: Sequence[Tensor], scale: GraphScale | None, by: object) -> bool:
