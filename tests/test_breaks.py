@@ -237,42 +237,6 @@ def test_an_error_that_says_nothing_is_told_by_where_it_comes_from() -> None:
         model(torch.randn(4, 8))
 
 
-class Transformed(nn.Module):
-    """A graph with a derivative inside is not retraced, but left to autocast."""
-
-    def __init__(self, ends_in: str) -> None:
-        super().__init__()
-        self.layer, self.ends_in = nn.Linear(4, 4), ends_in
-
-    def forward(self, x: Tensor) -> Tensor:
-        doubled = torch.func.grad(lambda rows: rows.square().sum())(x)
-        if self.ends_in == "einsum":
-            return torch.einsum("bnd,bmd->bnm", self.layer(x), doubled)
-        return torch.lerp(doubled, self.layer(x), 0.5)  # autocast knows no lerp
-
-
-def test_a_graph_left_to_autocast_is_told_of() -> None:
-    model = amp_graph.convert(Transformed("einsum"), policy="bfloat16")
-    with pytest.warns(ConversionWarning, match="graph 0 runs under autocast: not retraced"):
-        model(torch.randn(2, 3, 4))
-
-
-@pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("around", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("ends_in", ["einsum", "lerp"])
-def test_a_graph_left_to_autocast_runs(dtype: str, around: type, ends_in: str) -> None:
-    model, x = amp_graph.convert(Transformed(ends_in), policy=dtype), torch.randn(2, 3, 4)
-    with around():
-        for _ in range(3):
-            torch.testing.assert_close(
-                model(x), Transformed.forward(model, x), rtol=0.05, atol=0.05
-            )
-    (plan,) = amp_graph.plans(model)
-    assert plan.autocast == (ends_in == "einsum")
-    assert ("autocast fails (RuntimeError" in plan.fallback) == (ends_in == "lerp")
-
-
 class Checks(nn.Module):
     """Breaks in a loop, after which Dynamo cannot go on in the frames around it."""
 
