@@ -110,12 +110,13 @@ def wide_values(
     where they were, and what follows of it goes on to be. A 0-dimensional tensor takes no part in
     promotion, nor does one without elements, or a weight of a `narrowed` node, whose kernel
     computes in float32 anyway. Zeros and ones that low values are joined with, as padding, add no
-    digits to them; a sum that begins with zeros is wide. Nor do masks to the scores that are
-    `masked` with them.
+    digits to them; a sum that begins with zeros is wide, unless they were made like something low,
+    which PyTorch would make low. Nor do masks to the scores that are `masked` with them.
     """
     wide: set[int] = set()
     not_low: dict[int, int | None] = {}
     carried: list[int] = []
+    likened = {f.like: 0 for f in facts if f.like}  # what they carry
     for n, f in enumerate(facts):
         reads_weights, masks = n not in narrowed, masked.get(n, ())
         moves = colors[n] is Color.CLEAR
@@ -134,6 +135,8 @@ def wide_values(
             if not moved and n not in streams.begin:
                 wide_operand = None
         stays_wide = wide_operand is not None or not reached
+        if f.like and not f.written and likened[f.like] & (LOW | WIDE) == LOW:
+            stays_wide = False
         color = colors[n]
         if color is Color.INFER and stays_wide:
             not_low[n] = wide_operand if reached else None
@@ -150,6 +153,8 @@ def wide_values(
         if _is_exact(f, color, (carried[p] for p in flow.predecessors(n))):
             bits |= EXACT
         carried.append(0 if f.is_scalar or f.is_empty else bits)
+        if f.name in likened:
+            likened[f.name] = carried[n]
     return wide, not_low
 
 

@@ -89,6 +89,7 @@ class NodeFacts:
     reads: the nodes whose float32 tensors it computes on; `operands`: all nodes it takes.
     positions: of `reads`, those that say where something is: they become integers, or places to
         sample at.
+    like: of what is exact, the value whose dtype it was made in, if the model's code names none.
     tensors: what it returns; one entry per tensor of a tuple.
     memory: the node that first held the storage its result lives in: itself, unless the result
         is a view of another value or was written in place.
@@ -115,6 +116,7 @@ class NodeFacts:
     widens: bool = False
     reads: tuple[str, ...] = ()
     positions: tuple[str, ...] = ()
+    like: str = ""
     operands: tuple[str, ...] = ()
     tensors: tuple[TensorFacts, ...] = ()
     memory: str = ""

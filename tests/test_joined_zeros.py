@@ -37,3 +37,41 @@ def test_digits_that_low_values_are_joined_with_stay(wide):
 def test_a_sum_that_begins_with_zeros_has_digits():
     result = run(lambda x, w: torch.zeros(SIZE, SIZE) + x @ w + x @ w, X, W)
     assert not result.is_low("infer1") and not result.is_low("infer2")
+
+
+def low_sums(function):
+    result = run(function, X, W)
+    return [result.is_low(n) for n in result.plan.paints if n.startswith("infer")]
+
+
+def test_a_sum_that_begins_with_zeros_like_something_low_is_as_low_as_that():
+    """As PyTorch makes them under autocast."""
+
+    def function(x, w):
+        first = x @ w
+        return (torch.zeros_like(first) + first + x @ w) @ w
+
+    def made_new(x, w):
+        first = x @ w
+        return (first.new_zeros(SIZE, SIZE) + first + x @ w) @ w
+
+    assert low_sums(function) == low_sums(made_new) == [True, True]
+    torch.testing.assert_close(run(function, X, W)(X, W), function(X, W), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "zeros",
+    [
+        lambda x, first: torch.zeros_like(x),
+        lambda x, first: torch.zeros_like(first, dtype=torch.float32),
+        lambda x, first: torch.zeros_like(first.exp()),
+        lambda x, first: torch.zeros_like(first).copy_(x),
+    ],
+    ids=["an input", "float32", "a denied result", "something low, and written to"],
+)
+def test_so_is_one_that_begins_with_zeros_like_something_wide(zeros):
+    def function(x, w):
+        first = x @ w
+        return (zeros(x, first) + first + x @ w) @ w
+
+    assert low_sums(function) == [False, False]

@@ -84,6 +84,7 @@ def _facts(
         widens=bool(listing and listing.widens and dtype_position(node) is not None),
         reads=tuple(dict.fromkeys(n.name for n in _reads(node, listing))),
         positions=tuple(n.name for n in _positions(node, listing)),
+        like=_like(node) if listing and listing.exact else "",
         operands=tuple(n.name for n in node.all_input_nodes),
         tensors=tuple(tensor_facts(t) for t in tensors_of(node)),
         memory=origin.name,
@@ -121,6 +122,12 @@ def _positions(node: fx.Node, listing: Listing | None) -> Iterator[fx.Node]:
         return _reads(node, listing)
     names = listing.position_args if listing is not None else ()
     return filter(_has_float32, operands_named(node, names.__contains__) if names else ())
+
+
+def _like(node: fx.Node) -> str:
+    given = arguments(node)
+    source = given.get("self")
+    return source.name if isinstance(source, fx.Node) and given.get("dtype") is None else ""
 
 
 def _has_float32(node: fx.Node) -> bool:
