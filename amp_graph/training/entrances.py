@@ -37,9 +37,11 @@ from amp_graph.training.entering import Call, enter, enter_first, enter_later
 from amp_graph.training.scale import Scale
 from amp_graph.training.transforms import are_active
 
-# Bytes of float32 parameters per group, the last parameters first: as in DistributedDataParallel,
-# whose communication can start when the first, small group is done. On CPU small groups are faster.
-FIRST_GROUP_BYTES, GROUP_BYTES = 2**20, {"cpu": 2**20, "other": 25 * 2**20}
+# Bytes of float32 parameters per group, the last parameters first. On CPU small groups are faster;
+# on a GPU few are, of which the second pass finds much in its caches. Among several processes as in
+# DistributedDataParallel, whose communication can start when the first, small group is done.
+CPU_GROUP_BYTES, GROUP_BYTES = 2**20, 64 * 2**20
+FIRST_BYTES_SENT, BYTES_SENT = 2**20, 25 * 2**20
 CALLS = 64  # whose aliases stand, those that no backward pass came for among them
 
 Pick = Callable[[Sequence[Any]], tuple[Any, ...]]
@@ -199,17 +201,25 @@ def grouped(
     where a value for it goes. `fresh`: positions of those whose first gradient is for them alone.
     """
     members: list[tuple[int, int]] = []
-    size, limit = 0, FIRST_GROUP_BYTES
+    size, are_first = 0, True
     for position, its_slots in groupby(reversed(slots), key=itemgetter(0)):
         parameter = args[position]
-        if members and (size >= limit or not _may_join(parameter, args[members[0][0]])):
+        is_full = size >= _group_bytes(parameter.device, are_first)
+        if members and (is_full or not _may_join(parameter, args[members[0][0]])):
             yield _entrance(members, args, fresh)
-            members, size = [], 0
-            limit = GROUP_BYTES.get(parameter.device.type, GROUP_BYTES["other"])
+            members, size, are_first = [], 0, False
         members += its_slots
         size += parameter.nbytes
     if members:
         yield _entrance(members, args, fresh)
+
+
+def _group_bytes(device: torch.device, is_first: bool) -> int:
+    if device.type == "cpu":
+        return CPU_GROUP_BYTES
+    if has_process_group():
+        return FIRST_BYTES_SENT if is_first else BYTES_SENT
+    return GROUP_BYTES
 
 
 def _may_join(one: Tensor, other: Tensor) -> bool:

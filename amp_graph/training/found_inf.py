@@ -55,7 +55,7 @@ def found_inf(
     if checked is not None and not _is_one_of_several_processes():
         flags, unknown = checked.known(gradients)
     if unknown:
-        flags += _look_into(unknown, inverse)
+        flags = _look_into(unknown, inverse, flags)
     found = any_of(flags, gradients[0].device)
     for mesh in meshes.values():
         for dimension in range(mesh.ndim):
@@ -82,21 +82,24 @@ def _numbers(gradient: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _look_into(gradients: Sequence[Tensor], inverse: Tensor | None) -> list[Tensor]:
-    """A flag for those of each device and dtype."""
+def _look_into(
+    gradients: Sequence[Tensor], inverse: Tensor | None, flags: Sequence[Tensor]
+) -> list[Tensor]:
+    """One of the flags for those of each device, and others where there is none yet."""
+    on_device = {flag.device: flag for flag in flags}
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    flags = []
     for (device, _), group in groups.items():
-        flag = torch.zeros((), dtype=torch.float32, device=device)
+        flag = on_device.get(device)
+        if flag is None:
+            flag = on_device[device] = torch.zeros((), dtype=torch.float32, device=device)
         if inverse is None:
             _only_read(group, flag)
         else:
             factor = sent(inverse, device)
             check_and_unscale_(group, flag, factor)
-        flags.append(flag)
-    return flags
+    return [*dict.fromkeys((*flags, *on_device.values()))]
 
 
 def _only_read(gradients: Sequence[Tensor], flag: Tensor) -> None:
