@@ -57,6 +57,7 @@ from amp_graph.capture.fake import any_sizes, fake_mode_of, held_otherwise
 from amp_graph.capture.grad_modes import INFERENCE_MODE, grad_modes
 from amp_graph.capture.hidden_memory import hidden_memory
 from amp_graph.capture.own_regions import mark_bodies
+from amp_graph.capture.side_by_side import join_parts
 from amp_graph.capture.tensor_indices import as_read_by
 from amp_graph.capture.vmap import all_left, drop_unused_detaches, inside_vmap
 from amp_graph.errors import CaptureError, in_words
@@ -97,7 +98,7 @@ def retrace(
         for kind in filter(None, map(held_otherwise, tensors_of(node))):
             raise CaptureError(f"{node.name} is {kind}")
     mark_bodies(traced)
-    return traced
+    return join_parts(traced)
 
 
 def trace(function: Callable[..., Any], args: Sequence[Any]) -> fx.GraphModule:
@@ -281,8 +282,7 @@ class _Retracer:
             else:
                 local[node] = self.graph.node_copy(node, lambda n: local[n])
                 if node.op == "get_attr":
-                    name = f"{node.target}_{len(self.graph.nodes)}"
-                    local[node].target = name
+                    local[node].target = name = f"{node.target}_{len(self.graph.nodes)}"
                     value = get_attribute(traced, node.target)
                     set_attribute(self.root, name, value)
                     local[node].meta["val"] = self.as_fake(value)

@@ -152,10 +152,14 @@ def read_by_many(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
     """What moves float32 values is float32 in front of more readers than one cast has, so that the
     casts stand behind it, where autograd adds up the gradients of the readers."""
     moves = (n for n, c in enumerate(scene.colors) if c is Color.CLEAR and n not in painted)
-    many = [n for n in moves if len(scene.flow[n]) > READERS and scene.facts[n].op != "getitem"]
+    many = [n for n in moves if len(scene.flow[n]) > READERS and _is_one_value(scene.facts[n])]
     wide = _wide(scene, painted)[0] if many else ()
     readers = {n: str(len(scene.flow[n])) for n in many if n in wide}
     return {n: Paint(Color.DENY, "read by many", number) for n, number in readers.items()}
+
+
+def _is_one_value(f: NodeFacts) -> bool:
+    return f.op != "getitem" and len(f.tensors) == 1
 
 
 def follow_parent(scene: Scene, painted: Mapping[int, Paint]) -> Paints:

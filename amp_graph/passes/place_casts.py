@@ -11,10 +11,10 @@ readers, through one auxiliary node per direction:
     producer --bytes--> up(value) --inf--> each reader      cut when the producer is low
     each reader --inf--> down(value) --bytes--> producer    cut when the producer is float32
 
-and a free node pays for the traffic it would cause in float32. A cast of a parameter costs a byte
-less than it moves, so that of equal cuts the one is taken whose casts can be lifted out of the
-graph (see `lift_weights`), and a cast that moves nothing costs one. Each connected free region is
-solved on its own; equal cuts fall to float32. (The construction is the one of project selection,
+and a free node pays for the traffic it would cause in float32. A cast costs a byte more than it
+moves, so that of equal cuts the one with fewer casts is taken; one of a parameter does not, as it
+can be lifted out of the graph (see `lift_weights`). Each connected free region is solved on its
+own; equal cuts fall to float32. (The construction is the one of project selection,
 Picard 1976; auxiliary nodes for shared transfers as in Stone 1977.)
 
 Nodes go by their numbers in graph order, as in the flow graph. Of `size` nodes, value n has the
@@ -116,7 +116,7 @@ def _network(
         producer = side(n)
         if {producer, *map(side, flow.successors(n))} <= {LOW, FLOAT32}:
             continue
-        bytes_moved = max(1, f.numel * CAST_BYTES - f.is_weight)
+        bytes_moved = max(1, f.numel * CAST_BYTES + (not f.is_weight))
         up, down = n + size, n + 2 * size
         if producer != FLOAT32 and (in_float32 := readers(n, is_low=False)):
             rounds = paints[n].wide and producer != LOW
