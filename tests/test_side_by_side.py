@@ -120,7 +120,7 @@ def test_what_stays(function: Any) -> None:
 
 def test_what_is_returned_stays() -> None:
     """It may be written to."""
-    module, operators = joined(lambda x: [*map(Tensor.sin, (x * 2).unsqueeze(0)[0]), x[:1], x[1:]], X)
+    _, operators = joined(lambda x: [x.exp(), x[:1], x[1:]], X)
     assert operators["slice.Tensor"] == 2
 
 

@@ -11,22 +11,29 @@ Dynamo takes parts out one by one even where a model does not: `q, k, v = qkv`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import fx
 
-from amp_graph.capture.aten import SET_GRAD_ENABLED, storages, tensors_of, written_operands
+from amp_graph.capture.aten import (
+    SET_GRAD_ENABLED,
+    arguments,
+    storages,
+    tensors_of,
+    written_operands,
+)
 
 aten = torch.ops.aten
 Span = tuple[int, int]  # from, and up to
-END = 2**63 - 1  # as far up as there is
+BOUNDS = ("index", "start", "end", "step")
 
 
 def join_parts(module: fx.GraphModule) -> fx.GraphModule:
-    """Have an ATen graph take such parts out together, if they are all of a tensor and nobody writes
-    to their memory, in the graph or, given a result that lives there, after it: autograd lets
-    nobody write into one of several views. Returns the module."""
+    """Have an ATen graph take such parts out together, if they are all of a tensor and nobody
+    writes to their memory, in the graph or, given a result that lives there, after it: autograd
+    lets nobody write into one of several views. Returns the module."""
     found = [*_whole(module.graph)]
     if not found:
         return module
@@ -44,65 +51,61 @@ def join_parts(module: fx.GraphModule) -> fx.GraphModule:
 def _whole(graph: fx.Graph) -> Iterator[dict[fx.Node, Span]]:
     """Parts that make up all of a tensor along a dimension, each with what it spans of it. Parts
     that come under different grad modes are none."""
-    parts: dict[tuple[object, ...], dict[fx.Node, Span]] = {}
+    parts: dict[tuple[fx.Node, int, Any, fx.Node | None], dict[fx.Node, Span]] = {}
     mode: fx.Node | None = None
     for node in graph.nodes:
         if node.target is SET_GRAD_ENABLED:
             mode = node
         span = _span(node)
         if span is not None:
-            whole, dimension = node.args[0], _dimension(node)
-            parts.setdefault((whole, dimension, node.target, mode), {})[node] = span
+            key = *_along(node), node.target, mode
+            parts.setdefault(key, {})[node] = span
     for (whole, dimension, *_), spans in parts.items():
-        assert isinstance(whole, fx.Node) and isinstance(dimension, int)
-        end, size = 0, tensors_of(whole)[0].shape[dimension]
         distinct = sorted({*spans.values()})
-        for start, stop in distinct:
-            end = stop if start == end else -1
-        if len(distinct) > 1 and end == size:
+        bounds = [0, *(stop for _, stop in distinct)]
+        is_whole = bounds[:-1] == [start for start, _ in distinct]
+        if len(distinct) > 1 and is_whole and bounds[-1] == _size(whole, dimension):
             yield spans
 
 
-def _dimension(node: fx.Node) -> int:
-    rank = tensors_of(node.all_input_nodes[0])[0].dim()
-    given = node.args[1] if len(node.args) > 1 else 0
-    assert isinstance(given, int)
-    return given % rank
+def _along(node: fx.Node) -> tuple[fx.Node, int]:
+    """What a part is taken out of, and along which dimension."""
+    given = arguments(node)
+    return given["self"], given.get("dim", 0) % tensors_of(given["self"])[0].dim()
+
+
+def _size(whole: fx.Node, dimension: int) -> Any:
+    return tensors_of(whole)[0].shape[dimension]
 
 
 def _span(node: fx.Node) -> Span | None:
     """What a part spans, if that is known; at least one element."""
-    if node.target not in (aten.select.int, aten.slice.Tensor) or node.kwargs:
+    if node.target not in (aten.select.int, aten.slice.Tensor):
         return None
-    (whole,) = tensors_of(node.all_input_nodes[0])
-    if whole.layout is not torch.strided:
+    whole, dimension = _along(node)
+    given, size = arguments(node), _size(whole, dimension)
+    numbers = [size, *(given[n] for n in BOUNDS if given.get(n) is not None)]
+    if tensors_of(whole)[0].layout is not torch.strided or {*map(type, numbers)} != {int}:
         return None
-    size = whole.shape[_dimension(node)]
-    given = node.args[2:]
-    if not all(type(n) is int for n in (size, *filter(None, given))):
-        return None
-    if node.target is aten.select.int:
-        start = int(given[0]) % size  # type: ignore[call-overload]
+    if "index" in given:
+        start = given["index"] % size
         return start, start + 1
-    start, stop, step = (*given, *(None, None, 1)[len(given) :])
-    bounds = range(size)[slice(start, stop, step)]  # type: ignore[misc]
+    bounds = range(size)[given.get("start") : given.get("end") : given.get("step", 1)]
     return (bounds.start, bounds.stop) if bounds.step == 1 and len(bounds) else None
 
 
-def _join(graph: fx.Graph, spans: dict[fx.Node, Span]) -> None:
+def _join(graph: fx.Graph, spans: Mapping[fx.Node, Span]) -> None:
     first, *_ = spans
-    whole, dimension = first.args[0], _dimension(first)
+    whole, dimension = _along(first)
     distinct = sorted({*spans.values()})
     of_span = {span: node for node, span in reversed([*spans.items()])}
+    call: tuple[Any, ...] = aten.unbind.int, (whole, dimension), {}, "unbind"
+    if first.target is aten.slice.Tensor:
+        sizes = [stop - start for start, stop in distinct]
+        call = aten.split_with_sizes.default, (whole, sizes, dimension), {}, "split"
     with graph.inserting_before(first):
-        if first.target is aten.select.int:
-            together = graph.call_function(aten.unbind.int, (whole, dimension))
-        else:
-            sizes = [stop - start for start, stop in distinct]
-            together = graph.call_function(
-                aten.split_with_sizes.default, (whole, sizes, dimension)
-            )
-        together.meta = dict(first.meta, val=[of_span[s].meta["val"] for s in distinct])
+        together = graph.create_node("call_function", *call)
+        together.meta = first.meta | {"val": [of_span[span].meta["val"] for span in distinct]}
         taken = {}
         for i, span in enumerate(distinct):
             taken[span] = graph.call_function(operator.getitem, (together, i))
