@@ -10,6 +10,7 @@ PyTorch knows one such device per process, for good: import this in a process of
 
 from __future__ import annotations
 
+import fcntl
 import sys
 import types
 from pathlib import Path
@@ -25,9 +26,14 @@ def _build() -> Any:
     folder = Path(cpp_extension.get_default_build_root()) / f"amp_graph_{torch.__version__}"
     folder.mkdir(parents=True, exist_ok=True)
     source = Path(__file__).with_suffix(".cpp")
-    return cpp_extension.load(
-        "emulated_device", [str(source)], build_directory=str(folder), extra_cflags=["-O1"]
-    )
+    with open(folder / "held", "w") as held:
+        # The system lets go of this one when a process ends. That of `load` would stay, and be
+        # waited for, after a process that was killed.
+        fcntl.flock(held, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        return cpp_extension.load(
+            "emulated_device", [str(source)], build_directory=str(folder), extra_cflags=["-O1"]
+        )
 
 
 class _Module(types.ModuleType):
