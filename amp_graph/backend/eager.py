@@ -5,6 +5,7 @@
     tag_activation_checkpoint(body, x)   ->   torch.utils.checkpoint.checkpoint(body, x)
     autograd_function_apply(f, b, x)     ->   a torch.autograd.Function of f and b
     flex_attention(q, k, v, f, ...)      ->   the same, compiled by itself (see `flex_attention`)
+    grouped_mm_fallback(x, w, ends)      ->   _grouped_mm(x, w, ends) (see `grouped_products`)
     (-1) ** n                            ->   pow(-1, n)
 
 The Python bindings of the ATen operators do the same as the overloads that a graph names, and take
@@ -34,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from amp_graph.backend.custom_function import applied, can_apply, differentiable, second_halves
 from amp_graph.backend.emulation import in_float32, nothing_emulated
 from amp_graph.backend.flex_attention import compiled_attention
+from amp_graph.backend.grouped_products import grouped_product
 from amp_graph.capture.aten import CAST, SELECTIVE, written_operands
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -89,7 +91,9 @@ def _called_for(module: fx.GraphModule, node: fx.Node) -> Callable[..., Any] | N
         return pow
     if node.target is CAST and _is_cast(node):
         return torch.Tensor.to
-    return binding(node.target) if isinstance(node.target, OpOverload) else None
+    if not isinstance(node.target, OpOverload):
+        return None
+    return grouped_product(node) or binding(node.target)
 
 
 def binding(overload: OpOverload) -> Callable[..., Any] | None:
