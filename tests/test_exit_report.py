@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 from contextlib import redirect_stderr
-from pathlib import Path
 
 import pytest
 import torch
 from counting import CastCounter
-from running import python, run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,44 +22,6 @@ X = torch.randn(4, 8)
 
 def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
-
-
-BY_A_METHOD = """
-import torch
-from torch import nn
-
-class Block(nn.Module):
-    def __init__(self, depth=1):
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(depth)))
-
-    def forward(self, x):
-        return x + self.layers(x).relu()
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([*(Block() for _ in range(4)), Block(depth=2)])
-
-    def loss(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-model = Net()
-for _ in range(3):
-    model.loss(torch.ones(2, 8)).backward()
-"""
-
-
-def test_parts_that_are_alike_are_in_one_line(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(BY_A_METHOD)
-    done = run(python(script), AMP_GRAPH_ENABLE="1")
-    assert done.code == 0, done.err
-    four, one = done.said
-    assert four.startswith("amp_graph: Block (4 alike): ") and "in 12 runs of 1 graph" in four
-    assert one.startswith("amp_graph: Block: ") and "in 3 runs of 1 graph" in one
 
 
 class Checkpointed(nn.Module):

@@ -20,6 +20,7 @@ from amp_graph.reasons import why_nothing_is_low
 
 PER_RUN = ("operators", "operators_low", "casts", "cast_bytes", "casts_of_unknown_size")
 SUMS = ("alike", "runs", "steps_skipped", *PER_RUN)
+NOT_COMPARED = {*SUMS, "spelled"}
 
 
 def write_report(
@@ -62,7 +63,7 @@ def write_report(
 def describe(model: Model) -> dict[str, Any]:
     """The figures of one model, operators and casts as often as they ran; or of several that were
     `alike`: sums, but for the loss scale, which is the last's."""
-    named = {"model": model.name, "alike": max(1, model.gone)}
+    named = {"model": model.name, "spelled": model.spelled, "alike": max(1, model.gone)}
     if model.record is None:
         return named | {"converted": False, "why": model.left_alone}
     low = total = casts = moved = unsized = 0
@@ -138,16 +139,24 @@ def _why_none_was_called(compiles: bool) -> str:
 
 def _alike_together(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """With one for all that differ in nothing but how often they ran: the layers of a model that a
-    script calls one by one, say. Of what was not converted the reason is enough."""
+    script calls one by one, say. Of what was not converted the reason is enough. Layers that would
+    go by one name go by what they print."""
     found: dict[str, dict[str, Any]] = {}
     for m in models:
-        told = m.keys() - SUMS if m["converted"] else {"model", "why"}
+        told = m.keys() - NOT_COMPARED if m["converted"] else {"model", "why"}
         same = {name: m[name] for name in m if name in told}
         per_run = [m[n] / max(1, m["runs"]) for n in PER_RUN if n in m and m["converted"]]
         key = json.dumps([same, per_run])
-        so_far = found.get(key, {})
-        found[key] = m | {name: m[name] + so_far.get(name, 0) for name in SUMS if name in m}
-    return [*found.values()]
+        so_far = found.get(key, {"spelled": m["spelled"]})
+        sums = {name: m[name] + so_far.get(name, 0) for name in SUMS if name in m}
+        is_one = so_far["spelled"] == m["spelled"]
+        found[key] = m | sums | {"spelled": m["spelled"] if is_one else ""}
+    names = Counter(m["model"] for m in found.values())
+    shared = {name for name, lines in names.items() if lines > 1}
+    return [
+        m | {"model": m["spelled"] or m["model"]} if m["model"] in shared else m
+        for m in found.values()
+    ]
 
 
 def _name(described: dict[str, Any]) -> str:

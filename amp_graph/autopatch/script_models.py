@@ -22,6 +22,7 @@ from amp_graph.training.outcome import Outcome
 class Model:
     """One model, or several that are gone and were alike.
 
+    spelled: as it prints itself, if it is a single layer: `Linear(in_features=8, ...)`.
     record: of its conversion, while that is in place.
     left_alone: why, if it is not converted.
     gone: how many models it stands for, once they are.
@@ -30,6 +31,7 @@ class Model:
 
     name: str
     module: weakref.ref[nn.Module]
+    spelled: str = ""
     record: Record | None = None
     left_alone: str = ""
     gone: int = 0
@@ -55,7 +57,9 @@ class Model:
 def model_of(module: nn.Module) -> Model:
     """What is to be told of a module that was called now."""
     shown = getattr(module, "_orig_mod", module)  # below torch.compile
-    model = Model(type(shown).__name__, weakref.ref(module))
+    is_layer = type(shown).__module__.startswith("torch.nn.") and not shown._modules
+    spelled = repr(shown) if is_layer else ""
+    model = Model(type(shown).__name__, weakref.ref(module), spelled)
     weakref.finalize(module, model.let_go).atexit = False
     return model
 
@@ -81,7 +85,7 @@ def folded(models: Iterable[Model]) -> list[Model]:
 
 
 def _are_alike(one: Model, other: Model) -> bool:
-    if (one.name, one.left_alone) != (other.name, other.left_alone):
+    if (one.name, one.spelled, one.left_alone) != (other.name, other.spelled, other.left_alone):
         return False
     if one.record is None or other.record is None:
         return one.record is other.record

@@ -87,7 +87,7 @@ def retrace(
     """
     if ASKS_FOR_LOW in module.meta:
         asking = module.meta[ASKS_FOR_LOW]
-        raise CaptureError(f"'{asking}', captured under autocast, asks for a low precision")
+        raise CaptureError(f"'{asking}' asks for a dtype that code under autocast had returned")
     retracer = _Retracer(module, names or {}, inputs)
     try:
         traced = retracer.run()
