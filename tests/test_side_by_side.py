@@ -48,6 +48,16 @@ def test_one_by_one_along_a_dimension() -> None:
     assert operators["unbind.int"] == 1 and not operators["select.int"]
 
 
+def test_parts_of_parts() -> None:
+    def function(x: Tensor) -> Tensor:
+        first, second, third = x[0], x[1], x[2]
+        return first[:2] * first[2:].exp() + second[:2] + second[2:] * third[2:]
+
+    operators = assert_same(function, X)
+    assert operators["unbind.int"] == 1 and operators["split_with_sizes.default"] == 2
+    assert operators["slice.Tensor"] == 1
+
+
 def test_in_front_and_behind() -> None:
     """As in rotary embeddings."""
 
