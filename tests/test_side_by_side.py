@@ -163,6 +163,27 @@ def test_a_tensor_that_is_unpacked_is_so_in_a_converted_model() -> None:
     assert not counted.names["select"] + counted.names["select_backward"]
 
 
+def test_a_part_that_is_taken_without_recording_stays_so() -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            with torch.no_grad():
+                gate = y[:, :4]
+            return gate * y[:, 4:]
+
+    model, x = Gate(), torch.randn(6, 8)
+    model(x).sum().backward()
+    exact = model.layer.weight.grad
+    model.zero_grad()
+    amp_graph.convert(model, policy="bfloat16")(x).sum().backward()
+    assert torch.equal(model.layer.weight.grad[:4], torch.zeros(4, 8))
+    torch.testing.assert_close(model.layer.weight.grad, exact, rtol=0.05, atol=0.05)
+
+
 def test_steps_of_a_long_sequence_have_one_cast() -> None:
     """One before they are taken apart, not one for each."""
 
