@@ -17,13 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_graph.capture.aten import (
-    SET_GRAD_ENABLED,
-    arguments,
-    storages,
-    tensors_of,
-    written_operands,
-)
+from amp_graph.capture.aten import arguments, storages, tensors_of, written_operands
+from amp_graph.capture.grad_modes import recorded_nodes
 
 aten = torch.ops.aten
 Span = tuple[int, int]  # from, and up to
@@ -49,16 +44,14 @@ def join_parts(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _whole(graph: fx.Graph) -> Iterator[dict[fx.Node, Span]]:
-    """Parts that make up all of a tensor along a dimension, each with what it spans of it. Parts
-    that come under different grad modes are none."""
-    parts: dict[tuple[fx.Node, int, Any, fx.Node | None], dict[fx.Node, Span]] = {}
-    mode: fx.Node | None = None
+    """Parts that make up all of a tensor along a dimension, each with what it spans of it; those
+    that autograd records apart from others."""
+    parts: dict[tuple[fx.Node, int, Any, bool], dict[fx.Node, Span]] = {}
+    recorded = recorded_nodes(graph)
     for node in graph.nodes:
-        if node.target is SET_GRAD_ENABLED:
-            mode = node
         span = _span(node)
         if span is not None:
-            key = *_along(node), node.target, mode
+            key = *_along(node), node.target, node in recorded
             parts.setdefault(key, {})[node] = span
     for (whole, dimension, *_), spans in parts.items():
         distinct = sorted({*spans.values()})
