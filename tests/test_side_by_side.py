@@ -103,6 +103,29 @@ def test_any_parts_by_any_names(drawn: Any) -> None:
     assert operators["split_with_sizes.default"] == is_whole
 
 
+def test_by_turns() -> None:
+    """As in rotary embeddings of GPT-J."""
+
+    def rotated(x: Tensor) -> Tensor:
+        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) * x
+
+    operators = assert_same(rotated, X)
+    assert operators["unflatten.int"] == operators["unbind.int"] == 1
+    assert not operators["slice.Tensor"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(2, 4), st.integers(2, 12), st.data())
+def test_any_parts_by_turns(step: int, size: int, data: Any) -> None:
+    starts = data.draw(st.lists(st.integers(0, step - 1), min_size=step, max_size=step + 1))
+    x = torch.linspace(-1, 1, 2 * size).view(2, size)
+    operators = assert_same(
+        lambda x: torch.stack([k * x[:, a::step].sum(-1).exp() for k, a in enumerate(starts, 2)]), x
+    )
+    is_whole = {*starts} == {*range(step)} and size % step == 0
+    assert operators["unbind.int"] == operators["unflatten.int"] == is_whole
+
+
 def writes(x: Tensor) -> Tensor:
     y = x * 2
     a, b = y[0:1], y[1:3]
@@ -118,11 +141,11 @@ def overlap(x: Tensor) -> Tensor:
     return x[:2].sum(0) + x[1:].sum(0)
 
 
-def steps(x: Tensor) -> Tensor:
+def turns_that_do_not_end_together(x: Tensor) -> Tensor:
     return x[::2].sum(0) + x[1::2].sum(0)
 
 
-@pytest.mark.parametrize("function", [writes, gap, overlap, steps])
+@pytest.mark.parametrize("function", [writes, gap, overlap, turns_that_do_not_end_together])
 def test_what_stays(function: Any) -> None:
     operators = assert_same(function, X)
     assert not operators["unbind.int"] + operators["split_with_sizes.default"]

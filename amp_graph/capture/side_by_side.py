@@ -2,6 +2,7 @@
 
     q, k, v = qkv[0], qkv[1], qkv[2]        ->  q, k, v = qkv.unbind(0)
     x1, x2 = x[..., :n], x[..., n:]         ->  x1, x2 = x.split([n, n], -1)
+    x1, x2 = x[..., ::2], x[..., 1::2]      ->  x1, x2 = x.unflatten(-1, (n, 2)).unbind(-1)
 
 Autograd makes of each part's gradient one of the whole tensor, zeros but for that part, and adds
 them up; of parts taken out together it puts the gradients side by side. The values are the same.
@@ -11,7 +12,7 @@ Dynamo takes parts out one by one even where a model does not: `q, k, v = qkv`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from amp_graph.capture.aten import arguments, storages, tensors_of, written_oper
 from amp_graph.capture.grad_modes import recorded_nodes
 
 aten = torch.ops.aten
-Span = tuple[int, int]  # from, and up to
 BOUNDS = ("index", "start", "end", "step")
 
 
@@ -43,22 +43,32 @@ def join_parts(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def _whole(graph: fx.Graph) -> Iterator[dict[fx.Node, Span]]:
+def _whole(graph: fx.Graph) -> Iterator[dict[fx.Node, range]]:
     """Parts that make up all of a tensor along a dimension, each with what it spans of it; those
-    that autograd records apart from others."""
-    parts: dict[tuple[fx.Node, int, Any, bool], dict[fx.Node, Span]] = {}
+    of one step, and those that autograd records, apart from others."""
+    parts: dict[tuple[Any, ...], dict[fx.Node, range]] = {}
     recorded = recorded_nodes(graph)
     for node in graph.nodes:
         span = _span(node)
         if span is not None:
-            key = *_along(node), node.target, node in recorded
+            key = *_along(node), node.target, span.step, node in recorded
             parts.setdefault(key, {})[node] = span
     for (whole, dimension, *_), spans in parts.items():
-        distinct = sorted({*spans.values()})
-        bounds = [0, *(stop for _, stop in distinct)]
-        is_whole = bounds[:-1] == [start for start, _ in distinct]
-        if len(distinct) > 1 and is_whole and bounds[-1] == _size(whole, dimension):
+        distinct = _distinct(spans)
+        if len(distinct) > 1 and _make_up(_size(whole, dimension), distinct):
             yield spans
+
+
+def _distinct(spans: Mapping[fx.Node, range]) -> list[range]:
+    return sorted({*spans.values()}, key=lambda span: span.start)
+
+
+def _make_up(size: int, spans: Sequence[range]) -> bool:
+    """Whether spans of one step are each number below a size once, end to end or by turns."""
+    step = spans[0].step
+    if step > 1:
+        return size % step == 0 and spans == [range(i, size, step) for i in range(step)]
+    return [0, *(span.stop for span in spans)] == [*(span.start for span in spans), size]
 
 
 def _along(node: fx.Node) -> tuple[fx.Node, int]:
@@ -71,7 +81,7 @@ def _size(whole: fx.Node, dimension: int) -> Any:
     return tensors_of(whole)[0].shape[dimension]
 
 
-def _span(node: fx.Node) -> Span | None:
+def _span(node: fx.Node) -> range | None:
     """What a part spans, if that is known; at least one element."""
     if node.target not in (aten.select.int, aten.slice.Tensor):
         return None
@@ -82,22 +92,27 @@ def _span(node: fx.Node) -> Span | None:
         return None
     if "index" in given:
         start = given["index"] % size
-        return start, start + 1
-    bounds = range(size)[given.get("start") : given.get("end") : given.get("step", 1)]
-    return (bounds.start, bounds.stop) if bounds.step == 1 and len(bounds) else None
+        return range(start, start + 1)
+    return range(size)[given.get("start") : given.get("end") : given.get("step", 1)] or None
 
 
-def _join(graph: fx.Graph, spans: Mapping[fx.Node, Span]) -> None:
+def _join(graph: fx.Graph, spans: Mapping[fx.Node, range]) -> None:
     first, *_ = spans
     whole, dimension = _along(first)
-    distinct = sorted({*spans.values()})
+    distinct = _distinct(spans)
     of_span = {span: node for node, span in reversed([*spans.items()])}
-    call: tuple[Any, ...] = aten.unbind.int, (whole, dimension), {}, "unbind"
-    if first.target is aten.slice.Tensor:
-        sizes = [stop - start for start, stop in distinct]
-        call = aten.split_with_sizes.default, (whole, sizes, dimension), {}, "split"
+    step = distinct[0].step
     with graph.inserting_before(first):
-        together = graph.create_node("call_function", *call)
+        if first.target is aten.select.int:
+            together = graph.call_function(aten.unbind.int, (whole, dimension))
+        elif step == 1:
+            sizes = [len(span) for span in distinct]
+            together = graph.call_function(aten.split_with_sizes.default, (whole, sizes, dimension))
+        else:
+            sizes = [len(distinct[0]), step]
+            turns = graph.call_function(aten.unflatten.int, (whole, dimension, sizes))
+            turns.meta = first.meta | {"val": tensors_of(whole)[0].unflatten(dimension, sizes)}
+            together = graph.call_function(aten.unbind.int, (turns, dimension + 1))
         together.meta = first.meta | {"val": [of_span[span].meta["val"] for span in distinct]}
         taken = {}
         for i, span in enumerate(distinct):
