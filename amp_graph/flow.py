@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import networkx as nx
 import torch
 
-from amp_graph.ir import FREE, Color, NodeFacts, Paint
+from amp_graph.ir import Color, NodeFacts, Paint
+
+SUMS = frozenset(f"aten.{name}.Tensor" for name in ("add", "add_", "sub", "sub_"))
 
 
 def flow_graph(facts: Mapping[str, NodeFacts]) -> nx.DiGraph:
@@ -75,94 +77,6 @@ def vanishing_constants(
         if 0 < largest < limit:
             vanishing[n] = largest
     return vanishing
-
-
-# What a value carries, as bits. Nothing, if it takes no part in promotion. What is exact holds only
-# numbers that every precision has, such as zeros; it is wide too, as a sum that begins with it. A
-# raw value that something low was added to has moved.
-WIDE, LOW, WEIGHT, EXACT, MOVED = 1, 2, 4, 8, 16
-
-SUMS = frozenset(f"aten.{name}.Tensor" for name in ("add", "add_", "sub", "sub_"))
-
-
-class Narrowing(NamedTuple):
-    """Residual streams may be low, but for what norms `begin` them with, and for what is in
-    `digits` and follows from `raw` values that something low was added to."""
-
-    raw: Container[int]
-    digits: Container[int]
-    begin: Container[int]
-
-
-def wide_values(
-    facts: Sequence[NodeFacts],
-    flow: nx.DiGraph,
-    colors: Sequence[Color | None],
-    narrowed: Container[int],
-    streams: Narrowing | None,
-    masked: Mapping[int, Container[int]],
-) -> tuple[set[int], dict[int, int | None]]:
-    """The nodes whose values still hold full float32; and the infer nodes that may not be low, each
-    with the wide operand that promotes it, or None if nothing low reaches it at all.
-
-    Inputs, weights, float32 results and what is computed from them are wide; beside something low
-    no longer, if `streams` are narrowed; but a forecast that is added to the last value, boxes to
-    where they were, and what follows of it goes on to be. A 0-dimensional tensor takes no part in
-    promotion, nor does one without elements, or a weight of a `narrowed` node, whose kernel
-    computes in float32 anyway. Zeros and ones that low values are joined with, as padding, add no
-    digits to them; a sum that begins with zeros is wide, unless they were made like something low,
-    which PyTorch would make low. Nor do masks to the scores that are `masked` with them.
-    """
-    wide: set[int] = set()
-    not_low: dict[int, int | None] = {}
-    carried: list[int] = []
-    likened = {f.like: 0 for f in facts if f.like}  # what they carry
-    for n, f in enumerate(facts):
-        reads_weights, masks = n not in narrowed, masked.get(n, ())
-        moves = colors[n] is Color.CLEAR
-        reached, wide_operand = False, None
-        for operand in flow.predecessors(n):
-            bits = carried[operand]
-            if (reads_weights or not bits & WEIGHT) and operand not in masks:
-                reached = reached or bool(bits & LOW)
-                if wide_operand is None and bits & WIDE and not (moves and bits & EXACT):
-                    wide_operand = operand
-        moved = streams is not None and any(carried[p] & MOVED for p in flow.predecessors(n))
-        if reached and streams is not None:
-            if moves or f.op in SUMS:
-                moved = moved or any(p in streams.raw and carried[p] for p in flow.predecessors(n))
-            moved = moved and n in streams.digits
-            if not moved and n not in streams.begin:
-                wide_operand = None
-        stays_wide = wide_operand is not None or not reached
-        if f.like and not f.written and likened[f.like] & (LOW | WIDE) == LOW:
-            stays_wide = False
-        color = colors[n]
-        if color is Color.INFER and stays_wide:
-            not_low[n] = wide_operand if reached else None
-            color = Color.DENY
-        bits = WEIGHT if f.is_parameter else 0
-        if color is Color.ALLOW or (reached and color in FREE):
-            bits |= LOW
-        if color is not Color.ALLOW and stays_wide:
-            bits |= WIDE
-            if not f.is_empty:
-                wide.add(n)
-            if moved:
-                bits |= MOVED
-        if _is_exact(f, color, (carried[p] for p in flow.predecessors(n))):
-            bits |= EXACT
-        carried.append(0 if f.is_scalar or f.is_empty else bits)
-        if f.name in likened:
-            likened[f.name] = carried[n]
-    return wide, not_low
-
-
-def _is_exact(f: NodeFacts, color: Color | None, carried: Iterable[int]) -> bool:
-    """Zeros that nobody writes to, and what moves nothing else."""
-    if f.written or color is not Color.CLEAR:
-        return False
-    return f.exact or (bool(f.reads) and all(bits & EXACT for bits in carried))
 
 
 def raw_values(

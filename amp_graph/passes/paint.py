@@ -18,10 +18,11 @@ from dataclasses import replace
 import networkx as nx
 import torch
 
-from amp_graph.flow import huge_values, raw_values, wide_values
+from amp_graph.flow import huge_values
 from amp_graph.ir import FREE, READERS, Color, Level, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 from amp_graph.passes.node_rules import NODE_RULES
+from amp_graph.passes.promotion import promotion
 from amp_graph.passes.scene import Paints, Rule, Scene
 from amp_graph.policy import Policy
 
@@ -56,7 +57,7 @@ def paint(
     painted: Paints = {}
     for rule in RULES:
         painted.update(rule(scene, painted))
-    wide, huge = _wide(scene, painted)[0], huge_values(nodes, flow, scene.colors, dtype)
+    wide, huge = promotion(scene, painted).wide, huge_values(nodes, flow, scene.colors, dtype)
     paints: dict[str, Paint] = {}
     for n, name in enumerate(facts):
         given = painted.get(n) or _free(scene, n)
@@ -126,7 +127,7 @@ def wide_operands(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
     exact than its low operand.
     """
     paints: Paints = {}
-    for n, operand in _wide(scene, painted)[1].items():
+    for n, operand in promotion(scene, painted).not_low.items():
         if n in painted:
             continue
         if operand is None:
@@ -136,24 +137,12 @@ def wide_operands(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
     return paints
 
 
-def _wide(scene: Scene, painted: Mapping[int, Paint]) -> tuple[set[int], dict[int, int | None]]:
-    """See `wide_values`. At level max only what the graph is given is kept for its digits."""
-    colors = list(scene.colors)
-    for n, given in painted.items():
-        colors[n] = given.color
-    if scene.level is Level.MAX:
-        raw = raw_values(scene.facts, scene.flow, colors, scene.narrowed)
-        return raw, {n: None for n in raw if colors[n] is Color.INFER}
-    streams, masked = scene.streams, scene.masked
-    return wide_values(scene.facts, scene.flow, colors, scene.narrowed, streams, masked)
-
-
 def read_by_many(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
     """What moves float32 values is float32 in front of more readers than one cast has, so that the
     casts stand behind it, where autograd adds up the gradients of the readers."""
     moves = (n for n, c in enumerate(scene.colors) if c is Color.CLEAR and n not in painted)
     many = [n for n in moves if len(scene.flow[n]) > READERS and _is_one_value(scene.facts[n])]
-    wide = _wide(scene, painted)[0] if many else ()
+    wide = promotion(scene, painted).wide if many else ()
     readers = {n: str(len(scene.flow[n])) for n in many if n in wide}
     return {n: Paint(Color.DENY, "read by many", number) for n, number in readers.items()}
 

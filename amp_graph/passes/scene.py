@@ -10,7 +10,7 @@ from functools import cached_property
 import networkx as nx
 import torch
 
-from amp_graph.flow import Narrowing, raw_values, returned, vanishing_constants
+from amp_graph.flow import raw_values, returned, vanishing_constants
 from amp_graph.ir import Color, Level, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 from amp_graph.passes.masks import filled_scores, masked_scores, masks_in
@@ -128,12 +128,7 @@ class Scene:
         float32 and would each cast it."""
         return self.is_balanced_off_cpu and self.dtype is torch.bfloat16
 
-    @cached_property
-    def streams(self) -> Narrowing | None:
-        """Which sums may, if any."""
-        if not self.narrows_streams:
-            return None
-        return Narrowing(self.raw, self.digits, begin_streams(self))
+    begin_streams = cached_property(begin_streams)
 
     @cached_property
     def masked(self) -> Mapping[int, Set[int]]:

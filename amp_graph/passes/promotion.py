@@ -1,0 +1,125 @@
+"""Promotion: which values still hold full float32, and which operators that keeps from being low.
+
+    add(embedding, mm)      a sum of float32 and low precision is float32, in PyTorch and here
+    add(mm, bias)           so is one with a weight
+    layer_norm(mm, w, b)    not this one, whose kernel computes in float32 anyway
+
+Nodes go by their numbers in a scene.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from amp_graph.flow import SUMS, raw_values
+from amp_graph.ir import FREE, Color, Level, NodeFacts, Paint
+from amp_graph.passes.scene import Scene
+
+# What a value carries, as bits. Nothing, if it takes no part in promotion. What is exact holds only
+# numbers that every precision has, such as zeros; it is wide too, as a sum that begins with it. A
+# raw value that something low was added to has moved.
+WIDE, LOW, WEIGHT, EXACT, MOVED = 1, 2, 4, 8, 16
+
+
+@dataclass
+class Promotion:
+    """`wide` are the nodes whose values still hold full float32. `not_low` are the infer nodes that
+    may not be low, each with the wide operand that promotes it, or None if nothing low reaches it
+    at all."""
+
+    wide: set[int] = field(default_factory=set)
+    not_low: dict[int, int | None] = field(default_factory=dict)
+
+
+def promotion(scene: Scene, painted: Mapping[int, Paint]) -> Promotion:
+    """As PyTorch promotes; at level max only what the graph is given is kept for its digits."""
+    colors = [*scene.colors]
+    for n, given in painted.items():
+        colors[n] = given.color
+    if scene.level is Level.MAX:
+        raw = raw_values(scene.facts, scene.flow, colors, scene.narrowed)
+        return Promotion(raw, {n: None for n in raw if colors[n] is Color.INFER})
+    walk = _Walk(scene, colors)
+    for n in range(len(colors)):
+        walk.visit(n)
+    return walk.found
+
+
+class _Walk:
+    """Goes through a graph in its order.
+
+    Inputs, weights, float32 results and what is computed from them are wide; beside something low
+    no longer, if streams are narrowed; but a forecast that is added to the last value, boxes to
+    where they were, and what follows of it goes on to be. A 0-dimensional tensor takes no part in
+    promotion, nor does one without elements, or a weight of a narrowed node. Zeros and ones that
+    low values are joined with, as padding, add no digits to them; a sum that begins with zeros is
+    wide, unless they were made like something low, which PyTorch would make low. Nor do masks add
+    any to the scores that are masked with them.
+    """
+
+    def __init__(self, scene: Scene, colors: Sequence[Color | None]):
+        self.found = Promotion()
+        self._scene, self._colors = scene, colors
+        self._carried: list[int] = []  # by each node so far
+        self._like = {f.like: 0 for f in scene.facts if f.like}  # by those that others are like
+
+    def visit(self, n: int) -> None:
+        scene, f, color = self._scene, self._scene.facts[n], self._colors[n]
+        is_reached, promoting = self._operands(n)
+        has_moved = scene.narrows_streams and self._has_moved(n, is_reached)
+        if scene.narrows_streams and is_reached and not has_moved and n not in scene.begin_streams:
+            promoting = None
+        stays_wide = (promoting is not None or not is_reached) and not self._is_like_low(f)
+        if color is Color.INFER and stays_wide:
+            self.found.not_low[n] = promoting if is_reached else None
+            color = Color.DENY
+        bits = WEIGHT if f.is_parameter else 0
+        if color is Color.ALLOW or (is_reached and color in FREE):
+            bits |= LOW
+        if color is not Color.ALLOW and stays_wide:
+            bits |= WIDE | (MOVED if has_moved else 0)
+            if not f.is_empty:
+                self.found.wide.add(n)
+        if self._is_exact(n, color):
+            bits |= EXACT
+        self._carried.append(0 if f.is_scalar or f.is_empty else bits)
+        if f.name in self._like:
+            self._like[f.name] = self._carried[n]
+
+    def _operands(self, n: int) -> tuple[bool, int | None]:
+        """Whether something low reaches a node, and its first operand that is wide."""
+        scene, moves = self._scene, self._colors[n] is Color.CLEAR
+        without = WEIGHT if n in scene.narrowed else 0
+        masks = scene.masked.get(n, ())
+        is_reached, promoting = False, None
+        for operand in scene.flow.predecessors(n):
+            bits = self._carried[operand]
+            if not bits & without and operand not in masks:
+                is_reached = is_reached or bool(bits & LOW)
+                if promoting is None and bits & WIDE and not (moves and bits & EXACT):
+                    promoting = operand
+        return is_reached, promoting
+
+    def _has_moved(self, n: int, is_reached: bool) -> bool:
+        """Whether it holds raw values that something low was added to, whose digits are read."""
+        scene, carried = self._scene, self._carried
+        operands = [*scene.flow.predecessors(n)]
+        has_moved = any(carried[p] & MOVED for p in operands)
+        if not is_reached:
+            return has_moved
+        if self._colors[n] is Color.CLEAR or scene.facts[n].op in SUMS:
+            has_moved = has_moved or any(p in scene.raw and carried[p] for p in operands)
+        return has_moved and n in scene.digits
+
+    def _is_like_low(self, f: NodeFacts) -> bool:
+        """Whether it is made, and not written to, in the dtype of something low."""
+        return bool(f.like) and not f.written and self._like[f.like] & (LOW | WIDE) == LOW
+
+    def _is_exact(self, n: int, color: Color | None) -> bool:
+        """Zeros that nobody writes to, and what moves nothing else."""
+        f = self._scene.facts[n]
+        if f.written or color is not Color.CLEAR:
+            return False
+        operands = self._scene.flow.predecessors(n)
+        return f.exact or (bool(f.reads) and all(self._carried[p] & EXACT for p in operands))
