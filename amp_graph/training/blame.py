@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,38 +31,62 @@ def overflowed(
     of what it is to blame for, of the step that `by` is about to take. `owners`: those of the
     parameters that are of its model. `only_spilled`: none of them has a scale, so that an overflow
     counts only if one of the scales has spilled."""
-    scales, owned = [*owners], [*owners.values()]
-    for scale in scales:
+    for scale in owners:
         scale.begin_step(by)
-    spills = [scale.spills.show(by) for scale in scales]
-    if len(scales) == 1 and spills[0] is None:
-        found = found_inf(parameters, checked=scales[0].checked)
-        scales[0].stepped(found, by, is_own=bool(owned[0]))
+    shares = [_Share(scale, own, scale.spills.show(by)) for scale, own in owners.items()]
+    if len(shares) == 1 and shares[0].spilled is None:
+        scale, own = shares[0].scale, shares[0].own
+        found = found_inf(parameters, checked=scale.checked)
+        scale.stepped(found, by, is_own=bool(own))
         return found
-    ids = {id(p) for own in owned for p in own}
+    ids = {id(p) for own in owners.values() for p in own}
     of_all = found_inf(p for p in parameters if id(p) not in ids)
-    began = [s.first_pass for s, own in zip(scales, owned, strict=True) if own]
-    first = min((n for n in began if n is not None), default=math.inf if ids else 0)
-    flags = [
-        spilled
-        for scale, spilled in zip(scales, spills, strict=True)
-        if spilled is not None and scale.spills.last_pass >= first  # not in an earlier round
-    ]
-    any_spilled = any_of(flags, flags[0].device) if flags else None
-    found_own = [found_inf(own, checked=s.checked) for s, own in zip(scales, owned, strict=True)]
-    for found, own in zip(found_own, owned, strict=True):
-        of_all = torch.maximum(found, sent(of_all, found.device)) if own else of_all
-    for scale, own, spilled, found in zip(scales, owned, spills, found_own, strict=True):
-        if spilled is not None:  # into what is stepped now, or into gradients that were looked at
+    for share in shares:
+        if share.own:
+            of_all = torch.maximum(share.found, sent(of_all, share.found.device))
+    any_spilled = _any_spilled(shares)
+    for share in shares:
+        share.blame(of_all, any_spilled, by)
+    if only_spilled and any_spilled is not None:
+        return of_all * sent(any_spilled, of_all.device)
+    return of_all
+
+
+@dataclass
+class _Share:
+    """What a scale has to do with a step: its `own` parameters among those that are stepped, and
+    whether its model `spilled` into others, None if it cannot have."""
+
+    scale: GraphScale
+    own: Sequence[Tensor]
+    spilled: Tensor | None
+
+    @cached_property
+    def found(self) -> Tensor:
+        return found_inf(self.own, checked=self.scale.checked)
+
+    def blame(self, of_all: Tensor, any_spilled: Tensor | None, by: object) -> None:
+        """Tell the scale: of what it spilled, be it into gradients that were looked at, and of its
+        own parameters' overflow, if no model spilled into them."""
+        spilled = self.spilled
+        if spilled is not None:
             spilled = spilled * sent(of_all, spilled.device)
-        if own:
+        if self.own:
+            found = self.found
             if any_spilled is not None:
                 found = found * (1 - sent(any_spilled, found.device))
             if spilled is not None:
                 found = torch.maximum(found, sent(spilled, found.device))
-            scale.stepped(found, by)
+            self.scale.stepped(found, by)
         elif spilled is not None:
-            scale.stepped(spilled, by, is_own=False)
-    if only_spilled and any_spilled is not None:
-        return of_all * sent(any_spilled, of_all.device)
-    return of_all
+            self.scale.stepped(spilled, by, is_own=False)
+
+
+def _any_spilled(shares: Sequence[_Share]) -> Tensor | None:
+    """Whether a model spilled since the parameters that are stepped got their first gradients; None
+    if none can have."""
+    passes = [share.scale.first_pass for share in shares if share.own]
+    first = min((n for n in passes if n is not None), default=math.inf if passes else 0)
+    spilled = ((s.spilled, s.scale.spills.last_pass) for s in shares)
+    flags = [flag for flag, last in spilled if flag is not None and last >= first]
+    return any_of(flags, flags[0].device) if flags else None
