@@ -42,12 +42,14 @@ CROSSES = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool
 
 @dataclass
 class _Part:
-    """A part as it is written; `local` has what stands in it for a node of the whole."""
+    """A part as it is written: `local` has what stands in it for a node of the whole; `taken` are
+    the nodes that it has as inputs, `given` those that it returns."""
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     root: torch.nn.Module = field(default_factory=torch.nn.Module)
     local: dict[fx.Node, fx.Node] = field(default_factory=dict)
     taken: list[fx.Node] = field(default_factory=list)
+    given: list[fx.Node] = field(default_factory=list)
 
 
 def run_in_parts(
@@ -58,32 +60,20 @@ def run_in_parts(
 ) -> Run:
     """What runs a graph of Dynamo's, cut before each of these nodes, with `compile_graph` called
     for each part. Raises CaptureError where a value cannot go from one part to the next."""
-    written = _written(module, frozenset(before))
+    parts = _written(module, frozenset(before))
     placeholders = module.graph.find_nodes(op="placeholder")
     results: Any = module.graph.output_node().args[0]
     known: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
     slots = {node: i for i, node in enumerate(placeholders)}
-    needed = {n for n in results if isinstance(n, fx.Node)}
-    given: list[list[fx.Node]] = []  # by each part
-    for part in reversed(written):
-        taken = set(part.taken)
-        own = (n for n in part.local if n not in taken and n.op != "get_attr")
-        given.insert(0, [n for n in own if n in needed])
-        needed |= taken
+    _return_what_is_needed(parts, {n for n in results if isinstance(n, fx.Node)})
     steps = []
-    for part, gives in zip(written, given, strict=True):
-        part.graph.output(tuple(part.local[n] for n in gives))
-        part_module = fx.GraphModule(part.root, part.graph, class_name=type(module).__name__)
-        part_module.meta.update(module.meta)
-        if part is written[-1]:
-            reason: Any = getattr(module, "compile_subgraph_reason", None)
-            part_module.compile_subgraph_reason = reason
-        takes = [slots[n] for n in part.taken]
+    for part in parts:
+        part_module = _module_of(part, module, is_last=part is parts[-1])
         run = compile_graph(part_module, [known[n] for n in part.taken])
-        for node in gives:
+        for node in part.given:
             known[node] = node.meta["example_value"]
             slots[node] = len(slots)
-        steps.append((run, takes, [slots[n] for n in gives]))
+        steps.append((run, [slots[n] for n in part.taken], [slots[n] for n in part.given]))
     count = len(slots)
     returned = [_Slot(slots[r]) if isinstance(r, fx.Node) else r for r in results]
 
@@ -101,6 +91,25 @@ def run_in_parts(
 @dataclass(frozen=True)
 class _Slot:
     number: int
+
+
+def _return_what_is_needed(parts: Sequence[_Part], needed: set[fx.Node]) -> None:
+    """Have each part return what those after it take, and what of it the whole returns."""
+    for part in reversed(parts):
+        taken = set(part.taken)
+        own = (n for n in part.local if n not in taken and n.op != "get_attr")
+        part.given = [n for n in own if n in needed]
+        part.graph.output(tuple(part.local[n] for n in part.given))
+        needed = needed | taken
+
+
+def _module_of(part: _Part, whole: fx.GraphModule, is_last: bool) -> fx.GraphModule:
+    module = fx.GraphModule(part.root, part.graph, class_name=type(whole).__name__)
+    module.meta.update(whole.meta)
+    if is_last:
+        reason: Any = getattr(whole, "compile_subgraph_reason", None)
+        module.compile_subgraph_reason = reason
+    return module
 
 
 def _written(module: fx.GraphModule, before: frozenset[fx.Node]) -> list[_Part]:
