@@ -151,6 +151,26 @@ def test_a_plan_is_followed_in_its_precision() -> None:
     assert program.module()(x).dtype is expected.dtype
 
 
+@pytest.mark.parametrize("is_on", [False, True])
+def test_autocast_regions_of_the_model_are_kept(is_on: bool) -> None:
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inside = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+                y = torch.tanh(self.inside(x.float()))
+            return self.first(x), y
+
+    model, x = Region().eval(), torch.randn(4, 16)
+    program = reloaded(amp_graph.export(model, (x,), policy="bfloat16"))
+    first, inside = program.module()(x)
+    exact = model(x)
+    assert inside.dtype is exact[1].dtype and torch.equal(inside, exact[1])
+    assert not torch.equal(first, exact[0])
+
+
 def test_runs_without_this_package(tmp_path: Path) -> None:
     model, x = Net().eval(), torch.randn(4, 8)
     program = amp_graph.export(model, (x,), policy="bfloat16")

@@ -27,6 +27,7 @@ FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 ENTER_AUTOCAST: Callable[..., Any] = _enter_autocast
 EXIT_AUTOCAST: Callable[..., Any] = _exit_autocast
+WITH_AUTOCAST = torch.ops.higher_order.wrap_with_autocast  # how torch.export spells a region
 DATA: Callable[..., Any] = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 
 

@@ -12,12 +12,22 @@ the code between its graphs, so it is by how deep in contexts it is that a regio
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import fx
 
-from amp_graph.capture.aten import ENTER_AUTOCAST, EXIT_AUTOCAST, IN_REGION, bodies_of
+from amp_graph.capture.aten import (
+    ENTER_AUTOCAST,
+    EXIT_AUTOCAST,
+    IN_REGION,
+    WITH_AUTOCAST,
+    bodies_of,
+)
 from amp_graph.capture.own_guards import hold_in_state
 from amp_graph.modules import autocast_devices
 
@@ -79,9 +89,18 @@ def mark_bodies(module: fx.GraphModule) -> None:
     inside = in_regions(module)
     for node in module.graph.nodes:
         for body in bodies_of(module, node).values():
-            if node in inside:
+            if node in inside or node.target is WITH_AUTOCAST:
                 body.meta[IN_REGION] = True
             mark_bodies(body)
+
+
+def region_of(users: Iterable[fx.Node]) -> AbstractContextManager[Any]:
+    """The region that a body is all of, by what runs it; none, if it is not."""
+    settings: list[Any] = [node.args[:4] for node in users if node.target is WITH_AUTOCAST]
+    if not settings:
+        return contextlib.nullcontext()
+    kind, dtype, enabled, cache_enabled = settings[0]
+    return torch.autocast(kind, dtype, enabled, cache_enabled)
 
 
 def write_region(module: fx.GraphModule) -> None:

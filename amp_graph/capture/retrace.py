@@ -56,7 +56,7 @@ from amp_graph.capture.decompositions import DECOMPOSITIONS, moved
 from amp_graph.capture.fake import any_sizes, fake_mode_of, held_otherwise
 from amp_graph.capture.grad_modes import INFERENCE_MODE, grad_modes
 from amp_graph.capture.hidden_memory import hidden_memory
-from amp_graph.capture.own_regions import mark_bodies
+from amp_graph.capture.own_regions import mark_bodies, region_of
 from amp_graph.capture.side_by_side import join_parts
 from amp_graph.capture.tensor_indices import as_read_by
 from amp_graph.capture.vmap import all_left, drop_unused_detaches, inside_vmap
@@ -293,7 +293,7 @@ def _retrace_body(
 ) -> fx.GraphModule:
     """A body that cannot be retraced runs as it is. `users`: what runs it."""
     try:
-        with as_read_by(users):
+        with as_read_by(users), region_of(users):
             return retrace(body, names)
     except Exception as error:
         body.meta[WHY_NOT_RETRACED] = in_words(error)
