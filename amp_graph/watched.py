@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.aten import captured_of
-from amp_graph.ir import NodeFacts
+from amp_graph.ir import LOW, NodeFacts
 
 NAN, PLUS, MINUS = "NaN", "inf", "-inf"
 NONE: frozenset[str] = frozenset()
@@ -40,7 +40,13 @@ def own_numbers(node: fx.Node) -> frozenset[str]:
 
 
 LOWER = "Keep that operator in float32 (Policy.overrides) or lower the learning rate"
+IN_FLOAT32 = "That operator is in float32: look at what it is given, or lower the learning rate"
 ELSEWHERE = "Precision inside of the graphs is not the cause: look at the data and at the loss"
+
+
+def _advice(computed_on: Any) -> str:
+    tensors = (t for t in tree_leaves(computed_on) if isinstance(t, Tensor))
+    return LOWER if any(t.dtype in LOW for t in tensors) else IN_FLOAT32
 
 
 class FirstNonfinite:
@@ -92,9 +98,9 @@ class _Looking(fx.Interpreter):
         if n.op != "call_function":
             return result
         if self._found.value is None:
-            given = kinds([self.env.get(a) for a in n.all_input_nodes])
-            if kinds(result) - given - own_numbers(n):
-                self._found.note_value(self._spelled(n), LOWER)
+            operands = [self.env.get(a) for a in n.all_input_nodes]
+            if kinds(result) - kinds(operands) - own_numbers(n):
+                self._found.note_value(self._spelled(n), _advice([result, operands]))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._look_at_gradient(n))
@@ -120,7 +126,7 @@ class _Looking(fx.Interpreter):
                 came = f"what the loss, or other code, gave for {self._spelled(n)}, an output"
                 found.note_gradient(came, ELSEWHERE)
             else:
-                found.note_gradient(f"of the result of {self._spelled(n)}", LOWER)
+                found.note_gradient(f"of the result of {self._spelled(n)}", _advice(gradient))
 
         return look
 

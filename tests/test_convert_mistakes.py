@@ -236,6 +236,22 @@ def test_a_model_that_was_called_or_restored_is_not_told_of(prepare, recwarn):
     assert not [w for w in recwarn.list if "has not been called" in str(w.message)]
 
 
+def test_a_model_that_is_trained_by_torch_func_alone_is_told_of(recwarn):
+    model, x = amp_graph.convert(Coder(), policy="bfloat16"), torch.randn(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+    for _ in range(3):
+        found = torch.func.grad(loss)({n: p.detach() for n, p in model.named_parameters()})
+        for name, parameter in model.named_parameters():
+            parameter.grad = found[name]
+        optimizer.step()
+    (warning,) = recwarn.list
+    assert "Coder is trained, but has not been called" in str(warning.message)
+
+
 def test_a_model_whose_parameters_are_not_stepped_is_not_told_of(recwarn):
     model, other = amp_graph.convert(Coder()), nn.Linear(4, 4)
     train(other, lambda x: model.forward(other(x)), steps=3)

@@ -236,5 +236,5 @@ def test_a_dict_that_outlives_its_model_is_an_error_that_says_so() -> None:
     heir.__dict__.update(model.__dict__)
     assert torch.equal(heir(x), model(x))
     del model
-    with pytest.raises(amp_graph.AmpGraphError, match="something else has its __dict__"):
+    with pytest.raises(amp_graph.AmpGraphError, match="what has its __dict__ now"):
         heir(x)

@@ -60,6 +60,22 @@ def test_abort_names_the_operator_whose_value_was_not_finite(weight: float, what
     assert steps <= 7, "soon after the fifth skipped step; one more is looked into"
     assert "blocks.1.second" in message and what in message
     assert "value" in message and "in a row" in message and "loss scale" in message
+    assert "Keep that operator in float32" in message
+
+
+class Logarithm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(self.layer(x) * 0)
+
+
+def test_abort_does_not_advise_float32_for_what_is_in_float32() -> None:
+    _, message = steps_until_abort(Logarithm(), 20)
+    assert "aten.log" in message and "That operator is in float32" in message
+    assert "Policy.overrides" not in message
 
 
 def test_abort_names_the_operator_whose_gradient_was_not_finite() -> None:

@@ -133,7 +133,10 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _why_none_was_called(compiles: bool) -> str:
-    why = "no module with parameters was called in this process by nn.Module.__call__"
+    why = (
+        "no module with parameters was called in this process by nn.Module.__call__ "
+        "outside of torch.func.grad and tracers"
+    )
     return f"{why}, and what the script compiles is left as it is" if compiles else why
 
 

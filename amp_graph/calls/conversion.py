@@ -175,9 +175,9 @@ class Conversion(Entered):
         module = self.module
         if method == CALL and is_rerouted(module):
             return plain_code(module)(*args, **kwargs)
-        self.is_awaited &= not torch.is_grad_enabled()
         if wants_plain_code() or is_estimate(module):
             return plain_code(module, method)(*args, **kwargs)
+        self.is_awaited &= not torch.is_grad_enabled()
         if not can_capture():
             result = self._calls[method].own_code.run()(*args, **kwargs)
         else:

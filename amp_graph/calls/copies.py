@@ -52,7 +52,8 @@ class StandIn:
         module = self._module()
         if module is None:
             raise AmpGraphError(
-                "the converted model is gone, and something else has its __dict__; convert that"
+                f"the converted model is gone: keep it beside its '{self.name}', which does not, "
+                f"or convert what has its __dict__ now"
             )
         return module
 

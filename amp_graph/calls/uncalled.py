@@ -1,10 +1,10 @@
 """Converted models that are trained without being called.
 
-What is converted is the call `model(...)`. A script that trains one by its methods, or by calls of
-its parts, gets float32, though it may call the model to validate it: it is told so when an
-optimizer has stepped the model's parameters twice. Those of parts that are converted by themselves
-are these parts' matter, and those that another model was called with are that one's: it is trained,
-and this one plays, or is evaluated.
+What is converted is the call `model(...)`. A script that trains one by its methods, by calls of its
+parts, or through `torch.func.grad`, gets float32, though it may call the model to validate it: it
+is told so when an optimizer has stepped the model's parameters twice. Those of parts that are
+converted by themselves are these parts' matter, and those that another model was called with are
+that one's: it is trained, and this one plays, or is evaluated.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class _Awaited:
             warn(
                 f"{type(model).__name__} is trained, but has not been called with gradients "
                 f"enabled, and is trained in float32: what is converted is the call `model(...)`, "
-                f"not `model.forward(...)`, other methods, or calls of its parts. Name the methods "
-                f"that are called in convert(model, methods=...), or convert the parts"
+                f"not `model.forward(...)`, other methods, calls of its parts, or calls under "
+                f"torch.func.grad. Name the methods that are called in convert(model, "
+                f"methods=...), or convert the parts"
             )
 
 
