@@ -32,6 +32,7 @@ from amp_graph.backend.decide import Lifted, Traced, decide
 from amp_graph.calls.conversion import found_conversion
 from amp_graph.capture.aten import CAST
 from amp_graph.capture.fake import fake_mode_of
+from amp_graph.capture.input_names import Names
 from amp_graph.errors import AmpGraphError, PolicyError, warn
 from amp_graph.modules import unwrapped
 from amp_graph.plans.plan_file import PlanSource, as_plans
@@ -77,7 +78,9 @@ def export(
         unwrapped(model), given, dict(kwargs or {}), dynamic_shapes=dynamic_shapes
     )
     with torch.no_grad():
-        decision = decide(_traced(exported), chosen, chosen.load_lists(), saved, _paths(exported))
+        traced = _traced(exported)
+        names = _names(exported, traced.inputs)
+        decision = decide(traced, chosen, chosen.load_lists(), saved, names)
     if decision.lifted is None:
         raise AmpGraphError(
             f"cannot export {type(model).__name__} in mixed precision: {decision.plan.fallback}. "
@@ -105,10 +108,14 @@ def _traced(exported: ExportedProgram) -> Traced:
     return Traced(fx.GraphModule(exported.graph_module, graph), inputs)
 
 
-def _paths(exported: ExportedProgram) -> dict[str, str]:
-    """The path of each module by the key that nodes have it by."""
+def _names(exported: ExportedProgram, inputs: Sequence[Any]) -> Names:
+    """What the model calls things: modules by the key that nodes have them by."""
     stacks = [node.meta.get("nn_module_stack") or {} for node in exported.graph.nodes]
-    return {key.partition("@")[0]: path for stack in stacks for key, (path, *_) in stack.items()}
+    modules = {key.partition("@")[0]: path for stack in stacks for key, (path, *_) in stack.items()}
+    signature = exported.graph_signature
+    targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    given = zip(exported.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    return Names(modules, {id(x): targets[n.name] for n, x in given if n.name in targets})
 
 
 def _rewritten(exported: ExportedProgram, lifted: Lifted) -> ExportedProgram:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from amp_graph.stored_path import stored_path
-
 LOW_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 LOW = tuple(LOW_DTYPES.values())  # the precisions that count as low
 READERS = 16  # of one low value: so many gradients add up with about one rounding of each
@@ -98,6 +96,8 @@ class NodeFacts:
     external: its memory is an input's, a parameter's or a buffer's.
     user_cast: of float32 to float32, in the model's code: stay precise from here.
     scalars: the numbers that take part in its arithmetic.
+    called: of an input, what people call it: the path of a parameter or buffer in the model
+        ("head.fc.weight"), the argument of the call.
     fixed: why the node must run as captured, or "".
     source, code: the line of the user's code that it came from, and that line's text.
     """
@@ -127,6 +127,7 @@ class NodeFacts:
     user_cast: bool = False
     scalars: tuple[float, ...] = ()
     fixed: str = ""
+    called: str = ""
     module_path: str = ""
     source: str = ""
     code: str = ""
@@ -153,9 +154,8 @@ class NodeFacts:
 
     @property
     def label(self) -> str:
-        """The name to show: of a parameter or buffer its path in the model ("head.fc.weight")."""
-        path = stored_path(self.name, self.module_path) if self.op == "placeholder" else None
-        return path or self.name
+        """The name to show."""
+        return self.called or self.name
 
     @property
     def is_scalar(self) -> bool:

@@ -42,11 +42,6 @@ def is_compiled(module: nn.Module) -> bool:
     return is_around or module.__dict__.get("_compiled_call_impl") is not None
 
 
-def path_by_id(model: nn.Module) -> dict[str, str]:
-    """The path of each module in a model by its id, as `retrace` wants them."""
-    return {str(id(module)): path for path, module in model.named_modules()}
-
-
 class Entry:
     """Where a model's code is entered from outside: by a call, or by another of its methods. It
     does not keep the model alive."""
@@ -67,6 +62,11 @@ class Entry:
     def name(self) -> str:
         kind = type(self.module).__name__
         return kind if self.is_call else f"{kind}.{self.method}"
+
+    @property
+    def entered(self) -> Run:
+        """The method whose arguments are those of the call."""
+        return getattr(self.module, "forward" if self.is_call else self.method)  # type: ignore[no-any-return]
 
     @property
     def function(self) -> Run:

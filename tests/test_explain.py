@@ -116,7 +116,7 @@ Casts: 6, moving 1.2 KiB
   value         to        bytes  because
   first.weight  bfloat16  384 B  linear takes bfloat16 (listed: matmul); linear_2 takes bfloat16 (listed:
                                  matmul)
-  l_args_0_     bfloat16  192 B  linear takes bfloat16 (listed: matmul)
+  x             bfloat16  192 B  linear takes bfloat16 (listed: matmul)
   gelu          float32   192 B  exp takes float32 (listed: exponentials)
   getitem       bfloat16  192 B  linear_2 takes bfloat16 (listed: matmul)
   linear_2      float32   192 B  output takes float32 (as captured: output)

@@ -30,7 +30,14 @@ def classifier():
     weight = "l_self_modules_head_modules_fc_parameters_weight_"
     return plan_of(
         node("l_x_", "placeholder"),
-        node(weight, "placeholder", (10, 32), is_parameter=True, module_path="head.fc"),
+        node(
+            weight,
+            "placeholder",
+            (10, 32),
+            is_parameter=True,
+            called="head.fc.weight",
+            module_path="head.fc",
+        ),
         node(
             "linear",
             "aten.linear.default",

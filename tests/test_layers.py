@@ -11,7 +11,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "amp_graph"
 # Each imports from those before it in the list, and within itself.
 LAYERS = [
-    "errors", "files", "kept", "modules", "results", "stored_path", "uncaptured",
+    "errors", "files", "kept", "modules", "results", "uncaptured",
     "ir", "plans",
     "cpu", "flow", "listing",
     "capture", "watched", "oplists", "reasons", "training",

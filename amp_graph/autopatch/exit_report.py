@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -49,13 +50,13 @@ def write_report(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.json").write_text(json.dumps(report, indent=2), encoding="utf-8")
         for number, model in enumerate(models):
+            stem = f"{number}-{re.sub(r'[^A-Za-z0-9_.-]', '_', model.name)}"
             for graph, plan in enumerate(model.record.plans if model.record else ()):
                 text = render(plan)
-                name = f"{number}-{model.name}-{graph}.txt"
-                (folder / name).write_text(text, encoding="utf-8")
+                (folder / f"{stem}-{graph}.txt").write_text(text, encoding="utf-8")
             module = model.module()
             if module is not None and is_converted(module):
-                dump(module, folder / f"{number}-{model.name}")
+                dump(module, folder / stem)
     except Exception as error:
         print(f"amp_graph: cannot write to {folder}: {error}", file=sys.stderr)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from amp_graph.backend.build import Builder, Built
 from amp_graph.backend.decide import Graphs, Traced, decide
 from amp_graph.backend.record import Record
 from amp_graph.capture.breaks import break_in
+from amp_graph.capture.input_names import Names
 from amp_graph.ir import Plan
 from amp_graph.modules import Run
 from amp_graph.plans.pins import Saved
@@ -63,11 +63,11 @@ class Compiler:
         self,
         graph: fx.GraphModule,
         example_inputs: list[Any],
-        module_names: Mapping[str, str] | None = None,
+        names: Names | None = None,
     ) -> Built:
         """What is made of a Dynamo graph, for this model or any that is called by it."""
         traced = Traced(graph, example_inputs)
-        decision = decide(traced, self.policy, self.lists, self.saved, module_names)
+        decision = decide(traced, self.policy, self.lists, self.saved, names)
         return self._builder.build(traced, decision)
 
     def assemble(self, built: Built) -> tuple[int, Run]:

@@ -8,7 +8,7 @@ under autocast, one that cannot be rewritten as it was captured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from amp_graph.backend.rewrite import device_types, outline, rewrite, saved_pins, split_where_wide
+from amp_graph.capture.input_names import Names
 from amp_graph.capture.retrace import retrace
 from amp_graph.errors import MISTAKES, in_words
 from amp_graph.ir import Plan
@@ -69,17 +70,15 @@ def decide(
     policy: Policy,
     lists: OpLists,
     saved: Saved | None = None,
-    module_names: Mapping[str, str] | None = None,
+    names: Names | None = None,
 ) -> Decision:
     """Decide about a graph of Dynamo's, which is left as it is, under the modes in force.
 
-    `module_names`: see `retrace`. Raises what the user has to mend: PlanError if no saved plan is
+    `names`: see `retrace`. Raises what the user has to mend: PlanError if no saved plan is
     for this graph, PolicyError if an override cannot be asked.
     """
     try:
-        captured = split_where_wide(
-            retrace(traced.graph, module_names, traced.inputs), policy, lists
-        )
+        captured = split_where_wide(retrace(traced.graph, names, traced.inputs), policy, lists)
     except MISTAKES:
         raise
     except Exception as error:

@@ -14,13 +14,15 @@ from amp_graph.backend.assemble import written_inputs
 from amp_graph.backend.build import Built
 from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.outside import Outside
+from amp_graph.capture.captures import begins_call
 from amp_graph.capture.frames import Frames
 from amp_graph.capture.hooks import Hooks, calls_others
+from amp_graph.capture.input_names import Names
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.capture.own_regions import is_in_none
 from amp_graph.errors import warn
 from amp_graph.ir import Plan
-from amp_graph.modules import Entry, Run, autocast_devices, path_by_id, without_autocast
+from amp_graph.modules import Entry, Run, autocast_devices, without_autocast
 from amp_graph.policy import one_for_all
 
 # Graphs in a call, and operators in a graph: so many of fewer take longer than under autocast
@@ -100,13 +102,14 @@ class ModelGraphs:
         return f"to enter {runs} graphs of {mean:.1f} operators each takes longer than it saves", ""
 
     def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Graph:
-        names, widened = path_by_id(self.module), widen_inputs(graph)
+        called = self.entry.entered if begins_call() else None
+        names, widened = Names.of(self.module, called), widen_inputs(graph)
         inputs = [x.float() if i in widened else x for i, x in enumerate(example_inputs)]
         build = without_autocast(self._compiler.build)
         # Saved-tensor hooks of the user (checkpoint's, say) are not for the tensors of a trace.
         with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is):
             built = build(graph, inputs, names)
-        return Graph(built, widened, calls_others(graph, names))
+        return Graph(built, widened, calls_others(graph, names.modules))
 
     def assemble(self, graph: Graph) -> Run:
         record, own = self._compiler.record, self.own

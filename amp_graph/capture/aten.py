@@ -103,7 +103,7 @@ def dtype_position(node: fx.Node) -> int | None:
 
 
 def module_path(node: fx.Node, names: Mapping[str, str]) -> str:
-    """The path of the innermost module that a node is of. `names`: see `retrace`."""
+    """The path of the innermost module that a node is of. `names`: by id, see `Names`."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""

@@ -48,7 +48,8 @@ IN_WORDS = {
     "Dynamic shape operator": "the size of its result depends on the numbers in a tensor",
 }
 
-OF_A_FRAME = re.compile(r"[^,]+, in \S+: ")  # "net.py:12, in forward: why"
+MODEL = "the call of the model"
+OF_A_FRAME = re.compile(rf"[^,]+, in \S+: |{MODEL}: ")  # "net.py:12, in forward: why"
 
 SAID_OF_DATA = (
     "PendingUnbackedSymbolNotFound",  # raised as an internal error
@@ -65,9 +66,12 @@ def break_in(graph: fx.GraphModule) -> list[str]:
 
 
 def in_other_words(said: str) -> str:
-    """What Dynamo says first of something that it cannot capture, for users of another tool."""
+    """What Dynamo says first of something that it cannot capture, for users of another tool, and
+    the function that it is about."""
     first = said.strip().partition("\n")[0]
-    return next((words for start, words in IN_WORDS.items() if first.startswith(start)), first)
+    words = next((words for start, words in IN_WORDS.items() if first.startswith(start)), first)
+    called = re.search(r"qualname: ([^,\n]+)", said)
+    return f"{words} ({called[1]})" if called else words
 
 
 def each_once(breaks: Collection[str]) -> list[str]:

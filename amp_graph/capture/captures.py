@@ -94,6 +94,11 @@ def captured_module_id() -> int:
     return _now.frame.module_id
 
 
+def begins_call() -> bool:
+    """Whether a call begins with what this thread captures."""
+    return _now.frame.is_entry
+
+
 def in_a_call() -> bool:
     """Whether this thread is inside of a call by what was captured here."""
     return _now.caller is not None

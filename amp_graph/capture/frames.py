@@ -31,7 +31,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._dynamo.utils import counters, get_compilation_metrics
 
-from amp_graph.capture.breaks import in_other_words
+from amp_graph.capture.breaks import MODEL, in_other_words
 
 PACKAGE = Path(__file__).parents[1]
 MAX_CAPTURES = 16  # so many calls that captured something, and are not repaid, are too many
@@ -165,10 +165,8 @@ def skipped_before(model: nn.Module) -> list[str]:
 def _told(code: CodeType, reason: str) -> str:
     """Of a frame that Dynamo left to Python because of a break that it cannot go on after, in a
     loop, say: "net.py:12, in forward: why"."""
-    called = re.search(r"qualname: ([^,\n]+)", reason)
-    what = f" ({called[1]})" if called else ""
     name = RESUMED.sub(r"\1", code.co_name)
     where = f"{Path(code.co_filename).name}:{code.co_firstlineno}, in {name}"
     if PACKAGE in Path(code.co_filename).parents:
-        where = "the call of the model"
-    return f"{where}: {in_other_words(reason)}{what}"
+        where = MODEL
+    return f"{where}: {in_other_words(reason)}"

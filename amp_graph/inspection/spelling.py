@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterator, Sequence
 
 from amp_graph.ir import NodeFacts, TensorFacts
@@ -72,6 +73,15 @@ def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[
     """The lines of a table as plain text, underlined headings first; none without rows."""
     if not rows:
         return
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    widths = [max(map(_cells, column)) for column in zip(headings, *rows, strict=True)]
     for row in (headings, ["-" * width for width in widths], *rows):
-        yield "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip()
+        filled = (c + " " * (w - _cells(c)) for c, w in zip(row, widths, strict=True))
+        yield "  ".join(filled).rstrip()
+
+
+def _cells(text: str) -> int:
+    """How many columns of a terminal it takes."""
+    if text.isascii():
+        return len(text)
+    shown = (c for c in text if not unicodedata.combining(c))
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in shown)

@@ -26,13 +26,14 @@ from amp_graph.backend.compiler import Compiler
 from amp_graph.backend.emulation import emulated_nodes, in_float32
 from amp_graph.calls.conversion import found_conversion
 from amp_graph.capture.aten import get_attribute
-from amp_graph.capture.captures import Caller, Captures
+from amp_graph.capture.captures import Caller, Captures, begins_call
 from amp_graph.capture.dynamo import is_of_capture
 from amp_graph.capture.frames import Frames
+from amp_graph.capture.input_names import Names
 from amp_graph.errors import AmpGraphError, CaptureError, ConversionWarning, in_words
 from amp_graph.ir import Plan
 from amp_graph.kept import unchanged
-from amp_graph.modules import Entry, Run, call_with, path_by_id, plain_code, unwrapped
+from amp_graph.modules import Entry, Run, call_with, plain_code, unwrapped
 from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import default_loss, floating
 from amp_graph.plans.pins import Saved
@@ -82,7 +83,8 @@ class Rerun:
         return {}
 
     def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Built:
-        return self.compiler.build(graph, example_inputs, path_by_id(self.model))
+        names = Names.of(self.model, self.model.forward if begins_call() else None)
+        return self.compiler.build(graph, example_inputs, names)
 
     def assemble(self, built: Built) -> Run:
         graph = built.graph

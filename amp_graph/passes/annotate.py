@@ -95,6 +95,7 @@ def _facts(
         user_cast=_is_user_cast(node),
         scalars=tuple(_scalars(node, listing)),
         fixed=region or _fixed(node),
+        called=node.meta.get("called", ""),
         module_path=node.meta.get("module_path", ""),
         source=sys.intern(source),
         code=sys.intern(code),

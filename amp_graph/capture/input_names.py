@@ -1,0 +1,92 @@
+"""What people call the inputs of a graph.
+
+    L['module']._modules['head']._parameters['weight']      head.weight
+    L['args'][1]['mask'], of forward(self, x, batch)        batch['mask']
+
+Dynamo names each by where it found it, in letters that an identifier may have.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+
+    Node._dynamo_source, its name    where Dynamo found an input (a method before 2.13)
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+PARTS = re.compile(r"\._(?:modules|parameters|buffers)\['((?:[^'\\]|\\.)*)'\]")
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a model calls things.
+
+    modules: the path of each by its id as a string, which is how Dynamo refers to it.
+    stored: the path of each parameter and buffer by its id.
+    arguments: of what a graph begins with, if it is a call of the model: its arguments by position.
+    rest: what holds those that follow.
+    """
+
+    modules: Mapping[str, str] = field(default_factory=dict)
+    stored: Mapping[int, str] = field(default_factory=dict)
+    arguments: Sequence[str] | None = None
+    rest: str = "args"
+
+    @classmethod
+    def of(cls, model: nn.Module, called: Any = None) -> Names:
+        """`called`: the method of the model that a graph begins with, if it does with one."""
+        modules = {str(id(module)): path for path, module in model.named_modules()}
+        stored = [*model.named_buffers(), *model.named_parameters()]
+        by_id = {id(tensor): path for path, tensor in stored}
+        return cls(modules, by_id, *_signature(called))
+
+    def labels(self, module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, str]:
+        """By the name of each input of a graph of Dynamo's, for which it is called with these."""
+        placeholders = module.graph.find_nodes(op="placeholder")
+        found = {n.name: self._spelled(n) for n in placeholders}
+        stored = ((n, self.stored.get(id(x))) for n, x in zip(placeholders, inputs, strict=False))
+        return found | {n.name: path for n, path in stored if path is not None}
+
+    def _spelled(self, node: fx.Node) -> str:
+        source = getattr(getattr(node, "_dynamo_source", None), "name", None)
+        where = re.fullmatch(r"[LG]\['(\w+)'\](.*)", str(source() if callable(source) else source))
+        if where is None:
+            return node.name
+        root, rest = where.groups()
+        if PARTS.search(rest):
+            return PARTS.sub(r".\1", rest).removeprefix(".")
+        if root.startswith("__import_"):
+            return str(rest.removeprefix("."))
+        return f"{root}{rest}" if self.arguments is None else self._given(root, rest)
+
+    def _given(self, root: str, rest: str) -> str:
+        """What the model calls what it is given, as `forward` of `CapturedCode` does."""
+        position, keyword = re.match(r"\[(\d+)\]", rest), re.match(r"\['(\w+)'\]", rest)
+        if root == "args" and position is not None:
+            return f"{self._argument(int(position[1]))}{rest[position.end() :]}"
+        if root == "kwargs" and keyword is not None:
+            return f"{keyword[1]}{rest[keyword.end() :]}"
+        return rest.removeprefix(".") if root == "module" else f"{root}{rest}"
+
+    def _argument(self, position: int) -> str:
+        names = self.arguments or ()
+        return names[position] if position < len(names) else f"{self.rest}[{position - len(names)}]"
+
+
+def _signature(function: Any) -> tuple[list[str] | None, str]:
+    """The names of the arguments by position, and of those behind them."""
+    if function is None:
+        return None, "args"
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return [], "args"
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in by_position], rest
