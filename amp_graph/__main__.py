@@ -6,6 +6,7 @@ import sys
 import traceback
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 import torch
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.text import Text
 
 import amp_graph
 from amp_graph.commands import COMMANDS
+from amp_graph.commands.run import RUN
 from amp_graph.errors import AmpGraphError, telling
 
 ABOUT = "See what amp_graph does to a model: what runs in which precision, and why."
@@ -65,6 +67,8 @@ def _warn(message: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     args = parser().parse_args(arguments)
+    if args.command is not RUN and isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # of dashes and names that the encoding lacks
     try:
         with telling(_warn):
             code: int = args.command.run(args)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from types import FunctionType
 from typing import Any, TypeVar, overload
@@ -247,7 +247,8 @@ def why_not_at_once(function: Any) -> str:
 
 
 def _check_methods(model: nn.Module, methods: Any) -> None:
-    if isinstance(methods, str) or not all(isinstance(name, str) for name in methods):
+    are_names = isinstance(methods, Iterable) and not isinstance(methods, str)
+    if not are_names or not all(isinstance(name, str) for name in methods):
         raise AmpGraphError(f"methods is a sequence of names, such as ('encode',), not {methods!r}")
     kind = type(model)
     for name in methods:

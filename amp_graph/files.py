@@ -6,14 +6,22 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from amp_graph.errors import AmpGraphError
+from amp_graph.errors import AmpGraphError, in_brief
+
+
+def as_path(given: Any) -> Path:
+    """Raises AmpGraphError for what is none."""
+    if not isinstance(given, (str, os.PathLike)):
+        raise AmpGraphError(f"a path is a str or a pathlib.Path, not {in_brief(given)}")
+    return Path(given)
 
 
 def check_file(file: str | Path) -> None:
     """Refuse a file that cannot be written, before the work whose result it is for. Raises
     AmpGraphError."""
-    path = Path(file)
+    path = as_path(file)
     if path.is_dir():
         raise AmpGraphError(f"{path}: is a folder; give the path of a file")
     if not path.parent.is_dir():
@@ -24,7 +32,7 @@ def check_file(file: str | Path) -> None:
 
 def check_folder(folder: str | Path) -> None:
     """Refuse a folder that cannot be made or written to. Raises AmpGraphError."""
-    path = Path(folder)
+    path = as_path(folder)
     existing = next(p for p in (path, *path.parents) if p.exists())
     if not existing.is_dir():
         raise AmpGraphError(f"{path}: {str(existing)!r} is a file; give a folder")

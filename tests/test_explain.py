@@ -125,7 +125,7 @@ Casts: 6, moving 1.2 KiB
 
 Most rewarding changes
   1. an override keeps operators in float32: module=second
-     would free 2 operators, 400 B moved less, 512 FLOP in low precision
+     would free 2 operators, 400 B less for them to move, 512 FLOP in low precision
      narrow or remove the override
 """,
     )
@@ -241,6 +241,9 @@ def test_what_there_is_no_report_of() -> None:
         amp_graph.explain(Net())
     with pytest.raises(AmpGraphError, match="call it once"):
         amp_graph.explain(amp_graph.convert(Net()))
+    for depth in ("a", -1):
+        with pytest.raises(AmpGraphError, match="depth is how many levels of modules to show"):
+            amp_graph.explain(Net(), depth=depth)
 
 
 class Parts(nn.Module):

@@ -16,7 +16,7 @@ from nets import Net
 from saved_plans import edit, save_net_plan
 
 import amp_graph
-from amp_graph import Plan, PlanError
+from amp_graph import AmpGraphError, Plan, PlanError
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -168,3 +168,10 @@ def test_plans_of_one_graph_have_to_agree(tmp_path: Path) -> None:
     followed = amp_graph.convert(Net().eval(), plan=path)
     followed(x)
     assert amp_graph.plans(followed)[0].paints["relu"].color is amp_graph.Color.DENY
+
+
+def test_what_is_no_path() -> None:
+    said = "a path is a str or a pathlib.Path, not int 5"
+    for write in (lambda: amp_graph.load_plan(5), lambda: amp_graph.dump(Net(), 5)):
+        with pytest.raises(AmpGraphError, match=said):
+            write()

@@ -35,9 +35,7 @@ class OwnCode:
         """Keep a plan that stands for code without a graph; its index."""
         not_autocast = ""
         if met_sparse:
-            not_autocast = (
-                "; products of its sparse tensors would add up in low precision"
-            )
+            not_autocast = "; products of its sparse tensors would add up in low precision"
         elif has_backward_hooks(self._entry.module):  # in no call of ours, that could mend an error
             not_autocast = "; hooks of modules would see gradients in low precision"
         fallback, autocast = f"{reason}{not_autocast}", not not_autocast

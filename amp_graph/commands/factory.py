@@ -22,7 +22,7 @@ from torch import nn
 
 from amp_graph.errors import AmpGraphError
 
-HOW = "give package.module:function, such as my_project.models:small"
+HOW = "Give package.module:function, such as my_project.models:small"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def subject(name: str) -> Subject:
     """
     module_name, colon, function_name = name.partition(":")
     if not colon or not module_name or not function_name:
-        raise AmpGraphError(f"{name!r} names no function: {HOW}")
+        raise AmpGraphError(f"{name!r} names no function. {HOW}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
+import torch
 from rich.table import Table
 from rich.text import Text
 
 from amp_graph.commands.command import Command, out
-from amp_graph.errors import did_you_mean
+from amp_graph.errors import ListError, did_you_mean
 from amp_graph.inspection.terminal import columns
 from amp_graph.oplists import OpLists, full_name, known_names, load_lists
 
@@ -42,15 +43,18 @@ def _groups(lists: OpLists) -> Table:
 
 def _say_where(name: str, lists: OpLists) -> bool:
     """Print where an operator stands; whether it is on a list."""
-    full = full_name(name, known_names()) or name
+    known = known_names() | lists.entries.keys()
+    full = full_name(name, known)
+    if full is None:
+        hint = did_you_mean(name if "." in name else f"aten.{name}", known)
+        raise ListError(f"torch {torch.__version__} has no operator {name!r}.{hint}")
     found = lists.entries_for(full)
     for entry, listing in found.items():
         named = entry if _packet(entry) == _packet(full) else f"{full} follows {entry}"
         place = f"group '{listing.group}' ({listing.file})"
         out.print(Text(f"{named}: {listing.color.value}, {place}: {listing.why}"), soft_wrap=True)
     if not found:
-        hint = did_you_mean(full, lists.entries)
-        out.print(Text(f"{full} is on no list, so it stays in float32.{hint}"), soft_wrap=True)
+        out.print(Text(f"{full} is on no list, so it stays in float32."), soft_wrap=True)
     return bool(found)
 
 

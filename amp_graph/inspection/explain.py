@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from amp_graph.errors import AmpGraphError
 from amp_graph.inspection.report import (
     CastFigures,
     Figures,
@@ -64,6 +65,8 @@ def explain(model: nn.Module, *, depth: int = 3) -> Report:
 
     Raises AmpGraphError if the model is not converted, or has not run.
     """
+    if not isinstance(depth, int) or depth < 0:
+        raise AmpGraphError(f"depth is how many levels of modules to show, not {depth!r}")
     return Report(report_data(annotated_model(model)), depth)
 
 
@@ -124,7 +127,7 @@ def _module_table(data: ReportData, depth: int) -> Table:
         name = module.path.rpartition(".")[2] if module.path else data.model
         figures = module.figures
         table.add_row(
-            Text("  " * _level(module) + name),
+            Padding(Text(name), (0, 0, 0, 2 * _level(module))),
             f"{figures.operators.low}/{figures.operators.total}",
             percent(figures.flops.low, figures.flops.total),
             flop_count(figures.flops.total),

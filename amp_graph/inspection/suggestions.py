@@ -35,7 +35,7 @@ class Suggestion:
     @property
     def gain(self) -> str:
         parts = [count(self.nodes, "operator")]
-        parts += [f"{byte_count(self.bytes)} moved less"] if self.bytes else []
+        parts += [f"{byte_count(self.bytes)} less for them to move"] if self.bytes else []
         parts += [f"{flop_count(self.flops)} in low precision"] if self.flops else []
         return ", ".join(parts)
 

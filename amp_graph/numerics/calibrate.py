@@ -14,7 +14,7 @@ is not met. (Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from amp_graph.plans.pins import Pins
 from amp_graph.plans.plan_file import save_plan
 
 RULE = "calibrated"
+NEEDED = "needed to meet the bound"
 NOTHING = Pins({}, False, "no plan")
 SLIGHT = 0.01  # a smaller share of underflow is not worth naming as the reason
 
@@ -115,7 +116,7 @@ def calibrate(
 def _check(batches: Any, bound: float) -> None:
     if not isinstance(bound, (int, float)) or not bound >= 0:
         raise AmpGraphError(f"the bound must be a number that is not negative, not {bound!r}")
-    if isinstance(batches, (torch.Tensor, Mapping)):
+    if isinstance(batches, (torch.Tensor, Mapping)) or not isinstance(batches, Iterable):
         raise AmpGraphError(
             f"calibrate takes a list of batches, not a {type(batches).__name__}; give [batch]"
         )
@@ -190,8 +191,7 @@ class _Search:
 
     def _apply(self, denied: Sequence[Node]) -> None:
         modules = [module for _, module in self._rewritten(denied, {})]
-        found = {i: m for i, m in enumerate(modules) if m is not None}
-        self.rerun.replaced = found if denied else {}
+        self.rerun.replaced = {i: m for i, m in enumerate(modules) if m is not None and denied}
 
     def _rewritten(
         self, denied: Sequence[Node], reasons: Mapping[Node, str]
@@ -276,7 +276,7 @@ def _harm(node: NodeNumerics | None) -> tuple[bool, float, float]:
 
 def _reason(node: NodeNumerics | None) -> str:
     if node is None:
-        return "needed to meet the bound"
+        return NEEDED
     sides = [("values", node.forward)]
     sides += [("gradients", node.backward)] if node.backward is not None else []
     for what, side in sides:
@@ -285,7 +285,7 @@ def _reason(node: NodeNumerics | None) -> str:
     for what, side in sides:
         if side.underflow > SLIGHT:
             return f"{side.underflow:.1%} of its {what} underflow"
-    return f"adds an error of {node.added:.2g}"
+    return f"{NEEDED}, adds an error of {node.added:.2g}" if node.added else NEEDED
 
 
 def _path(body: str, name: str) -> str:

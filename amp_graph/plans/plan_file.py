@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 
 from amp_graph.errors import PlanError
-from amp_graph.files import writing
+from amp_graph.files import as_path, writing
 from amp_graph.ir import Plan
 from amp_graph.plans.json_schema import describe, schema
 from amp_graph.plans.pins import Saved, fingerprint
@@ -48,7 +48,7 @@ def save_plan(plan: Plan | Sequence[Plan], path: str | Path) -> None:
         "torch": str(torch.__version__),
         "plans": [encode_plan(p) for p in as_plans(plan).plans],
     }
-    path = Path(path)
+    path = as_path(path)
     if path.is_dir():
         raise PlanError(f"{path}: is a folder; give the path of a file")
     beside = path.with_name(f"{path.name}.part")
@@ -65,7 +65,7 @@ def load_plan(path: str | Path) -> tuple[Plan, ...]:
     describes the graph was edited.
     """
     try:
-        table = json.loads(Path(path).read_text(encoding="utf-8"))
+        table = json.loads(as_path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:  # not JSON, or not UTF-8

@@ -152,8 +152,7 @@ def scale_loss(loss: Tensor, optimizer: Optimizer | Sequence[Optimizer]) -> Iter
     the block, as with Apex, gradients are true, and the optimizer skips the step on overflow. For a
     model that is not converted nothing is scaled: see `GradScaler`.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    for each in optimizers:
+    for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
         if not isinstance(each, Optimizer):
             raise AmpGraphError(f"scale_loss takes optimizers, not {type(each).__name__}")
     yield loss
