@@ -179,6 +179,17 @@ def test_a_forward_that_is_a_generator_is_refused() -> None:
         amp_graph.convert(Tokens())
 
 
+def test_an_override_that_names_no_node_is_told_of_after_the_first_call(recwarn):
+    overrides = [Override("deny", name=name) for name in ("linear", "linea?", "linear_9")]
+    model = amp_graph.convert(Net(), policy=Policy("bfloat16", overrides=overrides))
+    model(torch.randn(4, 8))
+    (warning,) = recwarn.list
+    said = "Override(name=linear_9) names no node of the first call of Net. Did you mean 'linear"
+    assert str(warning.message).startswith(said)
+    model(torch.randn(4, 8))
+    assert len(recwarn.list) == 1
+
+
 class Coder(nn.Module):
     """A model that may be trained by its methods."""
 

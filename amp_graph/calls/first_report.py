@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
 
 from amp_graph.cpu import emulates, why_emulated
-from amp_graph.errors import warn
+from amp_graph.errors import did_you_mean, warn
 from amp_graph.ir import Plan
 from amp_graph.modules import Entry, devices_of
 from amp_graph.policy import Policy
@@ -13,7 +14,8 @@ from amp_graph.reasons import why_nothing_is_low
 
 
 def tell_of_first_call(entry: Entry, policy: Policy, plans: Sequence[Plan], has_run: bool) -> None:
-    """Warn if nothing was converted, of which nobody has told yet, or if products are emulated.
+    """Warn if nothing was converted, of which nobody has told yet, if products are emulated, or if
+    an override names no node.
 
     plans: those of the call.
     has_run: whether any of their graphs has.
@@ -26,3 +28,8 @@ def tell_of_first_call(entry: Entry, policy: Policy, plans: Sequence[Plan], has_
         if any(map(emulates, converted)):
             why = why_emulated(converted)
             warn(f"{entry.name} may be slower than in float32: {why}", once_about=why)
+    names = [name for plan in plans for part in plan.parts() for name in part.facts]
+    for override in policy.overrides if names else ():
+        if override.name is not None and not fnmatch.filter(names, override.name):
+            hint = did_you_mean(override.name, names)
+            warn(f"Override({override}) names no node of the first call of {entry.name}.{hint}")
