@@ -74,8 +74,8 @@ def decide(
 ) -> Decision:
     """Decide about a graph of Dynamo's, which is left as it is, under the modes in force.
 
-    `names`: see `retrace`. Raises what the user has to mend: PlanError if no saved plan is
-    for this graph, PolicyError if an override cannot be asked.
+    `names`: see `retrace`. Raises what the user has to mend: PlanError if no saved plan is for this
+    graph, PolicyError if an override cannot be asked.
     """
     try:
         captured = split_where_wide(retrace(traced.graph, names, traced.inputs), policy, lists)

@@ -29,7 +29,7 @@ def tell_of_first_call(entry: Entry, policy: Policy, plans: Sequence[Plan], has_
             why = why_emulated(converted)
             warn(f"{entry.name} may be slower than in float32: {why}", once_about=why)
     names = [name for plan in plans for part in plan.parts() for name in part.facts]
-    for override in policy.overrides if names else ():
+    for override in policy.overrides if names and entry.is_call else ():
         if override.name is not None and not fnmatch.filter(names, override.name):
             hint = did_you_mean(override.name, names)
             warn(f"Override({override}) names no node of the first call of {entry.name}.{hint}")

@@ -20,6 +20,8 @@ from typing import Any
 
 from torch import fx, nn
 
+from amp_graph.capture.aten import bodies_of
+
 PARTS = re.compile(r"\._(?:modules|parameters|buffers)\['((?:[^'\\]|\\.)*)'\]")
 
 
@@ -42,12 +44,13 @@ class Names:
     def of(cls, model: nn.Module, called: Any = None) -> Names:
         """`called`: the method of the model that a graph begins with, if it does with one."""
         modules = {str(id(module)): path for path, module in model.named_modules()}
-        stored = [*model.named_buffers(), *model.named_parameters()]
+        stored = [*nn.Module.named_buffers(model), *nn.Module.named_parameters(model)]
         by_id = {id(tensor): path for path, tensor in stored}
         return cls(modules, by_id, *_signature(called))
 
-    def labels(self, module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, str]:
-        """By the name of each input of a graph of Dynamo's, for which it is called with these."""
+    def of_inputs(self, module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, str]:
+        """What it calls the inputs of a graph of Dynamo's, by their names there. `inputs` are what
+        that is called with."""
         placeholders = module.graph.find_nodes(op="placeholder")
         found = {n.name: self._spelled(n) for n in placeholders}
         stored = ((n, self.stored.get(id(x))) for n, x in zip(placeholders, inputs, strict=False))
@@ -77,6 +80,15 @@ class Names:
     def _argument(self, position: int) -> str:
         names = self.arguments or ()
         return names[position] if position < len(names) else f"{self.rest}[{position - len(names)}]"
+
+
+def call_inputs(module: fx.GraphModule, names: Mapping[str, str]) -> None:
+    """Note in the meta of the inputs of a graph, and of those inside it, how they are `called`."""
+    for node in module.graph.nodes:
+        if node.op == "placeholder" and node.name in names:
+            node.meta["called"] = names[node.name]
+        for body in bodies_of(module, node).values():
+            call_inputs(body, names)
 
 
 def _signature(function: Any) -> tuple[list[str] | None, str]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ from amp_graph.capture.decompositions import DECOMPOSITIONS, moved
 from amp_graph.capture.fake import any_sizes, fake_mode_of, held_otherwise
 from amp_graph.capture.grad_modes import INFERENCE_MODE, grad_modes
 from amp_graph.capture.hidden_memory import hidden_memory
-from amp_graph.capture.input_names import Names
+from amp_graph.capture.input_names import Names, call_inputs
 from amp_graph.capture.own_regions import mark_bodies, region_of
 from amp_graph.capture.side_by_side import join_parts
 from amp_graph.capture.tensor_indices import as_read_by
@@ -75,9 +75,7 @@ def changes_modes(module: fx.GraphModule) -> bool:
 
 
 def retrace(
-    module: fx.GraphModule,
-    names: Names | None = None,
-    inputs: Sequence[Any] = (),
+    module: fx.GraphModule, names: Names | None = None, inputs: Sequence[Any] = ()
 ) -> fx.GraphModule:
     """Return the ATen form of a Dynamo graph; `module` is left as it was.
 
@@ -90,14 +88,7 @@ def retrace(
         asking = module.meta[ASKS_FOR_LOW]
         raise CaptureError(f"'{asking}' asks for a dtype that code under autocast had returned")
     names = names or Names()
-    return _retrace(module, names, inputs, names.labels(module, inputs))
-
-
-def _retrace(
-    module: fx.GraphModule, names: Names, inputs: Sequence[Any], called: Mapping[str, str]
-) -> fx.GraphModule:
-    """`called`: what people call the inputs, or those of the graph around a body, by name."""
-    retracer = _Retracer(module, names, inputs, called)
+    retracer = _Retracer(module, names, inputs)
     try:
         traced = retracer.run()
     finally:
@@ -106,6 +97,7 @@ def _retrace(
         node.meta["module_path"] = module_path(node, names.modules)
         for kind in filter(None, map(held_otherwise, tensors_of(node))):
             raise CaptureError(f"{node.name} is {kind}")
+    call_inputs(traced, names.of_inputs(module, inputs))
     mark_bodies(traced)
     return join_parts(traced)
 
@@ -135,14 +127,9 @@ class _Retracer:
     """One retrace. `new` maps a node of the old graph to its node (or constant) in the new one,
     `fake` to its value on fake tensors; both are complete for all nodes already visited."""
 
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        names: Names,
-        inputs: Sequence[Any],
-        called: Mapping[str, str],
-    ):
-        self.module, self.names, self.called = module, names, called
+    def __init__(self, module: fx.GraphModule, names: Names, inputs: Sequence[Any]):
+        self.module = module
+        self.names = names
         self.assignments = assignments(module.graph, inputs)
         self.autocasts: list[Any] = []  # the autocast regions that the trace is inside of
         self.grad_modes = grad_modes(module.graph)
@@ -193,8 +180,6 @@ class _Retracer:
         self.fake[node] = value = self.value_of(node)
         new.meta["val"] = value
         new.meta["is_parameter"] = isinstance(value, torch.nn.Parameter)
-        if node.op == "placeholder":
-            new.meta["called"] = self.called.get(node.name, "")
 
     def assign(self, node: fx.Node, x: fx.Node, y: fx.Node) -> None:
         """Put an input into the memory of a value, which is read in its place from here on."""
@@ -246,8 +231,7 @@ class _Retracer:
     def attribute(self, node: fx.Node) -> Any:
         value = get_attribute(self.module, str(node.target))
         if isinstance(value, fx.GraphModule):
-            body = _retrace_body(value, self.names, self.called, node.users)
-            self.root.add_module(str(node.target), body)
+            self.root.add_module(str(node.target), _retrace_body(value, self.names, node.users))
             return None
         set_attribute(self.root, str(node.target), value)
         return self.as_fake(value)
@@ -305,13 +289,11 @@ class _Retracer:
                     local[node].meta["val"] = self.as_fake(value)
 
 
-def _retrace_body(
-    body: fx.GraphModule, names: Names, called: Mapping[str, str], users: Iterable[fx.Node]
-) -> fx.GraphModule:
+def _retrace_body(body: fx.GraphModule, names: Names, users: Iterable[fx.Node]) -> fx.GraphModule:
     """A body that cannot be retraced runs as it is. `users`: what runs it."""
     try:
         with as_read_by(users), region_of(users):
-            return _retrace(body, names, (), called)
+            return retrace(body, names)
     except Exception as error:
         body.meta[WHY_NOT_RETRACED] = in_words(error)
         return body
