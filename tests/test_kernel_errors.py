@@ -79,5 +79,5 @@ def test_products_of_sparse_tensors_add_up_in_low_precision() -> None:
     entries = (torch.rand(4, 8000, generator=torch.Generator().manual_seed(0)) < 1 / 8).float()
     ones = torch.ones(8000, 1)
     low = torch.mm(entries.to_sparse().bfloat16(), ones.bfloat16()).float()
-    assert (low - entries @ ones).norm() > 0.4 * (entries @ ones).norm()
+    assert torch.equal(low, torch.full((4, 1), 256.0)) and (entries @ ones).min() > 900
     assert torch.equal(entries.bfloat16() @ ones.bfloat16(), (entries @ ones).bfloat16())
