@@ -15,6 +15,7 @@ from training import assert_same_gradients
 
 import amp_graph
 from amp_graph import ConversionWarning
+from amp_graph.capture.breaks import MODEL, each_once
 from amp_graph.capture.frames import MAX_CAPTURES
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -263,3 +264,26 @@ def test_one_break_is_told_once_and_not_of_each_frame_around_it() -> None:
     model(torch.randn(4, 8)).sum().backward()
     (found,) = amp_graph.explain(model).data.breaks
     assert "if not torch.isfinite(x).all(): Python branches" in found
+
+
+class OnSparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return torch.sparse.mm(edges, x @ self.weight)
+
+
+def test_the_call_of_the_model_is_told_of_if_no_frame_is() -> None:
+    model = amp_graph.convert(OnSparse(), policy="bfloat16")
+    with pytest.warns(ConversionWarning, match="nothing is captured") as warned:
+        model(torch.randn(3, 4), torch.eye(3).to_sparse())
+    (said,) = (str(w.message) for w in warned if "nothing is captured" in str(w.message))
+    assert "in forward: " in said and MODEL not in said
+    reason = "net.py:12, in forward: loops"
+    assert each_once([f"{MODEL}: loops", reason, reason, f"{MODEL}: raises"]) == [
+        reason,
+        f"{MODEL}: raises",
+    ]
+    assert each_once([f"{MODEL}: loops", reason, "net.py:14, x: loops"]) == ["net.py:14, x: loops"]

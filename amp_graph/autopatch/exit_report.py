@@ -130,7 +130,9 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
             yield f"  loss scale {m['loss_scale']:g}, {m['steps_skipped']} steps skipped"
         yield from (f"  graph break at {b}" for b in m["graph_breaks"] if b not in told)
         told.update(m["graph_breaks"])
-    yield from (f"  graph break at {b}" for b in report["graph_breaks"] if b not in told)
+    in_reasons = " ".join(m["why"] for m in models if not m["converted"])
+    untold = (b for b in report["graph_breaks"] if b not in told and b not in in_reasons)
+    yield from (f"  graph break at {b}" for b in untold)
 
 
 def _why_none_was_called(compiles: bool) -> str:

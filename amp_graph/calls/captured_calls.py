@@ -24,7 +24,7 @@ from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.calls.or_else import or_else
 from amp_graph.calls.outside import Outside
 from amp_graph.calls.own_code import OwnCode
-from amp_graph.capture.breaks import depends_on_data, why_not_captured
+from amp_graph.capture.breaks import depends_on_data, each_once, why_not_captured
 from amp_graph.capture.captures import Caller
 from amp_graph.capture.dynamo import (
     BREAK_AT_DATA,
@@ -190,7 +190,7 @@ class CapturedCalls:
         reason = f"code between graphs ({found}) is not captured"
         if not self._has_run():
             self._frames.skipped = self._frames.skipped or skipped_before(self._entry.module)
-            where = "; ".join(self._frames.skipped) or self._frames.said
+            where = "; ".join(each_once(self._frames.skipped)) or self._frames.said
             reason = f"nothing is captured ({found}): {where or 'Dynamo does not say why'}"
         index = self.own_code.stand_in(reason, watch.met_sparse)
         plan = self._record.plans[index]

@@ -49,7 +49,7 @@ IN_WORDS = {
 }
 
 MODEL = "the call of the model"
-OF_A_FRAME = re.compile(rf"[^,]+, in \S+: |{MODEL}: ")  # "net.py:12, in forward: why"
+OF_A_FRAME = re.compile(r"[^,]+, in \S+: ")  # "net.py:12, in forward: why"
 
 SAID_OF_DATA = (
     "PendingUnbackedSymbolNotFound",  # raised as an internal error
@@ -76,13 +76,18 @@ def in_other_words(said: str) -> str:
 
 def each_once(breaks: Collection[str]) -> list[str]:
     """Without those told before, and without the frames that Dynamo left to Python for the reason
-    for which a line in one of them, which is told, ends a graph."""
-    reasons = {told.rpartition(": ")[2] for told in breaks if not OF_A_FRAME.match(told)}
-    return [
-        told
-        for told in dict.fromkeys(breaks)
-        if not OF_A_FRAME.match(told) or told.rpartition(": ")[2] not in reasons
-    ]
+    for which a line in one of them, which is told, ends a graph; without the call of the model if
+    there is a frame."""
+    found = [*dict.fromkeys(breaks)]
+    by_rank: tuple[set[str], ...] = set(), set(), set()
+    for told in found:
+        by_rank[_rank(told)].add(told.rpartition(": ")[2])
+    return [t for t in found if all(t.rpartition(": ")[2] not in r for r in by_rank[: _rank(t)])]
+
+
+def _rank(told: str) -> int:
+    """0 of a line, 1 of a frame, 2 of the call of the model."""
+    return 2 if told.startswith(f"{MODEL}: ") else int(OF_A_FRAME.match(told) is not None)
 
 
 def why_not_captured(error: Exception) -> str:
