@@ -30,14 +30,15 @@ def check_file(file: str | Path) -> None:
         raise AmpGraphError(f"{path}: may not be written; give another path")
 
 
-def check_folder(folder: str | Path) -> None:
-    """Refuse a folder that cannot be made or written to. Raises AmpGraphError."""
+def check_folder(folder: str | Path) -> Path:
+    """Refuse a folder that cannot be made or written to; its path. Raises AmpGraphError."""
     path = as_path(folder)
     existing = next(p for p in (path, *path.parents) if p.exists())
     if not existing.is_dir():
         raise AmpGraphError(f"{path}: {str(existing)!r} is a file; give a folder")
     if not os.access(existing, os.W_OK):
         raise AmpGraphError(f"{path}: may not be written; give another folder")
+    return path
 
 
 @contextlib.contextmanager

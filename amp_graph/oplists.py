@@ -142,6 +142,12 @@ def full_name(name: str, known: Container[str]) -> str | None:
     return next((full for full in (name, f"aten.{name}") if full in known), None)
 
 
+def no_operator(name: str, known: Names) -> str:
+    """The sentence about a name that is none of an operator, with the one that is close."""
+    hint = did_you_mean(name if "." in name else f"aten.{name}", known)
+    return f"torch {torch.__version__} has no operator {name!r}.{hint}"
+
+
 def known_names() -> Names:
     """Every operator and overload of the running process, as entries spell them."""
     known = {f"higher_order.{name}" for name in torch._ops._higher_order_ops}
@@ -193,10 +199,9 @@ def _resolve(
         elif optional and name.partition(".")[0] not in namespaces:
             yield name
         elif strict and not optional:
-            hint = did_you_mean(name if "." in name else f"aten.{name}", known)
             raise ListError(
-                f"{where}: torch {torch.__version__} has no operator {name!r}.{hint} An operator "
-                "of another library needs that library imported, or `optional = true`."
+                f"{where}: {no_operator(name, known)} An operator of another library needs that "
+                "library imported, or `optional = true`."
             )
 
 

@@ -14,10 +14,9 @@ from amp_graph.backend.assemble import written_inputs
 from amp_graph.backend.build import Built
 from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.outside import Outside
-from amp_graph.capture.captures import begins_call
+from amp_graph.capture.captures import captured_names
 from amp_graph.capture.frames import Frames
 from amp_graph.capture.hooks import Hooks, calls_others
-from amp_graph.capture.input_names import Names
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.capture.own_regions import is_in_none
 from amp_graph.errors import warn
@@ -102,8 +101,7 @@ class ModelGraphs:
         return f"to enter {runs} graphs of {mean:.1f} operators each takes longer than it saves", ""
 
     def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Graph:
-        called = self.entry.entered if begins_call() else None
-        names, widened = Names.of(self.module, called), widen_inputs(graph)
+        names, widened = captured_names(self.entry), widen_inputs(graph)
         inputs = [x.float() if i in widened else x for i, x in enumerate(example_inputs)]
         build = without_autocast(self._compiler.build)
         # Saved-tensor hooks of the user (checkpoint's, say) are not for the tensors of a trace.

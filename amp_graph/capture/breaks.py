@@ -78,11 +78,15 @@ def each_once(breaks: Collection[str]) -> list[str]:
     """Without those told before, and without the frames that Dynamo left to Python for the reason
     for which a line in one of them, which is told, ends a graph; without the call of the model if
     there is a frame."""
-    found = [*dict.fromkeys(breaks)]
-    by_rank: tuple[set[str], ...] = set(), set(), set()
-    for told in found:
-        by_rank[_rank(told)].add(told.rpartition(": ")[2])
-    return [t for t in found if all(t.rpartition(": ")[2] not in r for r in by_rank[: _rank(t)])]
+    best: dict[str, int] = {}  # of each reason
+    for told in breaks:
+        reason = _reason(told)
+        best[reason] = min(_rank(told), best.get(reason, 2))
+    return [told for told in dict.fromkeys(breaks) if _rank(told) == best[_reason(told)]]
+
+
+def _reason(told: str) -> str:
+    return told.rpartition(": ")[2]
 
 
 def _rank(told: str) -> int:

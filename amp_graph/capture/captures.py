@@ -36,6 +36,7 @@ from amp_graph.capture import own_regions
 from amp_graph.capture.dynamo import SETTINGS, CapturedCode, settings
 from amp_graph.capture.frames import Attempt, Frames
 from amp_graph.capture.inner_gradients import compile_in_parts
+from amp_graph.capture.input_names import Names
 from amp_graph.capture.logs import UnheardLogs
 from amp_graph.capture.said_once import SaidOnce
 from amp_graph.modules import Entry, Run, alive, weak_method
@@ -94,9 +95,9 @@ def captured_module_id() -> int:
     return _now.frame.module_id
 
 
-def begins_call() -> bool:
-    """Whether a call begins with what this thread captures."""
-    return _now.frame.is_entry
+def captured_names(entry: Entry) -> Names:
+    """What a model calls things in what this thread captures of it."""
+    return Names.of(entry.module, entry.entered if _now.frame.is_entry else None)
 
 
 def in_a_call() -> bool:

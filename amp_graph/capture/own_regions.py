@@ -75,11 +75,11 @@ def hold_in_region(is_inside: bool) -> None:
 
 
 def in_regions(module: fx.GraphModule) -> frozenset[fx.Node]:
-    """The nodes of a graph that are inside of regions."""
+    """The nodes of a graph that are inside of regions, or are one."""
     depth, found = int(IN_REGION in module.meta), set()
     for node in module.graph.nodes:
         depth += (node.target is ENTER_AUTOCAST) - (node.target is EXIT_AUTOCAST)
-        if depth:
+        if depth or node.target is WITH_AUTOCAST:
             found.add(node)
     return frozenset(found)
 
@@ -89,18 +89,18 @@ def mark_bodies(module: fx.GraphModule) -> None:
     inside = in_regions(module)
     for node in module.graph.nodes:
         for body in bodies_of(module, node).values():
-            if node in inside or node.target is WITH_AUTOCAST:
+            if node in inside:
                 body.meta[IN_REGION] = True
             mark_bodies(body)
 
 
 def region_of(users: Iterable[fx.Node]) -> AbstractContextManager[Any]:
     """The region that a body is all of, by what runs it; none, if it is not."""
-    settings: list[Any] = [node.args[:4] for node in users if node.target is WITH_AUTOCAST]
-    if not settings:
-        return contextlib.nullcontext()
-    kind, dtype, enabled, cache_enabled = settings[0]
-    return torch.autocast(kind, dtype, enabled, cache_enabled)
+    for node in users:
+        if node.target is WITH_AUTOCAST:
+            settings: Any = node.args[:4]
+            return torch.autocast(*settings)
+    return contextlib.nullcontext()
 
 
 def write_region(module: fx.GraphModule) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-import torch
 from rich.table import Table
 from rich.text import Text
 
 from amp_graph.commands.command import Command, out
-from amp_graph.errors import ListError, did_you_mean
+from amp_graph.errors import ListError
 from amp_graph.inspection.terminal import columns
-from amp_graph.oplists import OpLists, full_name, known_names, load_lists
+from amp_graph.oplists import OpLists, full_name, known_names, load_lists, no_operator
 
 
 def _lists_arguments(parser: ArgumentParser) -> None:
@@ -46,8 +45,7 @@ def _say_where(name: str, lists: OpLists) -> bool:
     known = known_names() | lists.entries.keys()
     full = full_name(name, known)
     if full is None:
-        hint = did_you_mean(name if "." in name else f"aten.{name}", known)
-        raise ListError(f"torch {torch.__version__} has no operator {name!r}.{hint}")
+        raise ListError(no_operator(name, known))
     found = lists.entries_for(full)
     for entry, listing in found.items():
         named = entry if _packet(entry) == _packet(full) else f"{full} follows {entry}"

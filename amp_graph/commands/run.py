@@ -25,7 +25,7 @@ def _run_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("script", help="a Python file, or the name of a module after -m")
     parser.add_argument("-m", action="store_true", dest="is_module", help="run a module")
     own = parser.add_argument("arguments", nargs=REMAINDER, help="the script's own arguments")
-    own.required = False  # which else is said of them where the script is missing
+    own.required = False  # else they are asked for, too, where the script is missing
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.description = textwrap.fill(parser.description or "", HELP_WIDTH)
     width = max(map(len, VARIABLES))

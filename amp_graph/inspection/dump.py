@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import nn
 
-from amp_graph.files import as_path, check_folder, writing
+from amp_graph.files import check_folder, writing
 from amp_graph.inspection.annotated import AnnotatedGraph
 from amp_graph.inspection.formats import graph_dot, graph_json, model_explorer
 from amp_graph.inspection.graph_text import graph_text
@@ -42,8 +42,7 @@ def dump(
     Raises AmpGraphError if the model is not converted, or has not run, or the folder or
     a file in it cannot be written.
     """
-    folder = as_path(folder)
-    check_folder(folder)
+    folder = check_folder(folder)
     annotated = annotated_model(model)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -63,7 +63,7 @@ def explain(model: nn.Module, *, depth: int = 3) -> Report:
     """Report what of a converted model runs in low precision, what the casts cost, and what could
     be changed. The model has to have run once.
 
-    Raises AmpGraphError if the model is not converted, or has not run.
+    Raises AmpGraphError if the model is not converted, or has not run, or for a depth that is none.
     """
     if not isinstance(depth, int) or depth < 0:
         raise AmpGraphError(f"depth is how many levels of modules to show, not {depth!r}")

@@ -191,7 +191,7 @@ class _Search:
 
     def _apply(self, denied: Sequence[Node]) -> None:
         modules = [module for _, module in self._rewritten(denied, {})]
-        self.rerun.replaced = {i: m for i, m in enumerate(modules) if m is not None and denied}
+        self.rerun.replaced = {i: m for i, m in enumerate(modules) if m is not None}
 
     def _rewritten(
         self, denied: Sequence[Node], reasons: Mapping[Node, str]

@@ -26,10 +26,9 @@ from amp_graph.backend.compiler import Compiler
 from amp_graph.backend.emulation import emulated_nodes, in_float32
 from amp_graph.calls.conversion import found_conversion
 from amp_graph.capture.aten import get_attribute
-from amp_graph.capture.captures import Caller, Captures, begins_call
+from amp_graph.capture.captures import Caller, Captures, captured_names
 from amp_graph.capture.dynamo import is_of_capture
 from amp_graph.capture.frames import Frames
-from amp_graph.capture.input_names import Names
 from amp_graph.errors import AmpGraphError, CaptureError, ConversionWarning, in_words
 from amp_graph.ir import Plan
 from amp_graph.kept import unchanged
@@ -72,7 +71,8 @@ class Rerun:
         self._calls = 0
         self.frames = Frames()
         self.policy_id = 0  # converted parts run as they are
-        self._call = Caller(Captures(Entry(model), self.frames.number), self)
+        self._entry = Entry(model)
+        self._call = Caller(Captures(self._entry, self.frames.number), self)
         self._handles: list[Any] = []
 
     @property
@@ -83,8 +83,7 @@ class Rerun:
         return {}
 
     def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Built:
-        names = Names.of(self.model, self.model.forward if begins_call() else None)
-        return self.compiler.build(graph, example_inputs, names)
+        return self.compiler.build(graph, example_inputs, captured_names(self._entry))
 
     def assemble(self, built: Built) -> Run:
         graph = built.graph
