@@ -54,6 +54,11 @@ class Compiler:
         """Beside each plan its graphs; None where there are none."""
         return tuple(self._graphs.get(i) for i in range(len(self.record.plans)))
 
+    @property
+    def captured(self) -> frozenset[int]:
+        """Which of the plans are for graphs, by index; the others stand for code without one."""
+        return frozenset(self._graphs)
+
     def compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Run:
         """What runs instead of a Dynamo graph. What raises: see `decide`."""
         _, run = self.assemble(self.build(graph, example_inputs))

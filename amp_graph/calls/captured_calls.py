@@ -85,6 +85,13 @@ class CapturedCalls:
         self._runs_own: Run | None = None  # once it is not captured any more
         self._first_plan = 0  # of these, by index
 
+    def graphs_in_force(self) -> set[int]:
+        """Those that a call may run, by their places in the record."""
+        caller = self._chosen.caller
+        if caller is None or self._runs_own is not None:
+            return set()
+        return {assembled.place for assembled in [*caller.assembled.values()]}
+
     def _begin_again(self, has_captured: bool = True) -> None:
         """After a call that raised, which tells nothing of others."""
         self._frames.end_failed_call(has_captured)
@@ -281,7 +288,7 @@ class CapturedCalls:
             return without_autocast(callers[-1])
 
         def report(reason: str) -> None:
-            calls._chosen.around, calls._chosen.captures = without_autocast, callers[-1].captures
+            calls._chosen.around, calls._chosen.caller = without_autocast, callers[-1]
             calls.own_code.not_under_autocast(index, reason)
 
         under = self.own_code.under_autocast(run, begin_at)

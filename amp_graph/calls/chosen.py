@@ -23,7 +23,7 @@ from amp_graph.modules import Forwards, Run, weak_method, without_autocast
 class InForce(NamedTuple):
     """See `Chosen`."""
 
-    captures: Captures | None
+    caller: Caller | None
     run: Run
     settings: Mapping[str, Any]
 
@@ -31,7 +31,7 @@ class InForce(NamedTuple):
 class Chosen:
     """Which captures one model is called by; the model is held weakly.
 
-    captures: those that `run` calls, which is there before them; None before the first call.
+    caller: what `run`, which is there before it, calls the model with; None before the first call.
     is_stale: whether they are of no use any more.
     around: what is put around a run.
     settings: of Dynamo, other than usual, with which captures are made.
@@ -39,7 +39,7 @@ class Chosen:
 
     def __init__(self, graphs: ModelGraphs, compiler: Compiler):
         self._graphs, self._compiler = graphs, compiler
-        self.captures: Captures | None = None
+        self.caller: Caller | None = None
         self.run: Run
         self.is_stale = False
         self.around: Callable[[Run], Run] = without_autocast
@@ -49,13 +49,17 @@ class Chosen:
         self._choosing = threading.RLock()
 
     @property
+    def captures(self) -> Captures | None:
+        return None if self.caller is None else self.caller.captures
+
+    @property
     def _module(self) -> nn.Module:
         return self._graphs.entry.module
 
     def begin(self) -> None:
         """Before the first call."""
         with self._choosing:
-            if self.captures is not None:
+            if self.caller is not None:
                 return
             if not self._graphs.hooks.are_there():
                 self._kind = kind_of(self._graphs.entry, self._compiler)
@@ -68,7 +72,7 @@ class Chosen:
         for captures in self._hosts:
             if not captures.have_changed():
                 caller = Caller(captures, self._graphs, is_guest=True)
-                self._call_by(partial(weak_method(self._as_guest), caller), captures)
+                self._call_by(caller, partial(weak_method(self._as_guest), caller))
                 return
         self.capture()
 
@@ -77,15 +81,15 @@ class Chosen:
             return caller(*args, **kwargs)
         except GuardsFail:
             with self._choosing:
-                if self.captures is caller.captures:
+                if self.caller is caller:
                     self._be_guest()
         return self.run(*args, **kwargs)
 
     def capture(self) -> None:
         """Capture anew, from the next call on."""
         with self._choosing:
-            captures = self._new_captures()
-            self._call_by(Caller(captures, self._graphs), captures)
+            caller = self.new_caller()
+            self._call_by(caller, caller)
 
     def capture_instead_of(self, captures: Captures | None) -> None:
         """The same, if it is by these that the model is still called."""
@@ -109,24 +113,22 @@ class Chosen:
     def in_force(self) -> InForce:
         """What a call goes by now."""
         with self._choosing:
-            return InForce(self.captures, self.run, self.settings)
+            return InForce(self.caller, self.run, self.settings)
 
     def put_back(self, before: InForce) -> None:
         """Go by that again, which was captured before and is as good as it was."""
         with self._choosing:
-            self.captures, self.run, self.settings = before
+            self.caller, self.run, self.settings = before
 
     def new_caller(self) -> Caller:
         """What captures anew, for `run` to go on by, perhaps."""
-        return Caller(self._new_captures(), self._graphs)
+        captures = Captures(self._graphs.entry, self._graphs.frames.number, self.settings)
+        return Caller(captures, self._graphs)
 
-    def _new_captures(self) -> Captures:
-        return Captures(self._graphs.entry, self._graphs.frames.number, self.settings)
-
-    def _call_by(self, caller: Run, captures: Captures) -> None:
+    def _call_by(self, caller: Caller, run: Run) -> None:
         self._forwards, self.is_stale = Forwards(self._graphs.entry), False
-        self.run = self.around(caller)
-        self.captures = captures
+        self.run = self.around(run)
+        self.caller = caller
 
     def is_another(self) -> bool:
         """Whether the code of the model, or of a part, is not what was captured."""

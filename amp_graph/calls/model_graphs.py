@@ -14,14 +14,14 @@ from amp_graph.backend.assemble import written_inputs
 from amp_graph.backend.build import Built
 from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.outside import Outside
-from amp_graph.capture.captures import captured_names
+from amp_graph.capture.captures import Assembled, captured_names
 from amp_graph.capture.frames import Frames
 from amp_graph.capture.hooks import Hooks, calls_others
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.capture.own_regions import is_in_none
 from amp_graph.errors import warn
 from amp_graph.ir import Plan
-from amp_graph.modules import Entry, Run, autocast_devices, without_autocast
+from amp_graph.modules import Entry, autocast_devices, without_autocast
 from amp_graph.policy import one_for_all
 
 # Graphs in a call, and operators in a graph: so many of fewer take longer than under autocast
@@ -109,7 +109,7 @@ class ModelGraphs:
             built = build(graph, inputs, names)
         return Graph(built, widened, calls_others(graph, names.modules))
 
-    def assemble(self, graph: Graph) -> Run:
+    def assemble(self, graph: Graph) -> Assembled:
         record, own = self._compiler.record, self.own
         index, run = self._compiler.assemble(graph.built)
         plan = record.plans[index]
@@ -134,7 +134,7 @@ class ModelGraphs:
                 do()
             return result
 
-        return counted
+        return Assembled(index, counted)
 
 
 def _operators(plan: Plan) -> int:

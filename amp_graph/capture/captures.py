@@ -129,6 +129,13 @@ class CapturedMeanwhile(Exception):
     """By another thread, perhaps just what this one was about to. Nothing of its call has run."""
 
 
+class Assembled(NamedTuple):
+    """A graph in one model: its place in the model's record, and what runs it."""
+
+    place: int
+    run: Run
+
+
 class Called(Protocol):
     """A model, as it is called by captured graphs. `frames` counts its captures; converted parts of
     the same `policy_id` are captured with it."""
@@ -146,8 +153,8 @@ class Called(Protocol):
     def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
         """What is made of a graph for all models that are called by it."""
 
-    def assemble(self, built: Any) -> Run:
-        """What runs it in this model."""
+    def assemble(self, built: Any) -> Assembled:
+        """It in this model."""
 
 
 class Captures:
@@ -218,8 +225,8 @@ def _run(captures: Callable[[], Captures | None], index: int, *args: Any) -> Any
     if caller is None or caller.captures is not found:
         graph, _ = found.graphs[index]
         return graph.forward(*args)
-    run = caller.runs.get(index) or caller.assemble(index)
-    return run(*args)
+    assembled = caller.assembled.get(index) or caller.assemble(index)
+    return assembled.run(*args)
 
 
 class Caller:
@@ -229,7 +236,7 @@ class Caller:
 
     def __init__(self, captures: Captures, called: Called, is_guest: bool = False):
         self.captures, self._is_guest = captures, is_guest
-        self.runs: dict[int, Run] = {}
+        self.assembled: dict[int, Assembled] = {}
         self._has_returned = False
         self._called, self._module = weakref.ref(called), weakref.ref(called.module)
 
@@ -259,10 +266,10 @@ class Caller:
         is_welcome = self._has_returned and len(self.captures.graphs) < MANY
         return is_welcome or not self._is_guest
 
-    def assemble(self, index: int) -> Run:
-        """What runs a graph in this model, from now on, whichever thread comes to it first."""
+    def assemble(self, index: int) -> Assembled:
+        """A graph in this model, from now on, whichever thread comes to it first."""
         with _assembling:
-            if index not in self.runs:
+            if index not in self.assembled:
                 _, built = self.captures.graphs[index]
-                self.runs[index] = self.called.assemble(built)
-            return self.runs[index]
+                self.assembled[index] = self.called.assemble(built)
+            return self.assembled[index]

@@ -12,18 +12,20 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from torch import nn
 
+from amp_graph.calls.conversion import conversion_of
 from amp_graph.files import check_folder, writing
 from amp_graph.inspection.annotated import AnnotatedGraph
 from amp_graph.inspection.formats import graph_dot, graph_json, model_explorer
 from amp_graph.inspection.graph_text import graph_text
 from amp_graph.inspection.page import page
 from amp_graph.inspection.source import AnnotatedModel, annotated_model
+from amp_graph.ir import Plan
 from amp_graph.plans.plan_file import save_plan
 
 DRAWN_NODES = 800  # Graphviz takes minutes for more, and nobody can read the drawing
@@ -47,7 +49,7 @@ def dump(
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     written = []
-    files = list(_files(annotated))
+    files = list(_files(annotated, conversion_of(model).compiler.plans))
     for i, (name, write) in enumerate(files):
         if progress is not None:
             progress(name, i, len(files))
@@ -61,9 +63,9 @@ def dump(
 Write = Callable[[Path], bool]
 
 
-def _files(model: AnnotatedModel) -> Iterator[tuple[str, Write]]:
+def _files(model: AnnotatedModel, plans: Sequence[Plan]) -> Iterator[tuple[str, Write]]:
     yield "index.html", _text(lambda: page(model))
-    yield "plan.json", _plan(model)
+    yield "plan.json", _plans(plans)
     sides = [("before", g) for g in model.before] + [("after", g) for g in model.after]
     for side, graph in sorted(sides, key=lambda pair: pair[1].name):
         stem = f"{graph.name}.{side}"
@@ -84,9 +86,9 @@ def _text(make: Callable[[], str]) -> Write:
     return write
 
 
-def _plan(model: AnnotatedModel) -> Write:
+def _plans(plans: Sequence[Plan]) -> Write:
     def write(path: Path) -> bool:
-        save_plan(model.plans, path)
+        save_plan(plans, path)
         return True
 
     return write

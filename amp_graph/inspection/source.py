@@ -15,9 +15,10 @@ from amp_graph.ir import Plan
 
 @dataclass(frozen=True)
 class AnnotatedModel:
-    """All graphs of a converted model, in order of capture, and where its graphs break.
+    """The graphs that a converted model is called by, in order of capture, and where they break.
 
-    `before[i]` is the graph as captured, `after[i]` as it runs, `plans[i]` its plan.
+    `before[i]` is the graph as captured, `after[i]` as it runs, `plans[i]` its plan. Those that
+    were captured anew since are left out.
     """
 
     name: str
@@ -30,20 +31,23 @@ class AnnotatedModel:
 
 def annotated_model(model: nn.Module) -> AnnotatedModel:
     """What there is to see of a converted model. Raises AmpGraphError if there is nothing."""
-    compiler = conversion_of(model).compiler
-    if not compiler.plans:
+    conversion = conversion_of(model)
+    compiler, places = conversion.compiler, conversion.places_in_force()
+    if not places:
         name = type(model).__name__
         raise AmpGraphError(f"no graph of {name} is captured; call it once")
-    before, after = [], []
-    for i, (plan, graphs) in enumerate(zip(compiler.plans, compiler.graphs, strict=True)):
-        captured, emitted = graphs or (None, None)
+    plans, before, after = [], [], []
+    for place in places:
+        name, plan = f"graph{place}", compiler.plans[place]
+        captured, emitted = compiler.graphs[place] or (None, None)
         emitted = captured if plan.fallback is not None else emitted
-        before.append(captured_graph(f"graph{i}", plan, captured))
-        after.append(annotated_graph(f"graph{i}", plan, emitted, compiler.lists))
+        plans.append(plan)
+        before.append(captured_graph(name, plan, captured))
+        after.append(annotated_graph(name, plan, emitted, compiler.lists))
     return AnnotatedModel(
         type(model).__name__,
         after[0].dtype,
-        compiler.plans,
+        tuple(plans),
         tuple(before),
         tuple(after),
         tuple(each_once(compiler.record.breaks)),

@@ -26,13 +26,13 @@ from amp_graph.backend.compiler import Compiler
 from amp_graph.backend.emulation import emulated_nodes, in_float32
 from amp_graph.calls.conversion import found_conversion
 from amp_graph.capture.aten import get_attribute
-from amp_graph.capture.captures import Caller, Captures, captured_names
+from amp_graph.capture.captures import Assembled, Caller, Captures, captured_names
 from amp_graph.capture.dynamo import is_of_capture
 from amp_graph.capture.frames import Frames
 from amp_graph.errors import AmpGraphError, CaptureError, ConversionWarning, in_words
 from amp_graph.ir import Plan
 from amp_graph.kept import unchanged
-from amp_graph.modules import Entry, Run, call_with, plain_code, unwrapped
+from amp_graph.modules import Entry, call_with, plain_code, unwrapped
 from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import default_loss, floating
 from amp_graph.plans.pins import Saved
@@ -85,7 +85,7 @@ class Rerun:
     def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Built:
         return self.compiler.build(graph, example_inputs, captured_names(self._entry))
 
-    def assemble(self, built: Built) -> Run:
+    def assemble(self, built: Built) -> Assembled:
         graph = built.graph
         index, otherwise = self.compiler.assemble(built)
 
@@ -103,7 +103,7 @@ class Rerun:
                     self.compiler.record.fall_back(index, in_words(error))
             return _Watched(captured, self, place).run(*args)
 
-        return run
+        return Assembled(index, run)
 
     def run(
         self,
