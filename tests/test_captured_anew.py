@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import amp_graph
 from amp_graph import ConversionWarning
-from amp_graph.capture.frames import MAX_CAPTURES, REPAID_BY
+from amp_graph.capture.frames import MAX_CAPTURES, REPAID_BY, SOME
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 X = torch.randn(20, 16)
@@ -62,6 +63,23 @@ class Chosen(nn.Module):
         for i in choice:
             x = self.layers[i](x)
         return x
+
+
+def test_captures_that_take_long_are_told_of_before_they_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("amp_graph.capture.frames.LONG", 1e-6)
+    model = amp_graph.convert(Remembering(), policy="bfloat16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(SOME - 1):
+            model(X)
+    told = rf"anew in call after call, for \d+ s so far.*`len\(module.seen\) == {SOME - 2}`"
+    with pytest.warns(ConversionWarning, match=told):
+        model(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once
+        model(X)
 
 
 def test_calls_in_between_that_are_not_captured_do_not_make_it_go_on_for_ever() -> None:

@@ -27,10 +27,8 @@ from amp_graph.calls.own_code import OwnCode
 from amp_graph.capture.breaks import depends_on_data, each_once, why_not_captured
 from amp_graph.capture.captures import Caller
 from amp_graph.capture.dynamo import (
-    BREAK_AT_DATA,
     CAPTURED_TOO_OFTEN,
     DYNAMO_ERRORS,
-    EACH_SIZE_APART,
     OFF,
     is_of_capture,
     is_of_graph,
@@ -215,9 +213,13 @@ class CapturedCalls:
         say, or the layers that are chosen, or so many small graphs ran in a call: the model's own
         code is faster than capturing it, or entering them."""
         why = self._frames.why_too_many() or self._graphs.why_too_small(runs)
-        if why is not None and self._runs_own is None:
+        if self._runs_own is not None:
+            return
+        if why is not None:
             self._run_own_code(why[0], "is no longer captured", why[1])
             self._chosen.is_stale = True
+        elif (slow := self._frames.why_so_slow()) is not None:
+            warn(f"{self._entry.name} {slow}")
 
     def _run_own_code(self, reason: str, what: str, advice: str = "") -> None:
         """From now on."""
@@ -240,7 +242,7 @@ class CapturedCalls:
         is_other = is_of_capture(error) and not isinstance(error, CAPTURED_TOO_OFTEN)
         has_run = self._graphs.own.runs != before.runs
         may_help = depends_on_data(error) or (is_other and not has_run)
-        untried = self._untried_settings() if may_help else None
+        untried = self._chosen.untried_settings(self._is_new) if may_help else None
         in_force = self._chosen.in_force()
         if may_help and self._chosen.capture_with(untried, before.settings):
             try:
@@ -267,14 +269,6 @@ class CapturedCalls:
             warn(f"{self._entry.name} {planned.otherwise}")
         self._runs_own, self._chosen.is_stale, self._watch = own_code, False, None
         return result
-
-    def _untried_settings(self) -> Mapping[str, Any] | None:
-        """With which capture may fail no more. In a first call all sizes are known."""
-        settings = self._chosen.settings
-        if not settings:
-            return BREAK_AT_DATA
-        is_tried = self._is_new or settings is EACH_SIZE_APART
-        return None if is_tried else EACH_SIZE_APART
 
     def _autocast_around(self, run: Run, index: int, begin_at: BeginAt | None) -> Run:
         """A captured call, with the code between its graphs, for which plan `index` stands, under

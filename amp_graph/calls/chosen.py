@@ -17,6 +17,7 @@ from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.alike import Kind, captures_for, keep, kind_of
 from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.capture.captures import Caller, Captures, GuardsFail
+from amp_graph.capture.dynamo import BREAK_AT_DATA, EACH_SIZE_APART
 from amp_graph.modules import Forwards, Run, weak_method, without_autocast
 
 
@@ -96,6 +97,13 @@ class Chosen:
         with self._choosing:
             if self.captures is captures:
                 self.capture()
+
+    def untried_settings(self, is_first: bool) -> Mapping[str, Any] | None:
+        """With which capture may fail no more. In a first call all sizes are known."""
+        if not self.settings:
+            return BREAK_AT_DATA
+        is_tried = is_first or self.settings is EACH_SIZE_APART
+        return None if is_tried else EACH_SIZE_APART
 
     def capture_with(self, untried: Mapping[str, Any] | None, tried: Mapping[str, Any]) -> bool:
         """The same, with settings that were not tried, if there are any. Whether a call may go

@@ -21,6 +21,7 @@ import inspect
 import itertools
 import re
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from amp_graph.capture.breaks import MODEL, in_other_words
 PACKAGE = Path(__file__).parents[1]
 MAX_CAPTURES = 16  # so many calls that captured something, and are not repaid, are too many
 REPAID_BY = 4  # as many calls that captured nothing repay one that did
+SOME, LONG = 4, 30.0  # so many of those, and seconds of capturing, are worth a word before that
 RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
 # What Dynamo calls the code behind a break.
 RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
@@ -71,6 +73,7 @@ class Frames:
     charged: calls that captured something; of several at once, which may have met the same, one.
     unpaid: those, as far as other calls have not repaid them.
     failed: calls in a row that raised, in which something was to be captured.
+    seconds: for which it has been captured, until that was told.
     """
 
     def __init__(self) -> None:
@@ -79,6 +82,7 @@ class Frames:
         self.charged = 0
         self.unpaid = 0.0
         self.failed = 0
+        self.seconds: float | None = 0.0
         self.skipped: list[str] = []  # frames that run uncaptured, and why
         self.said = ""  # what Dynamo said last of what it cannot capture
         self.changed = ""  # the guard that failed last: "`len(module.seen) == 2` (net.py:7 in f)"
@@ -86,12 +90,14 @@ class Frames:
     @contextlib.contextmanager
     def counted(self, code: CodeType) -> Iterator[Attempt]:
         """Around the model's callback for a frame of this code, one thread at a time."""
-        attempt = Attempt()
+        attempt, began = Attempt(), time.perf_counter()
         before = counters["frames"]["total"]
         breaks, reasons = counters["graph_break"].copy(), counters["unimplemented"].copy()
         try:
             yield attempt
         finally:
+            if self.seconds is not None:
+                self.seconds += time.perf_counter() - began
             if counters["frames"]["total"] != before:
                 self.own.begun += 1
                 self.changed = _failed_guard() or self.changed
@@ -132,10 +138,23 @@ class Frames:
             return "one call after another raised as it was captured", ""
         if self.unpaid < MAX_CAPTURES:
             return None
+        return "it was captured anew again and again", self._what_changes()
+
+    def why_so_slow(self) -> str | None:
+        """What to say, once, of captures that take long before they are too many."""
+        if self.seconds is None or self.seconds < LONG or self.unpaid < SOME:
+            return None
+        seconds, self.seconds = self.seconds, None
+        return (
+            f"was captured anew in call after call, for {seconds:.0f} s so far, and is no longer "
+            f"captured if that goes on{self._what_changes()}"
+        )
+
+    def _what_changes(self) -> str:
         advice = ". TORCH_LOGS=recompiles tells what changes in it at each call"
         if self.changed:
             advice += f"; before the last it was {self.changed}"
-        return "it was captured anew again and again", advice
+        return advice
 
     def take_skipped(self) -> list[str]:
         """Those that were skipped since this was last asked."""
