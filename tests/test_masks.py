@@ -6,6 +6,7 @@ import pytest
 import torch
 from graphs import SIZE, Rewritten, W, X, run
 from torch import Tensor
+from torch.nn import functional as F
 
 from amp_graph import Policy
 
@@ -117,3 +118,30 @@ def test_scores_are_filled_in_low_precision(fill):
         torch.testing.assert_close(result(X, W, seen), expected, rtol=0.02, atol=0.02)
     for policy in (Policy("bfloat16", level="safe"), Policy("float16")):
         assert not are_low(run(function, X, W, SEEN, policy=policy))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("far", [-1e9, MIN])
+def test_what_is_infinite_is_further_away_than_any_number(dtype, far):
+    """The first token is padded, and all that its row sees: it attends to itself none the less."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        padded = (torch.arange(SIZE) == 0).to(torch.float32) * far
+        mask = torch.full((SIZE, SIZE), -torch.inf).triu(1) + padded
+        q, k = ((x @ w)[None, None] for w in (w, w.t()))
+        attended = F.scaled_dot_product_attention(q, k, q, attn_mask=mask[None, None])
+        return attended, (q + mask).softmax(-1) @ w
+
+    result = run(function, X, W, policy=Policy(dtype))
+    assert far == -1e9 or any(cast.saturate for cast in result.plan.casts)
+    for ours, float32 in zip(result(X, W), function(X, W), strict=True):
+        torch.testing.assert_close(ours, float32, rtol=0.02, atol=0.02)
+
+
+def test_what_overflows_float32_is_not_hidden_by_saturation():
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return (((x @ w).exp() * 1e30) ** 2) @ (w / 1024)
+
+    result = run(function, X, W, policy=Policy("float16"))
+    assert any(cast.saturate for cast in result.plan.casts)
+    assert not function(X, W).isfinite().any() and not result(X, W).isfinite().any()

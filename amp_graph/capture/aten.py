@@ -22,6 +22,7 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils._pytree import tree_leaves
 
 CAST = torch.ops.aten._to_copy.default
+ADD = torch.ops.aten.add.Tensor
 CLAMP = torch.ops.aten.clamp.default
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 SET_GRAD_ENABLED = torch._C._set_grad_enabled

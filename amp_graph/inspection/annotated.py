@@ -81,7 +81,7 @@ class AnnotatedNode:
 
     @property
     def is_cast(self) -> bool:
-        """Whether it converts, unlike the clamp in front of a saturating cast."""
+        """Whether it converts, unlike what clamps in front of a saturating cast."""
         return self.kind == "cast" and self.op == short_op(str(CAST))
 
 
@@ -214,7 +214,7 @@ class _Writer:
         return "float32" if facts.reads else ""
 
     def _cast(self, node: fx.Node) -> AnnotatedNode:
-        """A cast, or the clamp in front of a saturating one."""
+        """A cast, or what clamps in front of a saturating one."""
         value = captured_of(node, self.plan.facts)
         facts, source = self.plan.facts[value.name], node.all_input_nodes[0]
         to, came = _dtype(node), _dtype(source)
@@ -240,8 +240,10 @@ class _Writer:
         )
 
     def _planned(self, value: str, node: fx.Node) -> Cast | None:
-        """What the plan says of a cast of the value, or of the cast that follows a clamp."""
-        made = node if node.target is CAST else next(iter(node.users))
+        """What the plan says of a cast of the value, or of the cast for which it is clamped."""
+        made = node
+        while made.target is not CAST:
+            made = next(iter(made.users))
         casts, readers = self.casts[value, _dtype(made)], set(_names(made.users))
         for_readers = (c for c in casts if readers.intersection(c.readers))
         return next(for_readers, next(iter(casts), None))

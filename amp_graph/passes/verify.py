@@ -16,6 +16,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.aten import (
+    ADD,
     CAST,
     CLAMP,
     SET_GRAD_ENABLED,
@@ -29,7 +30,7 @@ from amp_graph.flow import takes_either
 from amp_graph.ir import Cast, Color, NodeFacts, Plan
 from amp_graph.passes.masks import saturated
 
-ADDED = (CAST, CLAMP, SET_GRAD_ENABLED)  # what emit writes besides the captured nodes
+ADDED = (CAST, CLAMP, ADD, SET_GRAD_ENABLED)  # what emit writes besides the captured nodes
 
 
 class Pair(NamedTuple):

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_graph.capture.aten import CAST, CLAMP, SET_GRAD_ENABLED
+from amp_graph.capture.aten import ADD, CAST, CLAMP, SET_GRAD_ENABLED
 from amp_graph.capture.grad_modes import recorded_nodes
 from amp_graph.ir import Cast, NodeFacts, Paint, dtype_name
 
@@ -101,13 +101,20 @@ class WrittenCasts:
         before: torch.dtype = new.meta["val"].dtype
         saturate = self._paints[value.name].huge and dtype is self._dtype
         if saturate:
-            info = torch.finfo(dtype)
-            new = self._run(CLAMP, (new, info.min, info.max), {}, f"{value.name}_clamped", value)
+            new = self._clamped(new, dtype, value)
         suffix = dtype_name(dtype)
         cast = self._run(CAST, (new,), {"dtype": dtype}, f"{value.name}_{suffix}", value)
         size = sum(t.numel for t in facts.tensors) * (before.itemsize + dtype.itemsize)
         self._casts[cast] = Cast(value.name, dtype, (), size, saturate, facts.is_weight)
         return cast
+
+    def _clamped(self, new: fx.Node, dtype: torch.dtype, value: fx.Node) -> fx.Node:
+        """In float32, finite numbers within the range of `dtype`, infinity as it is: a row of a
+        mask may hold both -inf and -3.4e38, and what overflowed is to be seen. Of a finite number,
+        so small a part is at most 4, less than rounding takes off the largest of `dtype`."""
+        info, part = torch.finfo(dtype), torch.finfo(torch.float32).tiny
+        clamped = self._run(CLAMP, (new, info.min, info.max), {}, f"{value.name}_clamped", value)
+        return self._run(ADD, (clamped, new), {"alpha": part}, f"{value.name}_or_infinite", value)
 
     def _run(
         self, target: Callable[..., Any], args: Any, kwargs: Any, name: str, of: fx.Node
