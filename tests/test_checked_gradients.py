@@ -167,6 +167,37 @@ def test_of_two_optimizers_each_skips_for_its_own(options: Any, overflowing: int
     assert stepped == [overflowing != 0, overflowing != 1]
 
 
+@pytest.mark.parametrize("mine", [slice(None), slice(2)], ids=["all", "a part"])
+def test_an_infinity_among_other_gradients_skips_no_step_of_those_without(mine: slice) -> None:
+    """Of optimizers for the model and something else, and for the model alone."""
+    model, other = Mlp(), nn.Parameter(torch.zeros(3))
+    parameters = [*model.parameters()]
+    both = SGD([*parameters, other], lr=0.1)
+    alone = SGD(parameters[mine], lr=0.1)
+    amp_graph.convert(model, [both, alone], policy=scaled(2.0**10))
+    for overflows in (False, True, False):
+        backward(model)
+        other.grad = torch.full((3,), torch.inf if overflows else 1.0)
+        assert (both.step(), alone.step()) == (not overflows, True)
+        both.zero_grad()
+
+
+def test_gradients_written_to_after_their_check_are_checked_for_their_own_pass() -> None:
+    class Towers(nn.ModuleList):
+        def forward(self, x: Tensor, tower: int) -> Tensor:
+            return self[tower](x).square().mean()
+
+    model = Towers([Mlp(), Mlp()])
+    both, alone = SGD(model.parameters(), lr=0.1), SGD(model[1].parameters(), lr=0.1)
+    amp_graph.convert(model, [both, alone], policy=scaled(2.0**10))
+    for overflows in (False, True, False):
+        for tower in range(2):
+            model(X, tower).backward()
+        next(model.parameters()).grad.mul_(torch.inf if overflows else 0.5)
+        assert (both.step(), alone.step()) == (not overflows, True)
+        both.zero_grad()
+
+
 def test_memory_that_is_used_again_is_not_known() -> None:
     memory, checked = bytearray(16), CheckedGradients()
     gradient = torch.frombuffer(memory, dtype=torch.float32)

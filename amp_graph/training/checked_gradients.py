@@ -58,8 +58,9 @@ class CheckedGradients:
         self._checks.clear()
 
     def known(self, gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The flags of the checks whose gradients are all here, and the other gradients. The flag
-        of a check of which some are elsewhere, or yet to be made, might tell of those."""
+        """The flags of the checks whose gradients are all here, and the other gradients, which may
+        be looked at into these flags: they are a check's own only if nothing else is here. The
+        flag of a check of which some are elsewhere, or yet to be made, might tell of those."""
         try:
             given = [*_identities(gradients)]
         except RuntimeError:
@@ -75,6 +76,8 @@ class CheckedGradients:
                 flags.append(check.found_inf)
         if known == here:
             return flags, []
+        if len(flags) > 1 or known.keys() < here.keys():
+            flags = [flag.clone() for flag in flags]
         pairs = zip(gradients, given, strict=True)
         return flags, [g for g, (address, version) in pairs if known.get(address) != version]
 
