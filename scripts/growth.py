@@ -3,9 +3,10 @@
     python scripts/growth.py            1,000 and 10,000 nodes
     python scripts/growth.py --full     100,000 as well
 
-Three shapes of graph: a chain of linear layers and activations, transformer blocks around a
-float32 residual stream, and blocks around a stream whose precision is free. A block is captured
-once and then repeated, with fake tensors of its own for every node. The last columns compare a
+Four shapes of graph: a chain of linear layers and activations, transformer blocks around a
+float32 residual stream, blocks around a stream whose precision is free, and blocks that all read
+one value and are joined by one operator. A block is captured once and then repeated, with fake
+tensors of its own for every node. The last columns compare a
 size with the one before it: ten times the nodes should take no more than twelve times the time.
 Ends with an error if a stage takes more, or all together. Times are the process's own, so that what
 else the computer does counts little. `annotate` includes the flow graph, which paint and place
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +51,7 @@ TOO_SHORT = 0.05  # seconds; a ratio to less is noise
 RUNS = 2  # of each stage, of which the faster counts
 STAGES = ("annotate", "paint", "place_casts", "emit", "verify")
 WIDTH, HEADS = 16, 2
-MATMUL = torch.ops.aten.matmul.default
+MATMUL, CAT = torch.ops.aten.matmul.default, torch.ops.aten.cat.default
 
 
 def chain_block(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
@@ -75,43 +76,61 @@ def residual_block(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return torch.relu(x + torch.tanh(x @ w) @ v)
 
 
-# The block, the shape of its first weight, and whether the stream starts in low precision.
-BLOCKS: dict[str, tuple[Callable[..., Tensor], tuple[int, int], bool]] = {
-    "chain": (chain_block, (WIDTH, WIDTH), False),
-    "transformer": (transformer_block, (WIDTH, 3 * WIDTH), False),
-    "residual": (residual_block, (WIDTH, WIDTH), True),
+def joined_block(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """Free from the one value that all blocks read to the operator that joins them."""
+    return torch.relu(x)
+
+
+class Shape(NamedTuple):
+    """Blocks, the shape of their first weight, whether the stream starts in low precision, and
+    whether all blocks read that, and are joined at the end."""
+
+    block: Callable[..., Tensor]
+    weight: tuple[int, int] = (WIDTH, WIDTH)
+    is_low: bool = False
+    joins: bool = False
+
+
+SHAPES = {
+    "chain": Shape(chain_block),
+    "transformer": Shape(transformer_block, (WIDTH, 3 * WIDTH)),
+    "residual": Shape(residual_block, is_low=True),
+    "joined": Shape(joined_block, is_low=True, joins=True),
 }
 
 
-def captured_block(shape: str) -> fx.GraphModule:
-    block, weight_shape, _ = BLOCKS[shape]
-    inputs = torch.rand(WIDTH, WIDTH), torch.rand(weight_shape), torch.rand(WIDTH, WIDTH)
-    return trace(block, inputs)
-
-
-def repeated(block: fx.GraphModule, size: int, low_stream: bool) -> fx.GraphModule:
+def repeated(shape: Shape, size: int) -> fx.GraphModule:
     """A graph of about `size` nodes, the block's output fed to its first input again.
 
     Every block has weights of its own. Views keep sharing memory with what they view.
     """
+    inputs = torch.rand(WIDTH, WIDTH), torch.rand(shape.weight), torch.rand(WIDTH, WIDTH)
+    block = trace(shape.block, inputs)
     graph, mode = fx.Graph(), fake_mode_of(block)
     x, *weights = (n for n in block.graph.nodes if n.op == "placeholder")
     body = [n for n in block.graph.nodes if n.op not in ("placeholder", "output")]
     (result,) = next(n for n in block.graph.nodes if n.op == "output").all_input_nodes
     with mode or torch.no_grad():
         value = _input(graph, x, "x", is_parameter=False)
-        if low_stream:
-            first = graph.call_function(MATMUL, (value, value))
-            first.meta["val"] = MATMUL(value.meta["val"], value.meta["val"])
-            value = first
+        if shape.is_low:
+            value = _call(graph, MATMUL, value, value)
+        results = []
         while len(graph.nodes) < size:
             new = {x: value}
             for weight in weights:
                 new[weight] = _input(graph, weight, f"w_{len(graph.nodes)}", is_parameter=True)
             _copy(graph, body, new)
-            value = new[result]
+            results.append(new[result])
+            value = value if shape.joins else new[result]
+        value = _call(graph, CAT, results) if shape.joins else value
     graph.output(value).meta["val"] = value.meta["val"]
     return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _call(graph: fx.Graph, operator: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(operator, args)
+    node.meta["val"] = operator(*fx.node.map_arg(args, lambda operand: operand.meta["val"]))
+    return node
 
 
 def _input(graph: fx.Graph, like: fx.Node, name: str, *, is_parameter: bool) -> fx.Node:
@@ -171,11 +190,10 @@ def measure(shapes: list[str], sizes: list[int]) -> dict[tuple[str, int], list[f
     policy, found = Policy("bfloat16"), dict[tuple[str, int], list[float]]()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         for shape in shapes:
-            block, low_stream = captured_block(shape), BLOCKS[shape][-1]
-            list(timed_stages(repeated(block, 100, low_stream), policy))  # imports and first calls
+            list(timed_stages(repeated(SHAPES[shape], 100), policy))  # imports and first calls
             for size in sizes:
                 task = progress.add_task(f"{shape}, {size:,} nodes: build", total=len(STAGES))
-                module = repeated(block, size, low_stream)
+                module = repeated(SHAPES[shape], size)
                 found[shape, size] = []
                 for stage, seconds in zip(STAGES, timed_stages(module, policy), strict=True):
                     found[shape, size].append(seconds)
@@ -209,11 +227,11 @@ def report(found: dict[tuple[str, int], list[float]], sizes: list[int]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--full", action="store_true", help="measure 100,000 nodes as well")
-    parser.add_argument("--shape", choices=[*BLOCKS], action="append", help="default: all")
+    parser.add_argument("--shape", choices=[*SHAPES], action="append", help="default: all")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     sizes = list(SIZES if arguments.full else SIZES[:-1])
-    found = measure(arguments.shape or [*BLOCKS], sizes)
+    found = measure(arguments.shape or [*SHAPES], sizes)
     if not report(found, sizes):
         sys.exit(f"a stage takes more than {MAX_RATIO:g} times as long for ten times the nodes")
 

@@ -68,6 +68,20 @@ def test_follows_the_model_in_plain_python(config: LossScale, overflows: list[bo
         state = new
 
 
+@given(loss_scales(), OVERFLOWS, st.sets(st.integers(0, 59)))
+@settings(max_examples=100, deadline=None)
+def test_clean_steps_that_do_not_count_might_not_have_been(
+    config: LossScale, overflows: list[bool], uncounted: set[int]
+) -> None:
+    state = config.start()
+    left_out = [i for i in uncounted if i < len(overflows) and not overflows[i]]
+    for i, overflow in enumerate(overflows):
+        state = config.adjust(state, YES if overflow else NO, counts=i not in uncounted)
+    counted = [overflow for i, overflow in enumerate(overflows) if i not in left_out]
+    expected = by_hand(config, counted)[-1:] or [tuple(map(float, config.start()))]
+    assert tuple(map(float, state)) == expected[0]
+
+
 @given(loss_scales(), OVERFLOWS)
 @settings(max_examples=100, deadline=None)
 def test_stays_between_floor_and_ceiling(config: LossScale, overflows: list[bool]) -> None:

@@ -52,7 +52,8 @@ class _Awaited:
         model = self.model()
         if model is None or self.others.get(optimizer) == len(parameters):
             return
-        if _of_its_own(model).isdisjoint(map(id, parameters)):
+        stepped = {*map(id, model.parameters())}.intersection(map(id, parameters))
+        if not stepped or stepped <= _of_others(model):
             self.others[optimizer] = len(parameters)
             return
         self.steps += 1
@@ -66,10 +67,10 @@ class _Awaited:
             )
 
 
-def _of_its_own(model: nn.Module) -> set[int]:
+def _of_others(model: nn.Module) -> set[int]:
+    """Parameters that parts of the model have to answer for, or another one, by their ids."""
     others = (other.parameters() for other in (*converted_parts(model), *_called))
-    of_others = {id(parameter) for parameters in others for parameter in parameters}
-    return {id(parameter) for parameter in model.parameters()} - of_others
+    return {id(parameter) for parameters in others for parameter in parameters}
 
 
 _awaited: list[_Awaited] = []

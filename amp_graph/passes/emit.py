@@ -151,7 +151,7 @@ class _Emitter:
     ) -> tuple[Any, Any]:
         """The node's arguments: what it computes on in `precision`, the rest as captured, each
         as `give(captured node, dtype)` returns it; dtype None means whatever it is emitted in."""
-        computed_on = self.facts[node.name].reads
+        computed_on = frozenset(self.facts[node.name].reads)
 
         def operand(arg: fx.Node) -> Any:
             value = arg.meta.get("val")

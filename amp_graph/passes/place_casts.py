@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import networkx as nx
-from networkx.algorithms.flow import boykov_kolmogorov
+from networkx.algorithms.flow import shortest_augmenting_path
 
 from amp_graph.flow import takes_either
 from amp_graph.ir import FREE, Color, NodeFacts, Paint
@@ -155,7 +155,7 @@ def _cut(network: nx.DiGraph, region: set[int]) -> set[int]:
     problem.add_nodes_from((LOW, FLOAT32))
     problem.add_edges_from(network.out_edges(region, data=True))
     problem.add_edges_from(network.in_edges(region, data=True))
-    residual = boykov_kolmogorov(problem, LOW, FLOAT32)
+    residual = shortest_augmenting_path(problem, LOW, FLOAT32)
     open_edges = ((u, v) for u, v, e in residual.edges(data=True) if e["flow"] < e["capacity"])
     low: set[int] = nx.descendants(nx.DiGraph([*open_edges, (LOW, LOW)]), LOW)
     return low

@@ -32,7 +32,7 @@ def may_split(module: fx.GraphModule) -> bool:
 
 def split_attention(module: fx.GraphModule, paints: Mapping[str, Paint]) -> fx.GraphModule:
     """Return the graph with such calls split, or `module` itself if it has none."""
-    chosen = [n for n in module.graph.nodes if widens(n) and paints[n.name].color is Color.ALLOW]
+    chosen = {n for n in module.graph.nodes if widens(n) and paints[n.name].color is Color.ALLOW}
     if not chosen:
         return module
     graph = fx.Graph()

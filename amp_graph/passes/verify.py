@@ -169,13 +169,14 @@ def outputs_share_memory_as_before(of: Emission) -> Iterator[str]:
         yield "outputs that shared memory with one another or an input no longer do"
 
 
-def _sharing(module: fx.GraphModule) -> list[list[int]]:
-    """For each output, which of all inputs and outputs its memory is shared with."""
+def _sharing(module: fx.GraphModule) -> set[tuple[int, ...]]:
+    """Of all memory that an output has, which inputs and outputs have it, by their numbers."""
     inputs = [n for n in module.graph.nodes if n.op in ("placeholder", "get_attr")]
-    keys = [frozenset(storages(n)) for n in [*inputs, *_outputs(module)]]
-    return [
-        [i for i, other in enumerate(keys) if key & other] for key in keys[len(inputs) :] if key
-    ]
+    owners: dict[int, list[int]] = {}
+    for i, node in enumerate([*inputs, *_outputs(module)]):
+        for memory in dict.fromkeys(storages(node)):
+            owners.setdefault(memory, []).append(i)
+    return {tuple(numbers) for numbers in owners.values() if numbers[-1] >= len(inputs)}
 
 
 def writes_reach_their_memory(of: Emission) -> Iterator[str]:

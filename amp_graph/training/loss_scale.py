@@ -132,9 +132,11 @@ class LossScale:
             self.backoff_factor,
             self.growth_interval if counts else _NEVER,
         )
-        if not counts:
+        if counts:
+            torch.addcmul(found_inf, state.skipped, found_inf, out=state.skipped)
+        else:
             state.clean.add_(found_inf.int() - 1)
-        torch.addcmul(found_inf, state.skipped, found_inf, out=state.skipped)
+            state.skipped.add_(found_inf)
         if self.hysteresis > 1:
             is_waiting = (found_inf != 0) & (state.skipped < self.hysteresis)
             torch.where(is_waiting, before, state.scale, out=state.scale)
