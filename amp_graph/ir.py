@@ -77,6 +77,18 @@ class TensorFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Product:
+    """The sizes of a product of matrices.
+
+    terms: how many products of two numbers each element of the result is the sum of.
+    width: the rows of the result, or its columns, whichever are fewer.
+    """
+
+    terms: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
 class NodeFacts:
     """What is known of one node of a captured graph before anything is decided.
 
@@ -96,6 +108,7 @@ class NodeFacts:
     external: its memory is an input's, a parameter's or a buffer's.
     user_cast: of float32 to float32, in the model's code: stay precise from here.
     scalars: the numbers that take part in its arithmetic.
+    product: the sizes of a product of matrices, batches or tensors.
     called: of an input, what people call it: the path of a parameter or buffer in the model
         ("head.fc.weight"), the argument of the call.
     fixed: why the node must run as captured, or "".
@@ -126,6 +139,7 @@ class NodeFacts:
     is_parameter: bool = False
     user_cast: bool = False
     scalars: tuple[float, ...] = ()
+    product: Product | None = None
     fixed: str = ""
     called: str = ""
     module_path: str = ""

@@ -36,6 +36,7 @@ from amp_graph.capture.aten import (
 from amp_graph.capture.fake import largest_number, size_hint
 from amp_graph.capture.lines import called_at, place_of
 from amp_graph.capture.own_regions import in_regions
+from amp_graph.capture.products import product_of
 from amp_graph.ir import Color, NodeFacts, TensorFacts, dtype_name
 from amp_graph.listing import Listing
 from amp_graph.oplists import OpLists
@@ -94,6 +95,7 @@ def _facts(
         is_parameter=bool(node.meta.get("is_parameter")),
         user_cast=_is_user_cast(node),
         scalars=tuple(_scalars(node, listing)),
+        product=product_of(node),
         fixed=region or _fixed(node),
         called=node.meta.get("called", ""),
         module_path=node.meta.get("module_path", ""),

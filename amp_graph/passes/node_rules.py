@@ -8,7 +8,7 @@ import math
 import torch
 
 from amp_graph.ir import FREE, Color, NodeFacts, Paint
-from amp_graph.passes.scene import NodeRule, Scene
+from amp_graph.passes.scene import NodeRule, Scene, adds_few_terms
 from amp_graph.passes.wrong_kernels import without_wrong_kernel
 
 LOOKUPS = frozenset({"aten.index.Tensor", "aten.embedding.default"})
@@ -111,7 +111,7 @@ def angles(scene: Scene, n: int) -> Paint | None:
     reader = scene.phases.get(n)
     if reader is None or scene.colors[n] not in (Color.ALLOW, Color.INFER):
         return None
-    if not scene.adds_few_terms(scene.facts[n]) and n not in scene.displaced:
+    if not adds_few_terms(scene.facts[n]) and n not in scene.displaced:
         return None
     return Paint(Color.DENY, "angle of", scene.facts[reader].name)
 

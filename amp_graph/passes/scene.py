@@ -27,7 +27,6 @@ from amp_graph.passes.readers import (
 )
 
 Paints = dict[int, Paint]
-PRODUCTS = frozenset(f"aten.{name}.default" for name in ("linear", "matmul", "mm", "bmm"))
 COORDINATES = 4  # of a place and a time
 
 
@@ -50,15 +49,12 @@ class Scene:
         """All nodes that one takes, in order, be they float32 or not."""
         return [self._by_name[name] for name in f.operands]
 
-    def adds_few_terms(self, f: NodeFacts) -> bool:
-        """Whether it is a product of few coordinates, by the rows of its first operand."""
-        return f.op in PRODUCTS and _is_few(self.operands(f)[0])
-
     def _moves_places(self, f: NodeFacts) -> bool:
         """Whether it is a product of places, rotations or poses with such, be they 4 x 4, that the
-        model computed. With so few terms and results a row it is no more work than arithmetic on
-        elements."""
-        if not self.adds_few_terms(f) or not _is_few(f):
+        model computed. With so few terms and results a row, or a column, it is no more work than
+        arithmetic on elements."""
+        is_narrow = f.product is not None and f.product.width <= COORDINATES
+        if not (is_narrow and adds_few_terms(f)):
             return False
         return not any(self._by_name[o.memory].is_parameter for o in self.operands(f))
 
@@ -159,9 +155,9 @@ class Scene:
         return Counter(self.facts[n].memory for n in self.returned)
 
 
-def _is_few(f: NodeFacts) -> bool:
-    size = f.tensors[0].shape[-1] if f.tensors[0].shape else None
-    return isinstance(size, int) and size <= COORDINATES
+def adds_few_terms(f: NodeFacts) -> bool:
+    """Whether it is a product of few coordinates."""
+    return f.product is not None and f.product.terms <= COORDINATES
 
 
 Rule = Callable[[Scene, Mapping[int, Paint]], Paints]
