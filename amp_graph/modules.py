@@ -178,6 +178,12 @@ def alive(reference: Callable[[], T | None]) -> T:
     return found
 
 
+def living(references: Iterable[Callable[[], T | None]]) -> list[T]:
+    """What weak references are to that is not gone. `keyrefs` and `valuerefs` of weak dictionaries
+    give these at once; going through a `WeakSet` fails if another thread adds to it meanwhile."""
+    return [found for reference in references if (found := reference()) is not None]
+
+
 def weak_method(method: Run) -> Run:
     """The method, without keeping its object alive."""
     reference = weakref.WeakMethod(method)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from amp_graph.calls.copies import converted_parts
 from amp_graph.errors import warn
+from amp_graph.modules import living
 from amp_graph.training.found_inf import parameters_of
 from amp_graph.training.step_hooks import hear_steps
 from amp_graph.uncaptured import not_compiled
@@ -69,12 +70,12 @@ class _Awaited:
 
 def _of_others(model: nn.Module) -> set[int]:
     """Parameters that parts of the model have to answer for, or another one, by their ids."""
-    others = (other.parameters() for other in (*converted_parts(model), *_called))
+    others = (other.parameters() for other in (*converted_parts(model), *living(_called.keyrefs())))
     return {id(parameter) for parameters in others for parameter in parameters}
 
 
 _awaited: list[_Awaited] = []
-_called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_called: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 
 
 def await_call(callee: Callee, model: nn.Module) -> None:
@@ -89,7 +90,7 @@ def _forget() -> None:
     for each in _awaited:
         callee, model = each.callee(), each.model()
         if callee is not None and model is not None and not callee.is_awaited:
-            _called.add(model)
+            _called[model] = None
     _awaited[:] = filter(_Awaited.is_open, _awaited)
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from amp_graph.modules import living
 from amp_graph.training.engine import (
     CAN_RUN_WHEN_READY,
     current_streams,
@@ -115,7 +116,7 @@ class Entrance:
             self._standing.let_go()
 
 
-_all: weakref.WeakSet[Entrance] = weakref.WeakSet()
+_all: weakref.WeakKeyDictionary[Entrance, None] = weakref.WeakKeyDictionary()
 _streams: dict[torch.device, frozenset[torch.Stream]] = {}
 
 
@@ -129,7 +130,7 @@ def follow_streams(devices: Iterable[torch.device]) -> None:
 
 
 def _let_go_of_all() -> None:
-    for entrance in [*_all]:
+    for entrance in living(_all.keyrefs()):
         entrance.let_go()
 
 
@@ -251,7 +252,7 @@ def _entrance(
         pick_values=picker(slots),
         pick_tensors=picker(positions),
     )
-    _all.add(entrance)
+    _all[entrance] = None
     return entrance
 
 

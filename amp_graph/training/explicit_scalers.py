@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from amp_graph.modules import living
 from amp_graph.training.grad_scaler import GradScaler
 
 EXPLICIT = (GradScaler, torch.amp.GradScaler)
@@ -40,7 +41,7 @@ def is_grad_scaler_around() -> bool:
     """Whether the process holds an enabled scaler. Those that are there when it is first asked are
     found among all objects, in tens of milliseconds; later ones are noted as they are made."""
     _note_all()
-    return any(scaler.is_enabled() for scaler in [*_around.values()])
+    return any(scaler.is_enabled() for scaler in living(_around.valuerefs()))
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.errors import AmpGraphError, in_brief
+from amp_graph.modules import living
 from amp_graph.training.blame import overflowed
 from amp_graph.training.closures import closure_of
 from amp_graph.training.found_inf import parameters_of
@@ -36,7 +37,8 @@ def use_scale(scale: GraphScale) -> None:
     """From now on guard all optimizers that step parameters under this scale."""
     hear_steps(_after_step, _before_step)
     _scales[scale.serial] = scale
-    for optimizer, guard in [*_guards.items()]:
+    for optimizer in living(_guards.keyrefs()):
+        guard = _guards[optimizer]
         if guard.record.is_waiting and scale.own(parameters_of(optimizer)):
             scale.has_optimizer = True
             guard.record.begin_scale(optimizer, scale)
@@ -101,7 +103,7 @@ def _guard_of(optimizer: Optimizer) -> StepGuard:
 
 
 def _in_use() -> list[GraphScale]:
-    return [scale for ref in _scales.valuerefs() if (scale := ref()) is not None]
+    return living(_scales.valuerefs())
 
 
 def _closure_may_scale(optimizer: Optimizer) -> bool:
