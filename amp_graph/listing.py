@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from amp_graph.errors import ListError, did_you_mean
-from amp_graph.ir import LEVELS, Color, Level, dtype_name
+from amp_graph.ir import LEVELS, LOW_DTYPES, Color, Level, dtype_name
 
 T = TypeVar("T")
 
@@ -72,6 +72,11 @@ class Listing:
         if low_args is not None:
             return argument in low_args
         return argument not in self.metadata_args
+
+    def arguments(self) -> list[str]:
+        """Those that it speaks of, by name."""
+        low = (name for names in self.low_args.values() for name in names)
+        return [*dict.fromkeys((*low, *self.metadata_args, *self.position_args))]
 
     def knowing(self, shipped: Listing) -> Listing:
         """This listing of a user's, with what the shipped one knows of the operator where this one
@@ -135,7 +140,26 @@ def _check_key(key: str, value: Any, color: Color, where: str) -> None:
     if not isinstance(value, KEYS[key]):
         wanted = " or ".join("table" if k is dict else k.__name__ for k in KEYS[key])
         raise ListError(f"{where}: {key!r} must be a {wanted}, not {value!r}.")
+    if isinstance(value, dict):
+        _check_devices(key, value, where)
     if isinstance(value, list) and not all(isinstance(item, str) for item in value):
         raise ListError(f"{where}: {key!r} must hold strings only, not {value!r}.")
     if key in DENY_ONLY and color is not Color.DENY:
         raise ListError(f"{where}: {key!r} means something on the deny list only; remove it.")
+
+
+def _check_devices(key: str, value: Mapping[str, Any], where: str) -> None:
+    """What a table has for kinds of devices, and `storage` for low precisions as well."""
+    dtypes = [*LOW_DTYPES] if key == "storage" else []
+    for name in value:
+        if name not in (OTHER_DEVICES, *dtypes) and not _is_device_type(name):
+            hint = did_you_mean(name, (OTHER_DEVICES, *dtypes, "cpu", "cuda", "mps", "xpu"))
+            kinds = "type of device, low precision" if dtypes else "type of device"
+            raise ListError(f"{where}: {key!r} has {name!r}, which is no {kinds} or 'other'.{hint}")
+
+
+def _is_device_type(name: str) -> bool:
+    try:
+        return torch.device(name).type == name
+    except RuntimeError:
+        return False

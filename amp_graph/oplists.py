@@ -12,6 +12,7 @@ in-place operator takes the entry of its functional form unless it has one of it
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
     torch._C._dispatch_get_all_op_names, torch._ops._higher_order_ops    all operators
+    torch._C._jit_get_schemas_for_operator                               their arguments
 """
 
 from __future__ import annotations
@@ -86,8 +87,12 @@ class OpLists:
         mine = _read_user(user)
         kept = {n: listing for n, listing in self.entries.items() if not _covered(n, mine)}
         for name, listing in mine.items():
-            shipped = self.entries.get(name) or self.entries.get(name.rpartition(".")[0])
-            kept[name] = listing.knowing(shipped) if shipped else listing
+            kept[name] = listing
+            for form, shipped in self.entries_for(name).items():
+                is_of_overload = form.count(".") > name.count(".")
+                own = f"{name}.{form.rpartition('.')[2]}" if is_of_overload else name
+                if own == name or own not in mine:
+                    kept[own] = listing.knowing(shipped)
         return OpLists(kept, self.no_kernel)
 
     def without(self, color: str, op: str) -> OpLists:
@@ -181,7 +186,10 @@ def _add_groups(
     for group, table in groups.items():
         where = f"{file}, group {group!r}"
         listing = check_group(table, color, group, file, where)
-        for name in _resolve(table["ops"], where, known, strict, table.get("optional", False)):
+        names = [*_resolve(table["ops"], where, known, strict, table.get("optional", False))]
+        if strict:
+            _check_arguments(listing, names, where)
+        for name in names:
             if name in entries:
                 raise ListError(_twice(name, entries[name], where, color))
             entries[name] = listing
@@ -203,6 +211,26 @@ def _resolve(
                 f"{where}: {no_operator(name, known)} An operator of another library needs that "
                 "library imported, or `optional = true`."
             )
+
+
+def _check_arguments(listing: Listing, names: Sequence[str], where: str) -> None:
+    """Raise ListError if the group speaks of an argument that none of its operators has."""
+    spoken_of = listing.arguments()
+    if not spoken_of:
+        return
+    there = {argument for name in names for argument in _arguments_of(name)}
+    for argument in spoken_of:
+        if there and argument not in there:
+            hint = did_you_mean(argument, there)
+            raise ListError(f"{where}: none of its operators has an argument {argument!r}.{hint}")
+
+
+def _arguments_of(name: str) -> Iterator[str]:
+    """Those of all overloads of an operator; none of a higher-order one."""
+    namespace, packet, *_ = name.split(".")
+    if namespace != "higher_order":
+        for schema in torch._C._jit_get_schemas_for_operator(f"{namespace}::{packet}"):
+            yield from (argument.name for argument in schema.arguments)
 
 
 def _twice(name: str, first: Listing, where: str, color: Color) -> str:

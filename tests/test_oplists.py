@@ -10,7 +10,8 @@ import torch
 
 from amp_graph.errors import ListError
 from amp_graph.ir import Color, Level
-from amp_graph.oplists import OpLists, load_lists
+from amp_graph.listing import KNOWN
+from amp_graph.oplists import OpLists, known_names, load_lists
 from amp_graph.policy import Policy
 
 ATEN = torch.ops.aten
@@ -216,6 +217,22 @@ def test_what_is_known_of_arguments_survives_a_move(lists):
     assert not lists.merged({"allow": ["aten.sum"]}).lookup(ATEN.sum.dim_IntList).widens
 
 
+@pytest.mark.parametrize("form", ["", "_"])
+def test_what_is_known_of_every_overload_survives_a_move(lists, form):
+    """Of the operator, or of the one that writes its result in place."""
+    known = known_names()
+    packets = {".".join(name.split(".")[:2]) + form for name in lists.entries}
+    packets = {packet for packet in packets & known if not packet.startswith("higher_order.")}
+    moved = lists.merged({"deny": sorted(packets)})
+    overloads = [name for name in known if name.rpartition(".")[0] in packets]
+    assert len(overloads) > 100
+    for overload in overloads:
+        before, after = lists.lookup(overload), moved.lookup(overload)
+        assert after.color is Color.DENY and after.file == "the lists given"
+        for what in KNOWN if before is not None else ():
+            assert getattr(after, what) == getattr(before, what), (overload, what)
+
+
 def test_an_overload_that_another_entry_speaks_for_is_not_taken_off(lists):
     with pytest.raises(ListError, match=r"'aten\.pow' is on the deny list"):
         lists.without("deny", "pow.Scalar")
@@ -240,6 +257,10 @@ BAD_LISTS = {
     f'[deny.g]\n{OK}storage = "half"': "storage is a level, safe, balanced, max, not 'half'",
     f"[deny.g]\n{OK}storage = 3": "'storage' must be a str or table, not 3",
     f'[deny.g]\n{OK}storage = {{cpu = "low"}}': "storage is a level",
+    f'[deny.g]\n{OK}storage = {{cdua = "max"}}': "'storage' has 'cdua', .*Did you mean 'cuda'?",
+    f'[deny.g]\n{OK}low_args = {{float16 = ["self"]}}': "'float16', which is no type of device",
+    f'[deny.g]\n{OK}low_args = ["othr"]': "has an argument 'othr'. Did you mean 'other'?",
+    f'[deny.g]\n{OK}metadata_args = ["nope"]': "none of its operators has an argument 'nope'",
     f"[deny.g]\n{OK}[deny.h]\n{OK}": "group 'h': 'aten.mul' is in .*, group 'g' already",
     f"[deny.g]\n{OK}[infer.h]\n{OK}": "'aten.mul' is on the deny list .* and the infer list",
     '[deny.g]\nwhy = "x."\nops = ["aten.gellu"]': "no operator 'aten.gellu'. Did you mean 'aten.g",
