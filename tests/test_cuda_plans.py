@@ -53,3 +53,17 @@ def test_a_constant_on_the_cpu_leaves_streams_narrow(half: float | Tensor) -> No
     policy = Policy("bfloat16")
     _, plan = rewrite(captured, policy, policy.load_lists())
     assert {"add", "add_1"} <= plan.low
+
+
+def test_so_do_indices_on_the_cpu() -> None:
+    def stream(x: Tensor, w: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(2):
+            x = x + F.linear(F.layer_norm(x, (64,)), w)
+        return F.linear(x, w), lengths.cumsum(0)
+
+    with FakeTensorMode():
+        inputs = [torch.empty(s, device="cuda") for s in ((8, 64), (64, 64))]
+        captured = make_fx(stream, pre_dispatch=True)(*inputs, torch.ones(3, dtype=torch.int64))
+    policy = Policy("bfloat16")
+    _, plan = rewrite(captured, policy, policy.load_lists())
+    assert {"add", "add_1"} <= plan.low

@@ -113,8 +113,9 @@ class Scene:
 
     @cached_property
     def is_balanced_off_cpu(self) -> bool:
-        # A constant of no dimension may be on the CPU in any graph.
-        on_cpu = any(t.device == "cpu" for f in self.facts if not f.is_scalar for t in f.tensors)
+        # A constant of no dimension, or indices, may be on the CPU in any graph.
+        tensors = (t for f in self.facts if not f.is_scalar for t in f.tensors)
+        on_cpu = any(t.device == "cpu" and t.dtype is torch.float32 for t in tensors)
         return self.level is Level.BALANCED and not on_cpu
 
     @cached_property
