@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import networkx as nx
 import torch
@@ -59,6 +59,14 @@ def huge_values(
 def is_beyond(number: float, dtype: torch.dtype) -> bool:
     """Whether it is finite and beyond the range of a precision."""
     return torch.finfo(dtype).max < abs(number) < math.inf
+
+
+def saturated(argument: Any, dtype: torch.dtype) -> Any:
+    """An argument of an operator that is to run in a precision: for a finite number beyond, the
+    last one that this has."""
+    if isinstance(argument, float) and is_beyond(argument, dtype):
+        return math.copysign(torch.finfo(dtype).max, argument)
+    return argument
 
 
 def vanishing_constants(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 LOW_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 LOW = tuple(LOW_DTYPES.values())  # the precisions that count as low
 READERS = 16  # of one low value: so many gradients add up with about one rounding of each
 
@@ -197,6 +198,11 @@ class Paint:
     wide: bool = False
     huge: bool = False
 
+    @property
+    def in_brief(self) -> str:
+        """The rule and what was responsible, in a few words."""
+        return f"{self.rule}: {self.because}" if self.because else self.rule
+
 
 @dataclass(frozen=True, slots=True)
 class Cast:
@@ -245,6 +251,10 @@ class Plan:
         how = f" {self.otherwise}" if self.otherwise else ""
         counts = f"{len(self.facts)} nodes, {len(self.low)} low, {len(self.casts)} casts"
         return f"<Plan in {dtype_name(self.dtype)}: {counts}{how}>"
+
+    def precision(self, name: str) -> str:
+        """That in which an operator computes, by its name."""
+        return dtype_name(self.dtype) if name in self.low else "float32"
 
     def as_captured(self, reason: str) -> Plan:
         """The plan of the same graph where it runs as it was captured, for a reason."""

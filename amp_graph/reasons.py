@@ -56,9 +56,7 @@ def names_a_node(paint: Paint) -> bool:
 def short_reason(plan: Plan, name: str) -> str:
     """The rule that decided and what was responsible, in a few words."""
     paint = plan.paints.get(name)
-    if paint is None:
-        return ""
-    return f"{paint.rule}: {paint.because}" if paint.because else paint.rule
+    return "" if paint is None else paint.in_brief
 
 
 def unlisted(plan: Plan) -> list[str]:
@@ -131,14 +129,14 @@ def _text(
         return _free(plan, plan.facts[name], paint)
     words = WORDS.get(paint.rule)
     if words is None:
-        return f"{paint.rule}: {paint.because}" if paint.because else paint.rule
+        return paint.in_brief
     node = spelled.get(paint.because, paint.because)
     dtype = dtype_name(plan.dtype)
     return words.format(node=node, because=paint.because, dtype=dtype)
 
 
 def _free(plan: Plan, facts: NodeFacts, paint: Paint) -> str:
-    side = dtype_name(plan.dtype) if facts.name in plan.low else "float32"
+    side = plan.precision(facts.name)
     if paint.rule == "float32 math inside":
         return f"computes in float32 on tensors stored either way; {side} moves the fewest bytes"
     return f"free to go either way; {side} moves the fewest bytes here"

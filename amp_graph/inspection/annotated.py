@@ -257,18 +257,15 @@ class _Writer:
         return f"{self.labels[value]} for {', '.join(spelled)}{more}"
 
     def _cast_chain(self, value: str, cast: Cast | None) -> tuple[Reason, ...]:
-        own = Reason(value, f"{self.labels[value]} is {self._precision(value)}")
+        own = Reason(value, f"{self.labels[value]} is {self.plan.precision(value)}")
         steps = [own]
         for reader in cast.readers if cast else ():
-            text = f"{self.labels[reader]} takes {self._precision(reader)}"
+            text = f"{self.labels[reader]} takes {self.plan.precision(reader)}"
             why = short_reason(self.plan, reader)
             steps.append(Reason(reader, f"{text} ({why})" if why else text))
         if cast is not None:
             steps.append(Reason(value, f"one cast for all its readers: {byte_count(cast.bytes)}"))
         return tuple(steps)
-
-    def _precision(self, name: str) -> str:
-        return dtype_name(self.plan.dtype) if name in self.plan.low else "float32"
 
 
 def _kind(facts: NodeFacts) -> str:

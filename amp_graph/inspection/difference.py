@@ -18,7 +18,7 @@ from rich.text import Text
 
 from amp_graph.inspection.spelling import byte_count, count, line_of
 from amp_graph.inspection.terminal import columns, without_colors
-from amp_graph.ir import Cast, Plan, dtype_name
+from amp_graph.ir import Cast, Plan
 from amp_graph.plans.pins import Saved
 from amp_graph.plans.plan_file import PlanSource, as_plans
 from amp_graph.reasons import short_reason
@@ -142,9 +142,8 @@ def _change(name: str, a: Plan, b: Plan) -> Change | None:
 def _decision(plan: Plan, name: str) -> NodeDecision | None:
     if name not in plan.facts:
         return None
-    precision = dtype_name(plan.dtype) if name in plan.low else "float32"
     color = plan.paints[name].color.value if name in plan.paints else "undecided"
-    return NodeDecision(color, precision, short_reason(plan, name))
+    return NodeDecision(color, plan.precision(name), short_reason(plan, name))
 
 
 def _title(graph: GraphDifference) -> str:

@@ -152,12 +152,10 @@ def _node_cells(plan: Plan, facts: NodeFacts, labels: dict[str, str]) -> tuple[s
 
 
 def _precision(plan: Plan, facts: NodeFacts) -> str:
-    if facts.name in plan.low:
-        return dtype_name(plan.dtype)
     if facts.op == "output":
         return ""
-    if facts.reads:
-        return "float32"
+    if facts.name in plan.low or facts.reads:
+        return plan.precision(facts.name)
     return dtype_name(facts.tensors[0].dtype) if facts.tensors else ""
 
 

@@ -59,6 +59,8 @@ def numbers(values: torch.Tensor) -> torch.Tensor:
     """The values as one float64 vector; a complex one counts as two."""
     values = values.detach()
     parts = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    if parts.device.type == "mps":  # which has no float64
+        parts = parts.cpu()
     return parts.double().flatten()
 
 

@@ -36,10 +36,9 @@ from amp_graph.capture.aten import (
     written_operands,
 )
 from amp_graph.capture.fake import CannotReplay, replay, replaying
-from amp_graph.flow import is_beyond, takes_either, widened_for_others
+from amp_graph.flow import is_beyond, saturated, takes_either, widened_for_others
 from amp_graph.ir import Cast, Color, NodeFacts, Paint
 from amp_graph.oplists import OpLists
-from amp_graph.passes.masks import saturated
 from amp_graph.passes.written_casts import WrittenCasts
 
 

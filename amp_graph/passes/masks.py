@@ -12,14 +12,12 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Container, Mapping, Sequence, Set
-from typing import Any
 
 import networkx as nx
 import torch
 
 from amp_graph.flow import SUMS, is_beyond
-from amp_graph.ir import Color, NodeFacts
-from amp_graph.passes.annotate import INTEGERS
+from amp_graph.ir import INTEGERS, Color, NodeFacts
 
 FAR = 1e8  # neighbours in float32 are 8 apart
 MULTIPLICATIONS = frozenset(["aten.mul.Tensor", "aten.mul.Scalar"])
@@ -97,11 +95,3 @@ def _kind_of_number(x: float, dtype: torch.dtype) -> Kind | None:
     if x in (-1, 0, 1):
         return Kind.FEW
     return Kind.WHOLE if x.is_integer() else None
-
-
-def saturated(argument: Any, dtype: torch.dtype) -> Any:
-    """An argument of an operator that is to run in a precision: for a finite number beyond, the
-    last one that this has."""
-    if isinstance(argument, float) and is_beyond(argument, dtype):
-        return math.copysign(torch.finfo(dtype).max, argument)
-    return argument

@@ -26,9 +26,8 @@ from amp_graph.capture.aten import (
 )
 from amp_graph.capture.grad_modes import recorded_nodes
 from amp_graph.errors import VerifyError
-from amp_graph.flow import takes_either
+from amp_graph.flow import saturated, takes_either
 from amp_graph.ir import Cast, Color, NodeFacts, Plan
-from amp_graph.passes.masks import saturated
 
 ADDED = (CAST, CLAMP, ADD, SET_GRAD_ENABLED)  # what emit writes besides the captured nodes
 

@@ -98,10 +98,9 @@ def check_honoured(painted: Mapping[str, Paint], fresh: Mapping[str, Paint], pin
     for name, saved in pins.paints.items():
         now = painted[name]
         if pins.exact and saved.color is not now.color and saved.color is not fresh[name].color:
-            reason = f"{now.rule}: {now.because}" if now.because else now.rule
             raise PlanError(
                 f"{pins.origin}: '{name}' cannot be {saved.color.value}, it is "
-                f"{now.color.value} ({reason}). Set it back to {fresh[name].color.value}."
+                f"{now.color.value} ({now.in_brief}). Set it back to {fresh[name].color.value}."
             )
 
 
