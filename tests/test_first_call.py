@@ -229,7 +229,7 @@ def test_a_module_whose_parameters_cannot_be_listed_is_left_alone(start, capsys)
     assert said.count("unhashable type: 'Odd'") == said.count("\n") == 1
 
 
-@pytest.mark.parametrize("failing", ["convert_at_first_call", "_why_not", "unwrapped"])
+@pytest.mark.parametrize("failing", ["convert_at_first_call", "why_not", "unwrapped"])
 def test_a_failure_of_ours_leaves_the_model_running(start, capsys, failing):
     model = net()
     expected = model(X)

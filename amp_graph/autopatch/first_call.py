@@ -17,10 +17,21 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import get_worker_info
 from torch.utils.weak import WeakIdKeyDictionary
 
-from amp_graph.autopatch.script_models import Model, folded, model_of
+from amp_graph.autopatch.left_alone import (
+    AUTOCAST,
+    COMPILED,
+    LEFT_COMPILED,
+    ON_META,
+    PATIENCE,
+    SHORT_LIVED,
+    is_on_meta,
+    is_under_autocast,
+    why_not,
+)
+from amp_graph.autopatch.script_models import Model, folded, model_of, owed
 from amp_graph.calls.conversion import found_conversion
 from amp_graph.capture.captures import in_a_call
-from amp_graph.capture.fake import held_otherwise
+from amp_graph.capture.frames import MAX_CAPTURES
 from amp_graph.capture.surroundings import can_capture, is_compiling_here, wants_plain_code
 from amp_graph.convert import (
     convert_at_first_call,
@@ -30,17 +41,11 @@ from amp_graph.convert import (
     why_not_at_once,
 )
 from amp_graph.errors import in_words
-from amp_graph.ir import dtype_name
-from amp_graph.modules import autocast_devices, is_compiled, is_rerouted, unwrapped
+from amp_graph.modules import autocast_devices, is_rerouted, unwrapped
 from amp_graph.policy import Policy
 from amp_graph.training.engine import backward_pass, has_process_group
-from amp_graph.training.explicit_scalers import is_grad_scaler_around
 from amp_graph.uncaptured import never_captured, passed_over
 
-AUTOCAST = "the script uses torch.autocast"
-COMPILED = "the script uses torch.compile"
-LEFT_COMPILED = f"what the script compiles is left as it is: {COMPILED}"
-ON_META = "its parameters are on the meta device"
 TRIALS = 3  # calls of a part in the constructor of a module
 
 
@@ -63,6 +68,7 @@ class Models:
         self._policy, self._verbose, self._say = policy, verbose, say
         # By identity: a module may define an equality of its own.
         self._parts = WeakIdKeyDictionary()
+        self._said: set[str] = set()
         self._trials = WeakIdKeyDictionary()
         self._deciding = threading.RLock()  # several threads may call a new model at once
         self._local = threading.local()
@@ -104,6 +110,8 @@ class Models:
             return module._call_impl(*args, **kwargs)
         if self._is_open(module) and not self._is_decided(module, (args, kwargs)):
             return module._call_impl(*args, **kwargs)
+        if (model := self._parts.get(module)) is not None and model.waits:
+            model.waits -= 1
         in_backward = backward_pass() is not None  # where checkpoint restores ours
         if not in_backward and any(map(torch.is_autocast_enabled, autocast_devices())):
             self._leave_to_autocast(module)
@@ -114,15 +122,16 @@ class Models:
             self._local.inside = False
 
     def _is_open(self, module: nn.Module) -> bool:
-        """Whether it is yet to be decided about: it is new, no longer on the meta device, or a part
-        of a converted model that goes on without it."""
+        """Whether it is yet to be decided about: it is new, no longer on the meta device, lived on
+        where others did not, or is a part of a converted model that goes on without it."""
         if module not in self._parts:
             return True
         model = self._parts[module]
         if model is None:
             return False
         if model.left_alone:
-            return model.left_alone == ON_META and not _is_on_meta(module)
+            is_material = model.left_alone == ON_META and not is_on_meta(module)
+            return is_material or (model.left_alone == SHORT_LIVED and not model.waits)
         return model.module() is not unwrapped(module) and _goes_on_alone(module, model)
 
     def _is_decided(self, module: nn.Module, given: Any) -> bool:
@@ -166,16 +175,29 @@ class Models:
             if self._is_ours(inner):  # a copy of a model that was converted here
                 model.record = record_of(inner)
             else:
-                model.left_alone = _why_not(module, inner)
+                model.left_alone = why_not(module, inner)
+                if not model.left_alone and self._is_short_lived(module, model.name):
+                    model.left_alone, model.waits = SHORT_LIVED, PATIENCE
                 if not model.left_alone:
                     self._convert(model, inner)
         except Exception as error:
             model.left_alone = in_words(error)
         self._keep(model, module, inner)
         if model.left_alone:
-            self._say(f"{model.name} is left as it is: {model.left_alone}")
+            self._say_once(f"{model.name} is left as it is: {model.left_alone}")
         elif self._verbose:
             self._say(f"{model.name} runs in mixed precision")
+
+    def _say_once(self, line: str) -> None:
+        """However many models it is said of: a script may make them without end."""
+        if line not in self._said:
+            self._said.add(line)
+            self._say(line)
+
+    def _is_short_lived(self, module: nn.Module, name: str) -> bool:
+        """Whether it is to be feared, unless it has waited already."""
+        has_waited = self._parts.get(module) is not None
+        return not has_waited and owed(self.seen, name) >= MAX_CAPTURES
 
     def _keep(self, model: Model, module: nn.Module, inner: nn.Module) -> None:
         self.seen = [*folded(m for m in self.seen if m.module() is not inner), model]
@@ -186,7 +208,7 @@ class Models:
         from the first call inside on."""
         model = self._parts.get(part)
         module = model.module() if model is not None and model.record is not None else None
-        if module is None or not is_converted(module) or not _is_under_autocast(module):
+        if module is None or not is_converted(module) or not is_under_autocast(module):
             return
         restore(module)
         model.record, model.left_alone = None, AUTOCAST
@@ -219,32 +241,6 @@ class Models:
                 restore(module)
 
 
-def _why_not(module: nn.Module, inner: nn.Module) -> str:
-    """Why a model is to be left alone, or ""."""
-    dtypes = {p.dtype for p in inner.parameters() if p.is_floating_point()}
-    if is_converted(inner):
-        return "the script converts it itself"
-    if is_compiled(module) or any(map(is_compiled, inner.modules())):
-        return COMPILED
-    if isinstance(inner, torch.jit.ScriptModule):
-        return "it is scripted"
-    if dtypes != {torch.float32}:
-        found = ", ".join(sorted(map(dtype_name, dtypes)))
-        return f"its parameters are {found}"
-    if any(".quantized" in type(m).__module__ for m in inner.modules()):
-        return "it is quantised"
-    for p in inner.parameters():
-        if kind := held_otherwise(p):
-            return f"its parameters are {kind}"
-    if _is_on_meta(inner):
-        return ON_META
-    if _is_under_autocast(inner):
-        return AUTOCAST
-    if is_grad_scaler_around():
-        return "the script uses a GradScaler"
-    return ""
-
-
 def _is_being_built() -> bool:
     """Whether the constructor of a module is at work."""
     frame = sys._getframe()
@@ -259,7 +255,7 @@ def _is_being_built() -> bool:
 def _is_dry_run(module: nn.Module, given: Any) -> bool:
     """Whether a module that is not on the meta device is asked by Keras what sizes come of what it
     is given, and has stand-ins for its parameters."""
-    return _are_described(given) and not _is_on_meta(module)
+    return _are_described(given) and not is_on_meta(module)
 
 
 def _parameters(module: nn.Module, given: Any) -> Iterator[nn.Parameter]:
@@ -288,11 +284,3 @@ def _goes_on_alone(part: nn.Module, model: Model) -> bool:
         return True
     is_trained = part.training and torch.is_grad_enabled()
     return is_trained and any(p.requires_grad for p in part.parameters())
-
-
-def _is_on_meta(module: nn.Module) -> bool:
-    return any(p.is_meta for p in module.parameters())
-
-
-def _is_under_autocast(module: nn.Module) -> bool:
-    return any(torch.is_autocast_enabled(p.device.type) for p in module.parameters())

@@ -14,8 +14,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from amp_graph.backend.record import Record
+from amp_graph.capture.frames import REPAID_BY
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.outcome import Outcome
+
+SECONDS = 2.0  # of capturing count as one capture
 
 
 @dataclass
@@ -24,7 +27,7 @@ class Model:
 
     spelled: as it prints itself, if it is a single layer: `Linear(in_features=8, ...)`.
     record: of its conversion, while that is in place.
-    left_alone: why, if it is not converted.
+    left_alone: why, if it is not converted; and `waits`: for how many calls more, if not for good.
     gone: how many models it stands for, once they are.
     outcomes: of the loss scales of these.
     """
@@ -34,6 +37,7 @@ class Model:
     spelled: str = ""
     record: Record | None = None
     left_alone: str = ""
+    waits: int = 0
     gone: int = 0
     outcomes: tuple[Outcome, ...] = ()
 
@@ -62,6 +66,16 @@ def model_of(module: nn.Module) -> Model:
     model = Model(type(shown).__name__, weakref.ref(module), spelled)
     weakref.finalize(module, model.let_go).atexit = False
     return model
+
+
+def owed(models: Iterable[Model], name: str) -> float:
+    """Of how many captures those that went by this name, and are gone, have not repaid the cost by
+    calls, as `Frames` has it of one model. Long ones count for several."""
+    gone = (m for m in models if m.name == name and m.module() is None)
+    records = [m.record for m in gone if m.record is not None]
+    cost = sum(max(r.cost.captures, r.cost.seconds / SECONDS) for r in records)
+    calls = sum(max(record.runs.values(), default=0) for record in records)
+    return cost - calls / REPAID_BY
 
 
 def folded(models: Iterable[Model]) -> list[Model]:
@@ -95,5 +109,6 @@ def _are_alike(one: Model, other: Model) -> bool:
 def _together(one: Model, other: Model) -> Model:
     record = one.record
     if record is not None and other.record is not None:
-        record = replace(record, runs=record.runs + other.record.runs)
+        runs, cost = record.runs + other.record.runs, record.cost + other.record.cost
+        record = replace(record, runs=runs, cost=cost)
     return replace(one, record=record, gone=one.gone + 1, outcomes=(*one.outcomes, *other.outcomes))

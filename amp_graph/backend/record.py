@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from amp_graph.capture.frames import Cost
 from amp_graph.errors import warn
 from amp_graph.ir import Plan
 from amp_graph.training.graph_scale import GraphScale
@@ -15,11 +16,12 @@ from amp_graph.training.graph_scale import GraphScale
 @dataclass
 class Record:
     """The plans of a model's graphs in order of capture, how often each graph ran, where and why
-    graphs ended before the model did, and the loss scale."""
+    graphs ended before the model did, what capturing has cost, and the loss scale."""
 
     plans: list[Plan] = field(default_factory=list)
     runs: Counter[int] = field(default_factory=Counter)
     breaks: list[str] = field(default_factory=list)
+    cost: Cost = field(default_factory=Cost)
     scale: GraphScale | None = None
     _adding: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 

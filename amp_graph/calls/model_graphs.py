@@ -57,7 +57,7 @@ class ModelGraphs:
 
     def __init__(self, entry: Entry, compiler: Compiler):
         self.entry = entry
-        self.frames, self.hooks = Frames(), Hooks(entry.module)
+        self.frames, self.hooks = Frames(compiler.record.cost), Hooks(entry.module)
         self._shared_policy = one_for_all(compiler.policy)
         self.policy_id = id(self._shared_policy)
         self.own = CallsOfThread()

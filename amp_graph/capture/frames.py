@@ -53,6 +53,17 @@ class Attempt:
     is_left: bool = False
 
 
+@dataclass
+class Cost:
+    """Calls in which something of a model was captured, and seconds for which."""
+
+    captures: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.captures + other.captures, self.seconds + other.seconds)
+
+
 class FramesOfThread(threading.local):
     """What one thread's calls of a model have captured.
 
@@ -73,16 +84,17 @@ class Frames:
     charged: calls that captured something; of several at once, which may have met the same, one.
     unpaid: those, as far as other calls have not repaid them.
     failed: calls in a row that raised, in which something was to be captured.
-    seconds: for which it has been captured, until that was told.
+    cost: of all captures so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cost: Cost | None = None) -> None:
         self.number = next(_numbers)
+        self.cost = cost or Cost()
         self.own = FramesOfThread()
         self.charged = 0
         self.unpaid = 0.0
         self.failed = 0
-        self.seconds: float | None = 0.0
+        self._is_told = False  # that it takes long
         self.skipped: list[str] = []  # frames that run uncaptured, and why
         self.said = ""  # what Dynamo said last of what it cannot capture
         self.changed = ""  # the guard that failed last: "`len(module.seen) == 2` (net.py:7 in f)"
@@ -96,8 +108,7 @@ class Frames:
         try:
             yield attempt
         finally:
-            if self.seconds is not None:
-                self.seconds += time.perf_counter() - began
+            self.cost.seconds += time.perf_counter() - began
             if counters["frames"]["total"] != before:
                 self.own.begun += 1
                 self.changed = _failed_guard() or self.changed
@@ -119,6 +130,7 @@ class Frames:
             self.unpaid = max(0.0, self.unpaid - 1 / REPAID_BY)
         elif self.charged == charged:
             self.charged, self.unpaid = self.charged + 1, self.unpaid + 1
+            self.cost.captures += 1
 
     def end_failed_call(self, has_captured: bool) -> None:
         """One has raised."""
@@ -142,12 +154,12 @@ class Frames:
 
     def why_so_slow(self) -> str | None:
         """What to say, once, of captures that take long before they are too many."""
-        if self.seconds is None or self.seconds < LONG or self.unpaid < SOME:
+        if self._is_told or self.cost.seconds < LONG or self.unpaid < SOME:
             return None
-        seconds, self.seconds = self.seconds, None
+        self._is_told = True
         return (
-            f"was captured anew in call after call, for {seconds:.0f} s so far, and is no longer "
-            f"captured if that goes on{self._what_changes()}"
+            f"was captured anew in call after call, for {self.cost.seconds:.0f} s so far, and is "
+            f"no longer captured if that goes on{self._what_changes()}"
         )
 
     def _what_changes(self) -> str:

@@ -1,0 +1,57 @@
+"""Why a model that a script calls is left alone, if it is."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from amp_graph.capture.fake import held_otherwise
+from amp_graph.capture.frames import MAX_CAPTURES, REPAID_BY
+from amp_graph.convert import is_converted
+from amp_graph.ir import dtype_name
+from amp_graph.modules import is_compiled
+from amp_graph.training.explicit_scalers import is_grad_scaler_around
+
+AUTOCAST = "the script uses torch.autocast"
+COMPILED = "the script uses torch.compile"
+LEFT_COMPILED = f"what the script compiles is left as it is: {COMPILED}"
+ON_META = "its parameters are on the meta device"
+PATIENCE = MAX_CAPTURES * REPAID_BY  # calls
+SHORT_LIVED = (
+    f"models of this name are made and captured anew, and called too seldom to repay that; each is "
+    f"converted once it was called {PATIENCE} times"
+)
+
+
+def why_not(module: nn.Module, inner: nn.Module) -> str:
+    """Why a model is to be left alone, or ""."""
+    dtypes = {p.dtype for p in inner.parameters() if p.is_floating_point()}
+    if is_converted(inner):
+        return "the script converts it itself"
+    if is_compiled(module) or any(map(is_compiled, inner.modules())):
+        return COMPILED
+    if isinstance(inner, torch.jit.ScriptModule):
+        return "it is scripted"
+    if dtypes != {torch.float32}:
+        found = ", ".join(sorted(map(dtype_name, dtypes)))
+        return f"its parameters are {found}"
+    if any(".quantized" in type(m).__module__ for m in inner.modules()):
+        return "it is quantised"
+    for p in inner.parameters():
+        if kind := held_otherwise(p):
+            return f"its parameters are {kind}"
+    if is_on_meta(inner):
+        return ON_META
+    if is_under_autocast(inner):
+        return AUTOCAST
+    if is_grad_scaler_around():
+        return "the script uses a GradScaler"
+    return ""
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    return any(p.is_meta for p in module.parameters())
+
+
+def is_under_autocast(module: nn.Module) -> bool:
+    return any(torch.is_autocast_enabled(p.device.type) for p in module.parameters())

@@ -1,0 +1,83 @@
+"""Models that a script makes anew without end, none of which is worth a capture."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from amp_graph import is_converted
+from amp_graph.autopatch.exit_report import write_report
+from amp_graph.autopatch.left_alone import PATIENCE, SHORT_LIVED
+from amp_graph.capture.frames import MAX_CAPTURES, REPAID_BY
+
+X = torch.ones(2, 8)
+
+
+def new_net() -> nn.Module:
+    """Of a class of its own, so that nothing that was captured of another holds for it."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    return Net()
+
+
+def run(calls: int) -> nn.Module:
+    model = new_net()
+    for _ in range(calls):
+        model(X)
+    return model
+
+
+def test_models_that_do_not_live_long_are_captured_no_more(start, capsys):
+    start()
+    converted = [is_converted(run(1)) for _ in range(2 * MAX_CAPTURES + 8)]
+    assert converted.index(False) > MAX_CAPTURES and not any(converted[converted.index(False) :])
+    line = f"amp_graph: Net is left as it is: {SHORT_LIVED}\n"
+    assert capsys.readouterr().err.count(line) == 1
+
+
+def test_one_that_lives_longer_is_captured_later(start):
+    start()
+    while is_converted(run(1)):
+        pass
+    model = new_net()
+    for _ in range(PATIENCE):
+        assert torch.equal(model(X), nn.functional.linear(X, model.layer.weight, model.layer.bias))
+        assert not is_converted(model)
+    model(X)
+    assert is_converted(model)
+
+
+def test_those_whose_calls_repay_it_are_captured_for_ever(start):
+    start()
+    assert all(is_converted(run(REPAID_BY + 1)) for _ in range(2 * MAX_CAPTURES))
+
+
+def test_long_captures_count_for_several(start, monkeypatch):
+    monkeypatch.setattr("amp_graph.autopatch.script_models.SECONDS", 1e-6)
+    start()
+    assert [is_converted(run(1)) for _ in range(3)] == [True, False, False]
+
+
+def test_one_of_another_name_is_captured(start):
+    installation = start()
+    while is_converted(run(1)):
+        pass
+    other = nn.Sequential(nn.Linear(8, 2))
+    other(X)
+    assert is_converted(other)
+    write_report(installation.models.seen, None)
+
+
+def test_the_layers_of_a_model_that_is_called_layer_by_layer_all_live(start):
+    start()
+    layers = [new_net() for _ in range(2 * MAX_CAPTURES)]
+    for layer in layers:
+        layer(X)
+    assert all(map(is_converted, layers))
