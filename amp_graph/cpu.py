@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from amp_graph.ir import dtype_name
+from amp_graph.dtypes import dtype_name
 
 ASKED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 

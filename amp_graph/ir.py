@@ -12,15 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-LOW_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-LOW = tuple(LOW_DTYPES.values())  # the precisions that count as low
+from amp_graph.dtypes import dtype_name
+
 READERS = 16  # of one low value: so many gradients add up with about one rounding of each
-
-
-def dtype_name(dtype: torch.dtype | str) -> str:
-    """As people write it: "float16" for `torch.float16`."""
-    return str(dtype).removeprefix("torch.")
 
 
 class Color(enum.Enum):
@@ -79,11 +73,8 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The sizes of a product of matrices.
-
-    terms: how many products of two numbers each element of the result is the sum of.
-    width: the rows of the result, or its columns, whichever are fewer.
-    """
+    """The sizes of a product of matrices: of how many terms each element of the result is the sum;
+    and the rows of the result, or its columns, whichever are fewer."""
 
     terms: int
     width: int

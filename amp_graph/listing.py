@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from amp_graph.dtypes import LOW_DTYPES, dtype_name
 from amp_graph.errors import ListError, did_you_mean
-from amp_graph.ir import LEVELS, LOW_DTYPES, Color, Level, dtype_name
+from amp_graph.ir import LEVELS, Color, Level
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from amp_graph.custom_functions import as_without_autocast
-from amp_graph.ir import LOW
+from amp_graph.dtypes import LOW
 from amp_graph.modules import Run, autocast_devices
 from amp_graph.results import map_tensors
 

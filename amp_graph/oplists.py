@@ -28,8 +28,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from amp_graph.dtypes import LOW_DTYPES
 from amp_graph.errors import ListError, did_you_mean
-from amp_graph.ir import COLORS, LOW_DTYPES, Color
+from amp_graph.ir import COLORS, Color
 from amp_graph.listing import Listing, check_group
 
 UserList: TypeAlias = str | Path | Mapping[str, Any]

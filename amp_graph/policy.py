@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from amp_graph.dtypes import LOW_DTYPES, dtype_name
 from amp_graph.errors import PlanError, PolicyError, did_you_mean
-from amp_graph.ir import LOW_DTYPES, Color, Level, NodeFacts, dtype_name
+from amp_graph.ir import Color, Level, NodeFacts
 from amp_graph.oplists import OpLists, UserLists, load_lists
 from amp_graph.override import Override, inside
 from amp_graph.plans.pins import Saved

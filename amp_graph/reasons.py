@@ -10,7 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from amp_graph.ir import Color, NodeFacts, Paint, Plan, dtype_name
+import torch
+
+from amp_graph.dtypes import dtype_name
+from amp_graph.ir import Color, NodeFacts, Paint, Plan
 from amp_graph.listing import Listing
 
 OWN_AUTOCAST = "the model's own autocast region"  # why something runs as captured
@@ -144,3 +147,9 @@ def _free(plan: Plan, facts: NodeFacts, paint: Paint) -> str:
 
 def _entry(listing: Listing) -> str:
     return f"group '{listing.group}' ({listing.file}): {listing.why}"
+
+
+def dtype_of(plans: Sequence[Plan]) -> torch.dtype:
+    """The low precision of a model's graphs; of its code, which may have another, if there are
+    none. There is a plan."""
+    return next((plan.dtype for plan in plans if plan.facts), plans[0].dtype)

@@ -11,7 +11,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.aten import captured_of
-from amp_graph.ir import LOW, NodeFacts
+from amp_graph.dtypes import LOW
+from amp_graph.ir import NodeFacts
 
 NAN, PLUS, MINUS = "NaN", "inf", "-inf"
 NONE: frozenset[str] = frozenset()

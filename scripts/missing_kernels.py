@@ -27,7 +27,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from amp_graph.ir import LOW_DTYPES, Color
+from amp_graph.dtypes import LOW_DTYPES
+from amp_graph.ir import Color
 from amp_graph.listing import Listing
 from amp_graph.oplists import OpLists, load_lists
 

@@ -43,7 +43,7 @@ OPS = [
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU without kernels for either low precision."""
     for module in ("cpu", "calls.first_report", "backend.emulation"):
-        monkeypatch.setattr(f"amp_graph.{module}.emulates", amp_graph.ir.LOW.__contains__)
+        monkeypatch.setattr(f"amp_graph.{module}.emulates", amp_graph.dtypes.LOW.__contains__)
 
 
 def written_out(product: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

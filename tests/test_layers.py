@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "amp_graph"
 # Each imports from those before it in the list, and within itself.
 LAYERS = [
     "errors", "files", "kept", "modules", "results", "uncaptured",
-    "ir", "plans",
+    "dtypes", "ir", "plans",
     "cpu", "flow", "listing",
     "capture", "watched", "oplists", "reasons", "training",
     "custom_functions", "modes", "override", "policy",

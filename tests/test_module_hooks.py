@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn.modules.module import (
     register_module_full_backward_hook,
     register_module_full_backward_pre_hook,
 )
+from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 from training import distance
 from two_layers import BFLOAT16
@@ -188,3 +190,27 @@ def test_what_cannot_be_captured_under_hooks_for_all_modules_is_tried_again_with
     assert distance(model(X), exact) <= BFLOAT16
     assert [plan.fallback for plan in amp_graph.plans(model)] == [None]
     assert record_of(model).runs.total() == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_first_call_that_is_only_counted_is_no_verdict(dtype: str) -> None:
+    """As Lightning's summary of a model makes it, under hooks with which nothing is captured."""
+    model = amp_graph.convert(Net(), policy=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", amp_graph.ConversionWarning)
+        with torch.no_grad(), FlopCounterMode(display=False):
+            model(X)
+        for _ in range(3):
+            model(X).sum().backward()
+    data = amp_graph.explain(model).data
+    assert data.dtype == dtype and not data.fallbacks
+    assert low_share(model, X) == 1
+
+
+def test_hooks_for_all_modules_that_stay_leave_the_model_to_autocast() -> None:
+    model = amp_graph.convert(nn.Sequential(Net()), policy="bfloat16")
+    with FlopCounterMode(display=False):
+        for _ in range(4):
+            model(X)
+    (reason,) = amp_graph.explain(model).data.fallbacks
+    assert "runs under autocast" in reason

@@ -17,7 +17,7 @@ from amp_graph.convert import is_converted
 from amp_graph.inspection import render
 from amp_graph.inspection.dump import dump
 from amp_graph.inspection.spelling import byte_count, plural
-from amp_graph.reasons import why_nothing_is_low
+from amp_graph.reasons import dtype_of, why_nothing_is_low
 
 PER_RUN = ("operators", "operators_low", "casts", "cast_bytes", "casts_of_unknown_size")
 SUMS = ("alike", "runs", "steps_skipped", *PER_RUN)
@@ -79,7 +79,7 @@ def describe(model: Model) -> dict[str, Any]:
         unsized += runs * len(plan.unsized_casts)
     described = named | {
         "converted": any(plan.converts for plan in model.record.plans),
-        "dtype": str(model.record.plans[0].dtype) if model.record.plans else "",
+        "dtype": str(dtype_of(model.record.plans)) if model.record.plans else "",
         "graphs": len(model.record.plans),
         "runs": model.record.runs.total(),
         "operators": total,

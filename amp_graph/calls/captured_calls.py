@@ -13,7 +13,7 @@ import contextlib
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from amp_graph.calls.chosen import Chosen
 from amp_graph.calls.first_report import tell_of_first_call
 from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.calls.or_else import or_else
-from amp_graph.calls.outside import Outside
+from amp_graph.calls.outside import Outside, is_ours
 from amp_graph.calls.own_code import OwnCode
 from amp_graph.capture.breaks import depends_on_data, each_once, why_not_captured
 from amp_graph.capture.captures import Caller
@@ -31,7 +31,6 @@ from amp_graph.capture.dynamo import (
     DYNAMO_ERRORS,
     OFF,
     is_of_capture,
-    is_of_graph,
     is_off,
 )
 from amp_graph.capture.frames import skipped_before
@@ -117,7 +116,7 @@ class CapturedCalls:
                 result = chosen.run(*args, **kwargs)
         except BaseException as error:
             self._watch = watch or self._watch
-            if not _is_ours(error, is_watched=watch is not None, is_new=kept is not None):
+            if not is_ours(error, is_watched=watch is not None, is_new=kept is not None):
                 is_of_model = isinstance(error, Exception)  # and no interrupt
                 self._begin_again(is_of_model and self._frames.own.begun != frames)
                 raise
@@ -148,9 +147,9 @@ class CapturedCalls:
 
     def _look_back(self, before: Before, has_captured: bool) -> None:
         """After a call: whether all that was asked for happened, and whether to go on so."""
-        if before.watch is not None and self._hooks.number() > before.hooks:
+        if before.watch is not None and self._says_little(before.hooks):
             self._frames.end_call(has_captured, before.charged)
-            self._watch = Outside(self._lists)  # what it set up, later calls find
+            self._watch = Outside(self._lists)
             self._stop_if_too_many()
             return
         if before.watch is not None:
@@ -165,6 +164,15 @@ class CapturedCalls:
         if self._is_watched:
             self._watch = Outside(self._lists)
         self._stop_if_too_many()
+
+    def _says_little(self, hooks: int) -> bool:
+        """Whether later calls go otherwise: they find the hooks that this one has set up, or may be
+        without those for all modules, a FLOP counter's, that the first one was under."""
+        if self._hooks.number() > hooks:
+            return True
+        is_first = self._may_set_itself_up and self._hooks.are_for_all()
+        self._may_set_itself_up &= not is_first
+        return is_first
 
     def _tell(self) -> None:
         """Report what Dynamo skipped and, after the first call, what was converted. From then on
@@ -287,11 +295,3 @@ class CapturedCalls:
 
         under = self.own_code.under_autocast(run, begin_at)
         return or_else(under, make_other, report, self._entry.module, self._passed_on)
-
-
-def _is_ours(error: BaseException, is_watched: bool, is_new: bool) -> TypeGuard[Exception]:
-    """Whether the model's own code may not raise an error of a call, or may catch it."""
-    if not isinstance(error, Exception):
-        return False
-    is_of_watching = is_watched and Outside.breaks(error)
-    return is_of_capture(error) or is_of_watching or (is_new and is_of_graph(error))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils._python_dispatch import (
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from amp_graph.capture.dynamo import is_of_capture, is_of_graph
 from amp_graph.ir import Color
 from amp_graph.oplists import OpLists
 
@@ -82,3 +83,11 @@ def _has_sparse(args: Any) -> bool:
 
 def _has_float32(args: Any) -> bool:
     return any(isinstance(x, torch.Tensor) and x.dtype is torch.float32 for x in tree_leaves(args))
+
+
+def is_ours(error: BaseException, is_watched: bool, is_new: bool) -> TypeGuard[Exception]:
+    """Whether the model's own code may not raise an error of a call, or may catch it."""
+    if not isinstance(error, Exception):
+        return False
+    is_of_watching = is_watched and Outside.breaks(error)
+    return is_of_capture(error) or is_of_watching or (is_new and is_of_graph(error))

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from amp_graph.capture.aten import ASKS_FOR_LOW, IN_REGION, bodies_of
 from amp_graph.capture.own_regions import in_regions
-from amp_graph.ir import LOW
+from amp_graph.dtypes import LOW
 
 NARROWING = ("half", "bfloat16")  # methods that ask for a precision by their name
 

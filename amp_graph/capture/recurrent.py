@@ -25,7 +25,7 @@ from torch._C import DispatchKey
 from torch._ops import OpOverload
 
 from amp_graph.cpu import emulates
-from amp_graph.ir import LOW
+from amp_graph.dtypes import LOW
 
 aten = torch.ops.aten
 LAYERS = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)

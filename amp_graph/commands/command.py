@@ -12,8 +12,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from amp_graph.commands.factory import Subject, subject
 from amp_graph.convert import convert
+from amp_graph.dtypes import LOW_DTYPES
 from amp_graph.files import check_file
-from amp_graph.ir import LOW_DTYPES
 from amp_graph.kept import unchanged
 from amp_graph.modules import call_with
 from amp_graph.policy import Policy

@@ -28,10 +28,11 @@ from amp_graph.capture.aten import (
     tensors_of,
 )
 from amp_graph.capture.grad_modes import is_switch
+from amp_graph.dtypes import LOW, dtype_name
 from amp_graph.inspection.flops import flops_of
 from amp_graph.inspection.spelling import byte_count, input_kind, shapes
 from amp_graph.inspection.spelling import op_name as short_op
-from amp_graph.ir import LOW, Cast, NodeFacts, Plan, dtype_name
+from amp_graph.ir import Cast, NodeFacts, Plan
 from amp_graph.listing import Listing
 from amp_graph.oplists import OpLists
 from amp_graph.passes.annotate import tensor_facts

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from amp_graph.dtypes import dtype_name
 from amp_graph.errors import AmpGraphError, in_brief
 from amp_graph.inspection.spelling import (
     aligned,
@@ -24,7 +25,7 @@ from amp_graph.inspection.spelling import (
     op_name,
     shapes,
 )
-from amp_graph.ir import Cast, Color, NodeFacts, Plan, dtype_name
+from amp_graph.ir import Cast, Color, NodeFacts, Plan
 from amp_graph.reasons import short_reason, unlisted
 
 HEADINGS = ("colour", "precision", "node", "shape", "module", "line", "why")

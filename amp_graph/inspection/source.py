@@ -8,9 +8,11 @@ from torch import nn
 
 from amp_graph.calls.conversion import conversion_of
 from amp_graph.capture.breaks import each_once
+from amp_graph.dtypes import dtype_name
 from amp_graph.errors import AmpGraphError
 from amp_graph.inspection.annotated import AnnotatedGraph, annotated_graph, captured_graph
 from amp_graph.ir import Plan
+from amp_graph.reasons import dtype_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def annotated_model(model: nn.Module) -> AnnotatedModel:
         after.append(annotated_graph(name, plan, emitted, compiler.lists))
     return AnnotatedModel(
         type(model).__name__,
-        after[0].dtype,
+        dtype_name(dtype_of(plans)),
         tuple(plans),
         tuple(before),
         tuple(after),

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from amp_graph.dtypes import dtype_name
 from amp_graph.errors import AmpGraphError
 from amp_graph.files import writing
 from amp_graph.inspection.spelling import op_name
-from amp_graph.ir import NodeFacts, dtype_name
+from amp_graph.ir import NodeFacts
 from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import check_loss
 from amp_graph.numerics.rerun import Batch, Loss, Outcome, Rerun, rerun_of

@@ -17,7 +17,8 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.aten import captured_of
-from amp_graph.ir import Plan, dtype_name
+from amp_graph.dtypes import dtype_name
+from amp_graph.ir import Plan
 from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import check_loss
 from amp_graph.numerics.rerun import Batch, Loss, Outcome, Rerun, rerun_of

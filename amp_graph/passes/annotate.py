@@ -37,7 +37,8 @@ from amp_graph.capture.fake import largest_number, size_hint
 from amp_graph.capture.lines import called_at, place_of
 from amp_graph.capture.own_regions import in_regions
 from amp_graph.capture.products import product_of
-from amp_graph.ir import INTEGERS, Color, NodeFacts, TensorFacts, dtype_name
+from amp_graph.dtypes import INTEGERS, dtype_name
+from amp_graph.ir import Color, NodeFacts, TensorFacts
 from amp_graph.listing import Listing
 from amp_graph.oplists import OpLists
 from amp_graph.reasons import OWN_AUTOCAST

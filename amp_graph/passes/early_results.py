@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from amp_graph.capture.aten import CAST, storages, written_operands
 from amp_graph.capture.grad_modes import grad_modes
-from amp_graph.ir import LOW
+from amp_graph.dtypes import LOW
 from amp_graph.training.early import EarlyResults
 
 

@@ -16,8 +16,9 @@ from collections.abc import Container, Mapping, Sequence, Set
 import networkx as nx
 import torch
 
+from amp_graph.dtypes import INTEGERS
 from amp_graph.flow import SUMS, is_beyond
-from amp_graph.ir import INTEGERS, Color, NodeFacts
+from amp_graph.ir import Color, NodeFacts
 
 FAR = 1e8  # neighbours in float32 are 8 apart
 MULTIPLICATIONS = frozenset(["aten.mul.Tensor", "aten.mul.Scalar"])

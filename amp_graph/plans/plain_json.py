@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from amp_graph.dtypes import dtype_name
 from amp_graph.errors import PlanError, did_you_mean
-from amp_graph.ir import dtype_name
 
 T = TypeVar("T")
 
