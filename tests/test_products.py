@@ -33,6 +33,11 @@ SPELLED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tu
         (2, 5, 4, 3),
         (2, 6, 4, 3),
     ),
+    "einsum that expands": (
+        lambda a, b: torch.einsum("bij,bjk->bik", a, b),
+        (2, 5, 1),
+        (1, 3, 7),
+    ),
     "einsum over two": (lambda a, b: torch.einsum("bij,bij->b", a, b), (2, 3, 4), (2, 3, 4)),
 }
 

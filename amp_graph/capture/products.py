@@ -41,7 +41,7 @@ def product_of(node: fx.Node) -> Product | None:
         return None
     packet = node.target.overloadpacket
     if packet is aten.einsum:
-        return _of_einsum(*node.args[:2])
+        return _of_einsum(**arguments(node))
     if packet not in FACTORS:
         return None
     given = arguments(node)
@@ -54,7 +54,7 @@ def product_of(node: fx.Node) -> Product | None:
     )
 
 
-def _of_einsum(equation: Any, tensors: Any) -> Product | None:
+def _of_einsum(equation: str, tensors: Any, path: Any = None) -> Product | None:
     """Of two operands; three dots stand for the same in both."""
     operands, arrow, result = equation.replace(" ", "").partition("->")
     spelled = operands.split(",")
@@ -77,7 +77,8 @@ def _product(a: Sizes, b: Sizes, summed: set[Any]) -> Product:
         """How many elements of the result read the same of the other operand."""
         return math.prod(n for i, n in one.items() if other.get(i, 1) == 1 and i not in summed)
 
-    return Product(math.prod(a[i] for i in summed), min(alone(a, b), alone(b, a)))
+    terms = math.prod(max(a[i], b[i]) for i in summed)  # of which einsum expands what is one
+    return Product(terms, min(alone(a, b), alone(b, a)))
 
 
 def _sizes(shape: Sequence[int], matrix: Sequence[str]) -> Sizes:
