@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from torch.testing._internal.two_tensor import TwoTensor
 
 import amp_graph
 from amp_graph.autopatch import first_call
@@ -132,89 +131,6 @@ class Odd(nn.Linear):
         return isinstance(other, Odd)
 
     __hash__ = None
-
-
-def quantised() -> nn.Module:
-    return torch.ao.quantization.quantize_dynamic(net(), {nn.Linear}, torch.qint8)
-
-
-def with_quantised_part() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), *quantised())
-
-
-def held_otherwise() -> nn.Module:
-    """As quantising packages hold weights; torch's example of such a tensor."""
-    model = nn.Linear(8, 3)
-    model.weight = nn.Parameter(TwoTensor(model.weight.detach(), model.weight.detach()))
-    return model
-
-
-LEFT_ALONE = {
-    "half": (lambda: net().to(torch.bfloat16), "its parameters are bfloat16"),
-    "double": (lambda: net().double(), "its parameters are float64"),
-    "mixed": (
-        lambda: nn.Sequential(nn.Linear(8, 8), Container(net()), nn.Linear(8, 3).double()),
-        "its parameters are float32, float64",
-    ),
-    "meta": (lambda: net().to("meta"), "its parameters are on the meta device"),
-    "scripted": (lambda: torch.jit.script(nn.Linear(8, 3)), "it is scripted"),
-    "partly quantised": (with_quantised_part, "it is quantised"),
-    "held otherwise": (held_otherwise, "its parameters are held as TwoTensor"),
-    "compiled": (lambda: torch.compile(net(), backend="eager"), "the script uses torch.compile"),
-    "converted": (lambda: amp_graph.convert(net()), "the script converts it itself"),
-}
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", LEFT_ALONE)
-def test_what_is_left_alone_is_said_once(start, capsys, kind):
-    make, why = LEFT_ALONE[kind]
-    model = make()
-    installation = start()
-    parameter = next(p for p in model.parameters() if p.is_floating_point())
-    x = X.to(parameter.device, parameter.dtype)
-    for _ in range(2):
-        if kind == "mixed":
-            with pytest.raises(RuntimeError, match="dtype"):
-                model(x)
-        else:
-            model(x)
-    assert list(decided(installation).values()) == [why]
-    assert capsys.readouterr().err.count("is left as it is") == 1
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_wholly_quantised_model_has_nothing_to_convert(start):
-    installation = start()
-    quantised()(X)
-    assert not installation.models.seen
-
-
-@pytest.mark.parametrize("way", ["autocast", "GradScaler"])
-def test_precision_of_the_scripts_own_goes_first(start, way):
-    installation, model = start(), net()
-    scaler = torch.amp.GradScaler("cpu") if way == "GradScaler" else None
-    with torch.autocast("cpu", enabled=scaler is None):
-        out = model(X)
-    assert out.dtype is (torch.float32 if scaler else torch.bfloat16)
-    uses = "a GradScaler" if scaler else "torch.autocast"
-    assert decided(installation) == {"Sequential": f"the script uses {uses}"}
-
-
-def test_a_model_that_comes_under_autocast_later_is_left_to_it(start, capsys):
-    installation, model = start(), net()
-    plain = copy.deepcopy(model)
-    model(X)
-    assert amp_graph.is_converted(model)
-    for _ in range(2):
-        with torch.autocast("cpu"):
-            assert torch.equal(model(X), plain(X))
-    assert torch.equal(model(X), plain(X))
-    assert not amp_graph.is_converted(model)
-    assert decided(installation) == {"Sequential": "the script uses torch.autocast"}
-    assert describe(installation.models.seen[0])["converted"] is False
-    said = capsys.readouterr().err
-    assert said.count("left as it is from now on: the script uses torch.autocast") == 1
 
 
 def test_a_module_whose_parameters_cannot_be_listed_is_left_alone(start, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -15,6 +17,7 @@ from amp_graph.training.explicit_scalers import is_grad_scaler_around
 AUTOCAST = "the script uses torch.autocast"
 COMPILED = "the script uses torch.compile"
 LEFT_COMPILED = f"what the script compiles is left as it is: {COMPILED}"
+DECORATED = torch.autocast("cpu")(lambda: None).__code__  # of all that it decorates
 ON_META = "its parameters are on the meta device"
 PATIENCE = MAX_CAPTURES * REPAID_BY  # calls
 SHORT_LIVED = (
@@ -42,11 +45,21 @@ def why_not(module: nn.Module, inner: nn.Module) -> str:
             return f"its parameters are {kind}"
     if is_on_meta(inner):
         return ON_META
-    if is_under_autocast(inner):
+    if is_under_autocast(inner) or _begins_autocast(inner):
         return AUTOCAST
     if is_grad_scaler_around():
         return "the script uses a GradScaler"
     return ""
+
+
+def _begins_autocast(module: nn.Module) -> bool:
+    """Whether `forward` as a whole is decorated with `torch.autocast`, by accelerate, say."""
+    function: Any = module.forward
+    while function is not None:
+        if getattr(getattr(function, "__func__", function), "__code__", None) is DECORATED:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 def is_on_meta(module: nn.Module) -> bool:
