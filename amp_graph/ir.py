@@ -72,15 +72,6 @@ class TensorFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    """The sizes of a product of matrices: of how many terms each element of the result is the sum;
-    and the rows of the result, or its columns, whichever are fewer."""
-
-    terms: int
-    width: int
-
-
-@dataclass(frozen=True, slots=True)
 class NodeFacts:
     """What is known of one node of a captured graph before anything is decided.
 
@@ -100,7 +91,7 @@ class NodeFacts:
     external: its memory is an input's, a parameter's or a buffer's.
     user_cast: of float32 to float32, in the model's code: stay precise from here.
     scalars: the numbers that take part in its arithmetic.
-    product: the sizes of a product of matrices, batches or tensors.
+    terms: of a product of matrices, how many products of two numbers an element is the sum of.
     called: of an input, what people call it: the path of a parameter or buffer in the model
         ("head.fc.weight"), the argument of the call.
     fixed: why the node must run as captured, or "".
@@ -131,7 +122,7 @@ class NodeFacts:
     is_parameter: bool = False
     user_cast: bool = False
     scalars: tuple[float, ...] = ()
-    product: Product | None = None
+    terms: int | None = None
     fixed: str = ""
     called: str = ""
     module_path: str = ""

@@ -36,7 +36,7 @@ from amp_graph.capture.aten import (
 from amp_graph.capture.fake import largest_number, size_hint
 from amp_graph.capture.lines import called_at, place_of
 from amp_graph.capture.own_regions import in_regions
-from amp_graph.capture.products import product_of
+from amp_graph.capture.products import terms_of
 from amp_graph.dtypes import INTEGERS, dtype_name
 from amp_graph.ir import Color, NodeFacts, TensorFacts
 from amp_graph.listing import Listing
@@ -95,7 +95,7 @@ def _facts(
         is_parameter=bool(node.meta.get("is_parameter")),
         user_cast=_is_user_cast(node),
         scalars=tuple(_scalars(node, listing)),
-        product=product_of(node),
+        terms=terms_of(node),
         fixed=region or _fixed(node),
         called=node.meta.get("called", ""),
         module_path=node.meta.get("module_path", ""),

@@ -51,10 +51,10 @@ class Scene:
 
     def _moves_places(self, f: NodeFacts) -> bool:
         """Whether it is a product of places, rotations or poses with such, be they 4 x 4, that the
-        model computed. With so few terms and results a row, or a column, it is no more work than
-        arithmetic on elements."""
-        is_narrow = f.product is not None and f.product.width <= COORDINATES
-        if not (is_narrow and adds_few_terms(f)):
+        model computed. With so few terms and results a row it is no more work than arithmetic on
+        elements."""
+        results = f.tensors[0].shape[-1] if f.tensors[0].shape else None
+        if not (adds_few_terms(f) and isinstance(results, int) and results <= COORDINATES):
             return False
         return not any(self._by_name[o.memory].is_parameter for o in self.operands(f))
 
@@ -158,7 +158,7 @@ class Scene:
 
 def adds_few_terms(f: NodeFacts) -> bool:
     """Whether it is a product of few coordinates."""
-    return f.product is not None and f.product.terms <= COORDINATES
+    return f.terms is not None and f.terms <= COORDINATES
 
 
 Rule = Callable[[Scene, Mapping[int, Paint]], Paints]
