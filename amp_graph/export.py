@@ -33,7 +33,7 @@ from amp_graph.calls.conversion import found_conversion
 from amp_graph.capture.aten import CAST
 from amp_graph.capture.fake import fake_mode_of
 from amp_graph.capture.input_names import Names
-from amp_graph.errors import AmpGraphError, PolicyError, warn
+from amp_graph.errors import AmpGraphError, PolicyError, in_brief, warn
 from amp_graph.modules import unwrapped
 from amp_graph.plans.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, as_policy
@@ -62,7 +62,8 @@ def export(
     Warns if nothing of the program is in low precision.
 
     Raises what `torch.export` raises for a model that it cannot export, PolicyError, ListError
-    and PlanError as `convert` does, and AmpGraphError if the program cannot be rewritten.
+    and PlanError as `convert` does, and AmpGraphError if the program cannot be rewritten or
+    `kwargs` is no mapping.
     """
     conversion = found_conversion(model)
     saved = None if plan is None else as_plans(plan)
@@ -73,6 +74,8 @@ def export(
         chosen = chosen.following(saved)
     if chosen.output_dtype is not None:
         raise PolicyError("output_dtype: a program returns the dtypes of the model; leave it out")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise AmpGraphError(f"kwargs: takes arguments by their names, not {in_brief(kwargs)}")
     given: Any = tuple(args) if isinstance(args, list) else args
     exported = torch.export.export(
         unwrapped(model), given, dict(kwargs or {}), dynamic_shapes=dynamic_shapes

@@ -210,6 +210,11 @@ def test_step_hands_arguments_and_result_through() -> None:
     assert scaler.step(optimizer, lambda: loss_of(model)).item() == loss_of(model).item()
 
 
+def test_what_is_no_optimizer_is_not_stepped() -> None:
+    with pytest.raises(AmpGraphError, match="GradScaler steps optimizers, not int 5"):
+        GradScaler().step(5)
+
+
 def test_step_takes_no_closure() -> None:
     """Its gradients would be those of the scaled loss (torch's says so for a keyword alone)."""
     model = Mlp()

@@ -186,6 +186,8 @@ def test_runs_without_this_package(tmp_path: Path) -> None:
 
 def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(4, 8)
+    with pytest.raises(AmpGraphError, match="kwargs: takes arguments by their names, not int 5"):
+        amp_graph.export(Net(), (x,), kwargs=5)
     with pytest.raises(PolicyError, match="output_dtype"):
         amp_graph.export(Net(), (x,), policy=Policy("bfloat16", output_dtype="bfloat16"))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_graph.errors import AmpGraphError
+from amp_graph.errors import AmpGraphError, in_brief
 from amp_graph.training.closures import closure_of
 from amp_graph.training.found_inf import found_inf, parameters_of
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, save_state
@@ -69,6 +69,8 @@ class GradScaler:
         """Divide the gradients of an optimizer's parameters by the scale, in place."""
         if not self._enabled:
             return
+        if not hasattr(optimizer, "param_groups"):
+            raise AmpGraphError(f"GradScaler steps optimizers, not {in_brief(optimizer)}")
         if id(optimizer) in self._found:
             raise AmpGraphError("unscale_() was called for this optimizer since the last update()")
         inverse = self._state.scale.reciprocal()
