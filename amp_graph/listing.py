@@ -17,6 +17,7 @@ import torch
 from amp_graph.dtypes import LOW_DTYPES, dtype_name
 from amp_graph.errors import ListError, did_you_mean
 from amp_graph.ir import LEVELS, Color, Level
+from amp_graph.modules import autocast_devices
 
 T = TypeVar("T")
 
@@ -154,7 +155,7 @@ def _check_devices(key: str, value: Mapping[str, Any], where: str) -> None:
     dtypes = [*LOW_DTYPES] if key == "storage" else []
     for name in value:
         if name not in (OTHER_DEVICES, *dtypes) and not _is_device_type(name):
-            hint = did_you_mean(name, (OTHER_DEVICES, *dtypes, "cpu", "cuda", "mps", "xpu"))
+            hint = did_you_mean(name, (OTHER_DEVICES, *dtypes, *autocast_devices()))
             kinds = "type of device, low precision" if dtypes else "type of device"
             raise ListError(f"{where}: {key!r} has {name!r}, which is no {kinds} or 'other'.{hint}")
 

@@ -22,8 +22,6 @@ from amp_graph.autopatch.left_alone import (
     COMPILED,
     LEFT_COMPILED,
     ON_META,
-    PATIENCE,
-    SHORT_LIVED,
     is_on_meta,
     is_under_autocast,
     why_not,
@@ -31,7 +29,7 @@ from amp_graph.autopatch.left_alone import (
 from amp_graph.autopatch.script_models import Model, folded, model_of, owed
 from amp_graph.calls.conversion import found_conversion
 from amp_graph.capture.captures import in_a_call
-from amp_graph.capture.frames import MAX_CAPTURES
+from amp_graph.capture.frames import MAX_CAPTURES, REPAID_BY
 from amp_graph.capture.surroundings import can_capture, is_compiling_here, wants_plain_code
 from amp_graph.convert import (
     convert_at_first_call,
@@ -47,6 +45,11 @@ from amp_graph.training.engine import backward_pass, has_process_group
 from amp_graph.uncaptured import never_captured, passed_over
 
 TRIALS = 3  # calls of a part in the constructor of a module
+PATIENCE = MAX_CAPTURES * REPAID_BY  # calls of a model whose like did not live long
+SHORT_LIVED = (
+    f"models of this name are made and captured anew, and called too seldom to repay that; each is "
+    f"converted once it was called {PATIENCE} times"
+)
 
 
 class Models:
@@ -110,8 +113,6 @@ class Models:
             return module._call_impl(*args, **kwargs)
         if self._is_open(module) and not self._is_decided(module, (args, kwargs)):
             return module._call_impl(*args, **kwargs)
-        if (model := self._parts.get(module)) is not None and model.waits:
-            model.waits -= 1
         in_backward = backward_pass() is not None  # where checkpoint restores ours
         if not in_backward and any(map(torch.is_autocast_enabled, autocast_devices())):
             self._leave_to_autocast(module)
@@ -122,16 +123,15 @@ class Models:
             self._local.inside = False
 
     def _is_open(self, module: nn.Module) -> bool:
-        """Whether it is yet to be decided about: it is new, no longer on the meta device, lived on
-        where others did not, or is a part of a converted model that goes on without it."""
+        """Whether it is yet to be decided about: it is new, no longer on the meta device, or a part
+        of a converted model that goes on without it."""
         if module not in self._parts:
             return True
         model = self._parts[module]
         if model is None:
             return False
         if model.left_alone:
-            is_material = model.left_alone == ON_META and not is_on_meta(module)
-            return is_material or (model.left_alone == SHORT_LIVED and not model.waits)
+            return model.left_alone == ON_META and not is_on_meta(module)
         return model.module() is not unwrapped(module) and _goes_on_alone(module, model)
 
     def _is_decided(self, module: nn.Module, given: Any) -> bool:
@@ -158,13 +158,19 @@ class Models:
         return True
 
     def _is_tried_out(self, part: nn.Module) -> bool:
-        """Whether the constructor of a module calls it, to see what sizes come of it. One that does
-        so again and again trains it."""
-        if not _is_being_built():
+        """Whether it may be called no more: by the constructor of a module, to see what sizes come
+        of it, or since others of its name did not live long. One that is called again and again is
+        trained."""
+        if _is_being_built():
+            enough = TRIALS
+        elif owed(self.seen, name := type(part).__name__) >= MAX_CAPTURES:
+            enough = PATIENCE
+            self._say_once(f"{name} is left as it is: {SHORT_LIVED}")
+        else:
             return False
         trials: int = self._trials.get(part, 0) + 1
         self._trials[part] = trials
-        return trials <= TRIALS
+        return trials <= enough
 
     def _first_call(self, module: nn.Module, inner: nn.Module) -> None:
         """Convert a model or leave it alone; the latter whatever goes wrong."""
@@ -176,8 +182,6 @@ class Models:
                 model.record = record_of(inner)
             else:
                 model.left_alone = why_not(module, inner)
-                if not model.left_alone and self._is_short_lived(module, model.name):
-                    model.left_alone, model.waits = SHORT_LIVED, PATIENCE
                 if not model.left_alone:
                     self._convert(model, inner)
         except Exception as error:
@@ -193,11 +197,6 @@ class Models:
         if line not in self._said:
             self._said.add(line)
             self._say(line)
-
-    def _is_short_lived(self, module: nn.Module, name: str) -> bool:
-        """Whether it is to be feared, unless it has waited already."""
-        has_waited = self._parts.get(module) is not None
-        return not has_waited and owed(self.seen, name) >= MAX_CAPTURES
 
     def _keep(self, model: Model, module: nn.Module, inner: nn.Module) -> None:
         self.seen = [*folded(m for m in self.seen if m.module() is not inner), model]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
 
 from amp_graph.capture.fake import held_otherwise
-from amp_graph.capture.frames import MAX_CAPTURES, REPAID_BY
 from amp_graph.convert import is_converted
 from amp_graph.dtypes import dtype_name
 from amp_graph.modules import is_compiled
@@ -19,11 +19,6 @@ COMPILED = "the script uses torch.compile"
 LEFT_COMPILED = f"what the script compiles is left as it is: {COMPILED}"
 DECORATED = torch.autocast("cpu")(lambda: None).__code__  # of all that it decorates
 ON_META = "its parameters are on the meta device"
-PATIENCE = MAX_CAPTURES * REPAID_BY  # calls
-SHORT_LIVED = (
-    f"models of this name are made and captured anew, and called too seldom to repay that; each is "
-    f"converted once it was called {PATIENCE} times"
-)
 
 
 def why_not(module: nn.Module, inner: nn.Module) -> str:
@@ -54,12 +49,11 @@ def why_not(module: nn.Module, inner: nn.Module) -> str:
 
 def _begins_autocast(module: nn.Module) -> bool:
     """Whether `forward` as a whole is decorated with `torch.autocast`, by accelerate, say."""
-    function: Any = module.forward
-    while function is not None:
-        if getattr(getattr(function, "__func__", function), "__code__", None) is DECORATED:
-            return True
-        function = getattr(function, "__wrapped__", None)
-    return False
+
+    def is_decorated(function: Any) -> bool:
+        return getattr(getattr(function, "__func__", function), "__code__", None) is DECORATED
+
+    return is_decorated(inspect.unwrap(module.forward, stop=is_decorated))
 
 
 def is_on_meta(module: nn.Module) -> bool:

@@ -27,7 +27,7 @@ class Model:
 
     spelled: as it prints itself, if it is a single layer: `Linear(in_features=8, ...)`.
     record: of its conversion, while that is in place.
-    left_alone: why, if it is not converted; and `waits`: for how many calls more, if not for good.
+    left_alone: why, if it is not converted.
     gone: how many models it stands for, once they are.
     outcomes: of the loss scales of these.
     """
@@ -37,7 +37,6 @@ class Model:
     spelled: str = ""
     record: Record | None = None
     left_alone: str = ""
-    waits: int = 0
     gone: int = 0
     outcomes: tuple[Outcome, ...] = ()
 

@@ -136,14 +136,14 @@ class CapturedCalls:
     def _choose(self) -> None:
         """The captures that a call is made by: new ones, if those there are hold no more."""
         chosen = self._chosen
-        captures, hooks_have_changed = chosen.captures, self._hooks.have_changed()
-        if captures is None:
+        caller, hooks_have_changed = chosen.caller, self._hooks.have_changed()
+        if caller is None:
             self._first_plan = len(self._record.plans)
             chosen.begin()
-        elif hooks_have_changed or captures.have_changed() or chosen.is_another():
+        elif hooks_have_changed or caller.captures.have_changed() or chosen.is_another():
             chosen.is_stale = True
         if chosen.is_stale and backward_pass() is None:
-            chosen.capture_instead_of(captures)
+            chosen.capture_instead_of(caller)
 
     def _look_back(self, before: Before, has_captured: bool) -> None:
         """After a call: whether all that was asked for happened, and whether to go on so."""

@@ -50,10 +50,6 @@ class Chosen:
         self._choosing = threading.RLock()
 
     @property
-    def captures(self) -> Captures | None:
-        return None if self.caller is None else self.caller.captures
-
-    @property
     def _module(self) -> nn.Module:
         return self._graphs.entry.module
 
@@ -92,10 +88,10 @@ class Chosen:
             caller = self.new_caller()
             self._call_by(caller, caller)
 
-    def capture_instead_of(self, captures: Captures | None) -> None:
-        """The same, if it is by these that the model is still called."""
+    def capture_instead_of(self, caller: Caller | None) -> None:
+        """The same, if it is by this that the model is still called."""
         with self._choosing:
-            if self.captures is captures:
+            if self.caller is caller:
                 self.capture()
 
     def untried_settings(self, is_first: bool) -> Mapping[str, Any] | None:
@@ -144,5 +140,5 @@ class Chosen:
 
     def share(self) -> None:
         """Let others be called by what was captured in the first call."""
-        if self._kind is not None and self.captures is not None and self.captures.graphs:
-            keep(self._kind, self.captures)
+        if self._kind is not None and self.caller is not None and self.caller.captures.graphs:
+            keep(self._kind, self.caller.captures)

@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 
 from amp_graph.capture.aten import CAST
 from amp_graph.capture.attention import ATTENTION, note_kernel
+from amp_graph.capture.products import contracted
 
 MOVES = ("to", "cpu", "cuda")
 
@@ -71,17 +72,9 @@ def spell_out_but_products(equation: str, tensors: Any, *, path: Any = None) -> 
     element-wise products, sums and views, in float32 under autocast: an outer product, as of
     positions and frequencies in rotary embeddings, or a trace. One of more than two operands is
     computed pair by pair, and of pairs too some are matrix products and others element-wise."""
-    if len(tensors) <= 2 and _contracts(equation):
+    if len(tensors) <= 2 and contracted(equation):
         return NotImplemented
     return aten.einsum.default.decompose(equation, tensors, path=path)
-
-
-def _contracts(equation: str) -> bool:
-    """Whether an index of several operands is summed over."""
-    operands, arrow, result = equation.replace(" ", "").partition("->")
-    indices = set(filter(str.isalpha, operands))
-    kept = set(result) if arrow else {i for i in indices if operands.count(i) == 1}
-    return any(sum(i in each for each in operands.split(",")) > 1 for i in indices - kept)
 
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ features.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,18 +45,23 @@ def terms_of(node: fx.Node) -> int | None:
     return _shape(arguments(node)[FACTORS[packet]])[-1]
 
 
-def _of_einsum(equation: str, tensors: Any, path: Any = None) -> int | None:
-    operands, arrow, result = equation.replace(" ", "").partition("->")
-    spelled = operands.split(",")
-    if len(spelled) != 2:
+def contracted(equation: str) -> set[str]:
+    """The indices of an einsum that several operands have, and that are summed over."""
+    spelled, arrow, result = equation.replace(" ", "").partition("->")
+    indices, operands = {*filter(str.isalpha, spelled)}, spelled.split(",")
+    kept = {*result} if arrow else {i for i in indices if spelled.count(i) == 1}
+    return {i for i in indices - kept if sum(i in each for each in operands) > 1}
+
+
+def _of_einsum(equation: str, tensors: Sequence[fx.Node], path: Any = None) -> int | None:
+    if len(tensors) != 2:
         return None
-    a, b = (_sizes(*each) for each in zip(spelled, map(_shape, tensors), strict=True))
-    kept = {*result} if arrow else {i for i in operands if operands.count(i) == 1}
-    summed = [i for i in a if i in b and i not in kept]
-    return math.prod(max(a[i], b[i]) for i in summed)  # of which einsum expands what is one
+    operands = equation.replace(" ", "").partition("->")[0].split(",")
+    a, b = (_sizes(*each) for each in zip(operands, map(_shape, tensors), strict=True))
+    return math.prod(max(a[i], b[i]) for i in contracted(equation))  # einsum expands what is one
 
 
-def _sizes(indices: str, shape: Sequence[int]) -> Mapping[Hashable, int]:
+def _sizes(indices: str, shape: Sequence[int]) -> Mapping[str, int]:
     """By the index that runs over each; those that three dots stand for are never summed over."""
     front, _, back = indices.partition("...")
     named = (*shape[: len(front)], *shape[len(shape) - len(back) :])

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import nn
 
-from amp_graph.calls.conversion import conversion_of
+from amp_graph.convert import plans
 from amp_graph.files import check_folder, writing
 from amp_graph.inspection.annotated import AnnotatedGraph
 from amp_graph.inspection.formats import graph_dot, graph_json, model_explorer
@@ -49,7 +49,7 @@ def dump(
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     written = []
-    files = list(_files(annotated, conversion_of(model).compiler.plans))
+    files = list(_files(annotated, plans(model)))
     for i, (name, write) in enumerate(files):
         if progress is not None:
             progress(name, i, len(files))

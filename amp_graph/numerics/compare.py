@@ -26,6 +26,7 @@ from amp_graph.numerics.outputs import check_loss
 from amp_graph.numerics.rerun import Batch, Loss, Outcome, Rerun, rerun_of
 from amp_graph.numerics.statistics import Statistics, exponents, relative_error, statistics
 from amp_graph.plans.plain_json import encode
+from amp_graph.reasons import dtype_of
 
 FORMAT = "amp_graph comparison"
 SCHEMA = 1
@@ -155,7 +156,7 @@ def compare(
         kept.count(gradient * loss_scale)
     return Comparison(
         model=type(model).__name__,
-        dtype=dtype_name(rerun.compiler.plans[0].dtype),
+        dtype=dtype_name(dtype_of(rerun.compiler.plans)),
         loss_scale=loss_scale,
         outputs=outputs,
         loss=lost,
