@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 import amp_graph
 from amp_graph import AmpGraphError, ConversionWarning, Override, Policy
-from amp_graph.capture.frames import MAX_CAPTURES
 
 CAST = torch.ops.aten._to_copy.default
 
@@ -205,42 +204,6 @@ class Promoting(nn.Module):
         place = self.places(torch.arange(4))
         sums = [F.gelu(self.layer(x + n)) + place for n in range(3)]
         return self.layer(sums[0]) + self.layer(sums[1]) + self.layer(sums[2])
-
-
-def test_what_was_captured_anew_is_counted_once() -> None:
-    model, x = amp_graph.convert(Mixed(), policy="bfloat16"), torch.randn(4, 8)
-    model(x)
-    first = amp_graph.explain(model).data
-    model.first.register_forward_hook(lambda module, args, result: None)
-    model(x)
-    again = amp_graph.explain(model).data
-    assert len(amp_graph.plans(model)) == 2  # both, for a run that is to go as this one did
-    assert [graph.name for graph in again.graphs] == ["graph1"]
-    assert again.modules[0] == first.modules[0]
-    assert len(again.casts) == len(first.casts) and again.suggestions == first.suggestions
-    model(torch.randn(6, 8))  # beside what is captured for four rows
-    assert [graph.name for graph in amp_graph.explain(model).data.graphs] == ["graph1", "graph2"]
-
-
-def test_graphs_that_no_call_runs_any_more_are_not_counted() -> None:
-    class Growing(Mixed):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[int] = []
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.seen.append(len(self.seen))
-            return super().forward(x)
-
-    model, x = amp_graph.convert(Growing(), policy="bfloat16"), torch.randn(4, 8)
-    for _ in range(3):
-        model(x)
-    assert len(amp_graph.explain(model).data.graphs) == 3  # each for a length of the list
-    with pytest.warns(ConversionWarning, match="captured anew again and again"):
-        for _ in range(MAX_CAPTURES):
-            model(x)
-    (left,) = amp_graph.explain(model).data.graphs
-    assert left.nodes == 0 and left.fallback is not None
 
 
 def test_a_suggestion_names_all_that_it_would_free() -> None:

@@ -12,13 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amp_graph import CheckpointError, GradScaler, LossScale, Policy, PolicyError
-from amp_graph.training.graph_scale import GraphScale
-from amp_graph.training.loss_scale import load_state, save_state
+from amp_graph import LossScale, Policy, PolicyError
+from amp_graph.training.loss_scale import save_state
 
 YES, NO = torch.tensor(1.0), torch.tensor(0.0)
-MODEL = torch.nn.Linear(1, 1)
-OPTIMIZER = torch.optim.SGD(MODEL.parameters())
 OVERFLOWS = st.lists(st.booleans(), max_size=60)
 POWERS = st.integers(-14, 24).map(lambda e: 2.0**e)
 
@@ -192,110 +189,3 @@ def test_bounds_that_float32_cannot_hold(arguments: dict[str, Any]) -> None:
 def test_a_policy_s_loss_scale_that_makes_no_sense(loss_scale: Any) -> None:
     with pytest.raises(PolicyError):
         Policy(loss_scale=loss_scale)
-
-
-# States that travel
-
-
-def graph_scale(config: LossScale) -> GraphScale:
-    return GraphScale(config, MODEL.parameters)
-
-
-def stepped(scaler: Any, overflows: list[bool]) -> Any:
-    """A scaler, ours or PyTorch's, after steps with and without overflow."""
-    parameter = torch.nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.SGD([parameter], lr=0.0)
-    for overflow in overflows:
-        scaler.scale(torch.ones(()))  # torch's makes its scale at the first call
-        parameter.grad = torch.tensor(math.inf if overflow else 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-    return scaler
-
-
-@given(OVERFLOWS, OVERFLOWS)
-@settings(max_examples=25, deadline=None)
-def test_a_state_goes_on_where_it_was_saved(before: list[bool], after: list[bool]) -> None:
-    config = LossScale(2.0**10, growth_interval=3, hysteresis=2)
-    for split in (before, before + after):
-        scale = graph_scale(config)
-        for overflow in split:
-            scale.stepped(YES if overflow else NO, OPTIMIZER)
-            scale.begin_forward(True)
-        if split is before:
-            saved = scale.state_dict()
-    resumed = graph_scale(config)
-    resumed.load_state_dict(saved)
-    for overflow in after:
-        resumed.stepped(YES if overflow else NO, OPTIMIZER)
-        resumed.begin_forward(True)
-    assert resumed.state_dict() == scale.state_dict()
-
-
-def test_a_step_that_was_not_followed_by_a_forward_is_in_the_state() -> None:
-    scale = graph_scale(LossScale())
-    scale.stepped(YES, OPTIMIZER)
-    assert scale.state_dict()["scale"] == scale.get_scale() == 2.0**15
-
-
-@given(OVERFLOWS, OVERFLOWS)
-@settings(max_examples=25, deadline=None)
-def test_states_move_to_and_from_grad_scaler(before: list[bool], after: list[bool]) -> None:
-    def theirs() -> Any:
-        return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-
-    bounds = {"floor": 2.0**-80, "ceiling": 2.0**100}
-    whole = stepped(theirs(), before + after).state_dict()
-    for first, second in [
-        (theirs(), GradScaler(growth_interval=7, **bounds)),
-        (GradScaler(init_scale=2.0**10, growth_interval=3, **bounds), theirs()),
-        (GradScaler(init_scale=2.0**10, growth_interval=3, **bounds), GradScaler(**bounds)),
-    ]:
-        second.load_state_dict(stepped(first, before).state_dict())
-        state = stepped(second, after).state_dict()
-        assert {key: state[key] for key in whole} == whole
-
-
-GOOD = save_state(LossScale(), LossScale().start())
-DAMAGED: dict[str, Any] = {
-    **{f"without {key}": {k: v for k, v in GOOD.items() if k != key}
-       for key in GOOD if key != "skipped_in_a_row"},
-    "empty, as of a disabled GradScaler": {},
-    "not a mapping": [1, 2],
-    "None": None,
-    **{f"{key}={value!r}": GOOD | {key: value} for key, value in [
-        ("scale", math.nan), ("scale", math.inf), ("scale", 0.0), ("scale", -1.0),
-        ("scale", 2.0**40), ("scale", 2.0**-20), ("scale", "65536"), ("scale", None),
-        ("_growth_tracker", -1), ("_growth_tracker", 1.5), ("_growth_tracker", None),
-        ("_growth_tracker", 2**31),
-        ("skipped_in_a_row", -1), ("skipped_in_a_row", "1"),
-        ("growth_factor", 0.5), ("growth_factor", math.nan), ("growth_factor", "2"),
-        ("backoff_factor", 2.0), ("backoff_factor", 0.0),
-        ("growth_interval", 0), ("growth_interval", 1.5), ("growth_interval", None),
-    ]},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("damaged", DAMAGED.values(), ids=DAMAGED.keys())
-@pytest.mark.parametrize("kind", [GraphScale, GradScaler])
-def test_a_damaged_state_is_refused_and_changes_nothing(kind: Any, damaged: Any) -> None:
-    scale = graph_scale(LossScale(2.0**8)) if kind is GraphScale else GradScaler(init_scale=2.0**8)
-    before = scale.state_dict()
-    with pytest.raises(CheckpointError):
-        scale.load_state_dict(damaged)
-    assert scale.state_dict() == before
-
-
-def test_bounds_are_the_policy_s_and_factors_the_checkpoint_s() -> None:
-    mine = LossScale(floor=4.0, ceiling=2.0**20, hysteresis=2, abort_after=7)
-    saved = {
-        "scale": 8.0,
-        "growth_factor": 4.0,
-        "backoff_factor": 0.25,
-        "growth_interval": 10,
-        "_growth_tracker": 9,
-    }
-    config, state = load_state(mine, saved)
-    assert config == LossScale(2.0**16, 4.0, 0.25, 10, 4.0, 2.0**20, 2, 7)
-    assert [float(v) for v in state] == [8.0, 9.0, 0.0]
-    assert float(config.adjust(state, NO).scale) == 32.0
