@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,6 +41,21 @@ def own_numbers(node: fx.Node) -> frozenset[str]:
     return frozenset(MINUS if n < 0 else PLUS for n in infinite)
 
 
+class Gradients:
+    """Those of one run of a graph as they come, each after those of what reads the value."""
+
+    def __init__(self) -> None:
+        self._largest: dict[fx.Node, float] = {}  # finite number of each
+
+    def giver(self, node: fx.Node, gradient: Tensor) -> fx.Node | None:
+        """The reader whose derivative gave the gradient of a node's value; of several, that with
+        the largest gradient of its own. None: code outside of the graph."""
+        finite = gradient.detach().abs().nan_to_num(0, 0, 0)
+        self._largest[node] = float(finite.max()) if gradient.numel() else 0.0
+        readers = [r for r in node.users if r.op != "output"]
+        return max(readers, key=lambda r: self._largest.get(r, -1.0), default=None)
+
+
 LOWER = "Keep that operator in float32 (Policy.overrides) or lower the learning rate"
 IN_FLOAT32 = "That operator is in float32: look at what it is given, or lower the learning rate"
 ELSEWHERE = "Precision inside of the graphs is not the cause: look at the data and at the loss"
@@ -50,6 +66,7 @@ def _advice(computed_on: Any) -> str:
     return LOWER if any(t.dtype in LOW for t in tensors) else IN_FLOAT32
 
 
+@dataclass
 class FirstNonfinite:
     """The answer for the graphs that ran under it: the first value, else the first gradient; and
     what to do about it.
@@ -57,10 +74,9 @@ class FirstNonfinite:
     It looks at every tensor on the host, so it is for runs that are known to go wrong.
     """
 
-    def __init__(self) -> None:
-        self.value: str | None = None
-        self.gradient: str | None = None
-        self.advice = ELSEWHERE
+    value: str | None = None
+    gradient: str | None = None
+    advice: str = ELSEWHERE
 
     def __str__(self) -> str:
         if self.value is not None:
@@ -68,12 +84,6 @@ class FirstNonfinite:
         if self.gradient is not None:
             return f"the first gradient that was not finite: {self.gradient}"
         return "every value and gradient inside the graphs was finite"
-
-    def note_value(self, what: str, advice: str) -> None:
-        self.value, self.advice = what, advice
-
-    def note_gradient(self, what: str, advice: str) -> None:
-        self.gradient, self.advice = what, advice
 
 
 def run_watched(
@@ -90,52 +100,54 @@ class _Looking(fx.Interpreter):
         self, module: fx.GraphModule, facts: Mapping[str, NodeFacts], found: FirstNonfinite
     ):
         super().__init__(module)
-        self._facts, self._found = facts, found
+        self._facts, self._found, self._gradients = facts, found, Gradients()
 
     def run_node(self, n: fx.Node) -> Any:
+        found, operands = self._found, [self.env.get(a) for a in n.all_input_nodes]
+        before = kinds(operands) if found.value is None else NONE  # it may write into them
         result = super().run_node(n)
-        if n.op == "placeholder":
-            self._look_at_input(n, result)
-        if n.op != "call_function":
+        if found.value is not None or n.op not in ("placeholder", "call_function"):
             return result
-        if self._found.value is None:
-            operands = [self.env.get(a) for a in n.all_input_nodes]
-            if kinds(result) - kinds(operands) - own_numbers(n):
-                self._found.note_value(self._spelled(n), _advice([result, operands]))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._look_at_gradient(n))
+        if n.op == "placeholder":
+            self._look_at_input(n, kinds(result))
+        elif kinds(result) - before - own_numbers(n):
+            found.value, found.advice = self._spelled(n), _advice([result, operands])
+        if isinstance(result, Tensor) and n.users and not result.is_leaf:
+            self._look_at_gradient(n, result)
         return result
 
-    def _look_at_input(self, n: fx.Node, value: Any) -> None:
-        facts = self._facts.get(n.name)
-        if self._found.value is not None:
-            return
-        if facts is None and kinds(value):
-            weight = self._facts.get(n.meta.get("weight_of", ""))
-            name = n.name if weight is None else weight.label
-            self._found.note_value(f"{name}, a weight that low precision cannot hold", LOWER)
-        elif facts is not None and kinds(value) - {MINUS}:  # which may be meant, as in a mask
-            self._found.note_value(f"{facts.label}, which came into a graph", ELSEWHERE)
+    def _look_at_input(self, n: fx.Node, has: frozenset[str]) -> None:
+        found, name, is_weight = self._found, self._spelled(n), n.name not in self._facts
+        if is_weight and has:
+            found.value, found.advice = f"{name}, a weight that low precision cannot hold", LOWER
+        elif has - {MINUS}:  # which may be meant, as in a mask
+            found.value, found.advice = f"{name}, which came into a graph", ELSEWHERE
 
-    def _look_at_gradient(self, n: fx.Node) -> Callable[[Tensor], None]:
-        def look(gradient: Tensor) -> None:
-            found = self._found
-            if found.value is not None or found.gradient is not None or not kinds(gradient):
+    def _look_at_gradient(self, n: fx.Node, value: Tensor) -> None:
+        def look(gradient: Tensor | None) -> None:
+            if n.op == "placeholder":
+                handle.remove()  # what stands for a parameter outlives the run
+            if gradient is None or found.value is not None or found.gradient is not None:
                 return
-            if any(reader.op == "output" for reader in n.users):
-                came = f"what the loss, or other code, gave for {self._spelled(n)}, an output"
-                found.note_gradient(came, ELSEWHERE)
+            gradient = gradient.to_dense()
+            giver, name = self._gradients.giver(n, gradient), self._spelled(n)
+            if not kinds(gradient):
+                return
+            if giver is None or captured_of(giver, self._facts).name not in self._facts:
+                found.gradient = f"what the loss, or other code, gave for {name}, an output"
             else:
-                found.note_gradient(f"of the result of {self._spelled(n)}", _advice(gradient))
+                found.gradient = f"what {self._spelled(giver)} gave for {name}"
+                found.advice = _advice(gradient)
 
-        return look
+        found, handle = self._found, value.register_hook(look)
 
     def _spelled(self, n: fx.Node) -> str:
         captured = captured_of(n, self._facts)
-        facts = self._facts.get(captured.name)
+        facts = self._facts.get(captured.meta.get("weight_of", captured.name))
         if facts is None:
             return n.name
+        if captured is n and n.op == "placeholder":
+            return facts.label
         where = [f"in module '{facts.module_path}'"] if facts.module_path else []
         where += [f"at {facts.source}"] if facts.source else []
         what = facts.op if captured is n else f"the cast of {facts.label} ({facts.op})"

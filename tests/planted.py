@@ -34,6 +34,18 @@ class Planted(FourLayers):
             x = x * 6e4
         if self.fault == "nan":
             x = (x * 3e4 - x * 2e4) * 1e-4
+        if self.fault == "overflow in place":
+            x = x + 6e4
+            x.mul_(2)
+        if self.fault == "slope":
+            x = x * 1e-3
+            x = x * 1e3
+        if self.fault == "slope of one reader":
+            x = x * 1e-3
+            first, last = x.split(4, -1)
+            x = torch.cat([first * 1e3 + first, last], -1)
+        if self.fault == "gradient of a weight":
+            x = x * 0 + 1e4
         return x
 
 

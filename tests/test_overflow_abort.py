@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 
 import pytest
 import torch
+from planted import Planted
 from torch import Tensor, nn
 from torch.optim import SGD
 from training import Mlp, X, overflow
@@ -14,6 +17,7 @@ import amp_graph
 from amp_graph import LossScale, OverflowAbort, Policy, StepCounts
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+X8 = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 
 
 class Exploding(nn.Module):
@@ -32,14 +36,16 @@ class Exploding(nn.Module):
         return self.blocks[2](x)
 
 
-def steps_until_abort(model: nn.Module, limit: int) -> tuple[int, str]:
+def steps_until_abort(
+    model: nn.Module, limit: int, x: Tensor = X, loss: Callable[..., Tensor] = Tensor.sum
+) -> tuple[int, str]:
     optimizer = SGD(model.parameters(), lr=0.1)
     policy = Policy("float16", loss_scale=LossScale(abort_after=5))
     amp_graph.convert(model, optimizer, policy=policy)
     for step in range(limit):
         model.zero_grad()
         try:
-            model(X).sum().backward()
+            loss(model(x)).backward()
             optimizer.step()
         except OverflowAbort as abort:
             return step, str(abort)
@@ -129,6 +135,43 @@ def test_an_abort_tells_what_came_from_outside(inputs: float, factor: float, wha
         train()
     assert "look at the data and at the loss" in str(raised.value)
     assert "a cast" not in str(raised.value) and "Policy.overrides" not in str(raised.value)
+
+
+LOSSES = {"loss": lambda y: (y - y).sqrt().sum(), "returned": lambda y: (y[1] * 0).sqrt().sum()}
+
+
+class Returning(Planted):
+    """Also what goes wrong."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.layers[0](x)
+        return self.layers[1](x), x
+
+
+@pytest.mark.parametrize(
+    ("fault", "phase", "operator"),
+    [
+        ("overflow", "value", "aten.mul.Tensor"),
+        ("overflow in place", "value", "aten.mul_.Tensor"),
+        ("slope", "gradient", "aten.mul.Tensor"),
+        ("slope of one reader", "gradient", "aten.mul.Tensor"),
+        ("gradient of a weight", "gradient", "aten.linear"),
+        ("loss", "gradient", "the loss"),
+        ("returned", "gradient", "the loss"),
+    ],
+)
+def test_an_abort_names_the_operator_that_find_nonfinite_does(
+    fault: str, phase: str, operator: str
+) -> None:
+    torch.manual_seed(1)
+    model = Returning(fault) if fault == "returned" else Planted(fault)
+    loss = LOSSES.get(fault, Tensor.sum)
+    found = amp_graph.find_nonfinite(model, X8, loss=loss, loss_scale=2.0**11, policy="float16")
+    assert found is not None and operator in (found.operator, found.node)
+    _, message = steps_until_abort(model, 8, X8, loss)
+    first = rf"first {phase} that was not finite: (what )?{re.escape(operator)}"
+    place = "" if operator == "the loss" else rf".* at {re.escape(found.source)}( gave|\.)"
+    assert re.search(first + place, message), message
 
 
 def test_no_abort_without_overflows_in_a_row() -> None:

@@ -8,7 +8,8 @@ gradient or an infinite parameter never is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from amp_graph.ir import Plan
 from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import check_loss
 from amp_graph.numerics.rerun import Batch, Loss, Outcome, Rerun, rerun_of
-from amp_graph.watched import MINUS, NAN, PLUS, kinds, own_numbers
+from amp_graph.watched import MINUS, NAN, PLUS, Gradients, kinds, own_numbers
 
 OUTSIDE = "code outside of the graphs"
 
@@ -125,7 +126,8 @@ class _Flags(Observer):
     """What is not finite, by place; `found` in the order in which it appeared."""
 
     values: dict[Place, frozenset[str]] = field(default_factory=dict)
-    gradients: dict[Place, tuple[frozenset[str], float]] = field(default_factory=dict)
+    gradients: dict[Place, frozenset[str]] = field(default_factory=dict)
+    runs: dict[Place, Gradients] = field(default_factory=lambda: defaultdict(Gradients))
     nodes: dict[Place, fx.Node] = field(default_factory=dict)
     found: list[_Finding] = field(default_factory=list)
 
@@ -138,15 +140,16 @@ class _Flags(Observer):
         before = [self.values.get(place.at(o), frozenset()) for o in node.all_input_nodes]
         new = found.difference(*before, own_numbers(node))
         if new and node.op != "output":
-            self._note("forward", place, new, floats[0].dtype)
+            dtype = floats[0].dtype
+            self.found.append(_Finding("forward", place, node, node, _in_order(new), dtype))
 
     def gradient(self, place: Place, gradient: torch.Tensor) -> None:
-        found = kinds(gradient)
-        finite = gradient.detach().abs().nan_to_num(0, 0, 0)
-        largest = float(finite.max()) if gradient.numel() else 0.0
-        self.gradients[place] = found, largest
+        node, run = self.nodes[place], replace(place, name="")
+        giver = self.runs[run].giver(node, gradient)
+        self.gradients[place] = found = kinds(gradient)
         if found:
-            self._note("backward", place, found, gradient.dtype)
+            dtype, by = gradient.dtype, giver or node
+            self.found.append(_Finding("backward", place, by, node, _in_order(found), dtype))
 
     def has(self, finding: _Finding, kind: str) -> bool:
         """Whether this run has such numbers at the place of a finding in another."""
@@ -154,23 +157,8 @@ class _Flags(Observer):
         while place not in self.values and node.all_input_nodes:  # a cast is of this run's value
             node = node.all_input_nodes[0]
             place = place.at(node)
-        if finding.phase == "forward":
-            return kind in self.values.get(place, ())
-        return kind in self.gradients.get(place, (frozenset(), 0.0))[0]
-
-    def _note(self, phase: str, place: Place, new: frozenset[str], dtype: torch.dtype) -> None:
-        valued = self.nodes[place]
-        node = self._culprit(place, valued) if phase == "backward" else valued
-        self.found.append(_Finding(phase, place, node, valued, _in_order(new), dtype))
-
-    def _culprit(self, place: Place, node: fx.Node) -> fx.Node:
-        """The reader whose derivative gave the gradient; of several, that with the largest
-        gradient of its own."""
-        readers = [r for r in node.users if r.op != "output"]
-        sizes: Mapping[fx.Node, float] = {
-            r: self.gradients.get(place.at(r), (None, -1.0))[1] for r in readers
-        }
-        return max(readers, key=lambda r: sizes[r], default=node)
+        seen = self.values if finding.phase == "forward" else self.gradients
+        return kind in seen.get(place, ())
 
 
 def _in_order(found: frozenset[str]) -> tuple[str, ...]:
