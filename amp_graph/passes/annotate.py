@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -39,12 +40,13 @@ from amp_graph.capture.own_regions import in_regions
 from amp_graph.capture.products import terms_of
 from amp_graph.dtypes import INTEGERS, dtype_name
 from amp_graph.ir import Color, NodeFacts, TensorFacts
-from amp_graph.listing import Listing
+from amp_graph.listing import FLAGS, Listing
 from amp_graph.oplists import OpLists
 from amp_graph.reasons import OWN_AUTOCAST
 
 NUMBERS = frozenset({"number", "Tensor", "Optional[number]"})
 FLOATS = frozenset({"float", "Optional[float]"})
+TRAITS = tuple(f.name for f in fields(NodeFacts) if f.name in FLAGS)  # those of the list entry
 CONVERSION_OPS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as"})
 
 
@@ -70,19 +72,14 @@ def _facts(
         color = listing.color if listing else None
     origin = memory.origin(node)
     source, code = _source(node)
+    traits = {trait: getattr(listing, trait, False) for trait in TRAITS}
+    traits["widens"] = traits["widens"] and dtype_position(node) is not None
     return NodeFacts(
         name=node.name,
         op=sys.intern(op_name(node)),
         color=color,
         group=listing.group if listing else "",
-        bounded=bool(listing and listing.bounded),
         storage=listing.storage_on(device_of(node), dtype) if listing else None,
-        promotes=bool(listing and listing.promotes),
-        orders=bool(listing and listing.orders),
-        saturates=bool(listing and listing.saturates),
-        reads_phase=bool(listing and listing.reads_phase),
-        exact=bool(listing and listing.exact),
-        widens=bool(listing and listing.widens and dtype_position(node) is not None),
         reads=tuple(dict.fromkeys(n.name for n in _reads(node, listing))),
         positions=tuple(n.name for n in _positions(node, listing)),
         like=_like(node) if listing and listing.exact else "",
@@ -101,6 +98,7 @@ def _facts(
         module_path=node.meta.get("module_path", ""),
         source=sys.intern(source),
         code=sys.intern(code),
+        **traits,
     )
 
 
