@@ -12,6 +12,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from amp_graph.inspection.annotated import AnnotatedGraph, AnnotatedNode
 from amp_graph.inspection.spelling import byte_count, count, flop_count, line_of
@@ -19,7 +20,8 @@ from amp_graph.inspection.spelling import byte_count, count, flop_count, line_of
 FLOPS_PER_BYTE = 50  # how many cost as much time as a byte; the order is insensitive to it
 SHOWN = 3
 
-Found = list[tuple[AnnotatedNode, AnnotatedNode]]
+Found: TypeAlias = list[tuple[AnnotatedNode, AnnotatedNode]]
+Tell: TypeAlias = Callable[[Found], tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def suggestions(
     for graph in graphs:
         if graph.fallback:
             found.append(_fallback(graph))
-    groups: dict[tuple[str, str], Found] = defaultdict(list)
+    groups: dict[tuple[Tell, str], Found] = defaultdict(list)
     for graph in graphs:
         nodes = {n.name: n for n in graph.nodes}
         reached: set[str] = set()  # by something low, if what is denied did not spread
@@ -56,10 +58,10 @@ def suggestions(
             if node.is_float and not node.low and not graph.fallback and node.chain:
                 root = nodes.get(node.chain[-1].node, node)
                 key = _key(node, root)
-                if key is not None and (key[0] != "spread" or _is_reached(node, nodes, reached)):
+                if key is not None and (key[0] is not _spread or _is_reached(node, nodes, reached)):
                     reached.add(node.name)
                     groups[key].append((node, root))
-    told = [_told(kind, found_here) for (kind, _), found_here in groups.items()]
+    told = [_told(tell, found_here) for (tell, _), found_here in groups.items()]
     told = [s for s in told if s.bytes or s.flops]
     found += sorted(told, key=lambda s: -(s.bytes + s.flops / FLOPS_PER_BYTE))
     found += [_break(reason) for reason in breaks]
@@ -76,22 +78,21 @@ def _is_reached(
     return any(value.low or value.name in reached for value in values)
 
 
-def _key(node: AnnotatedNode, root: AnnotatedNode) -> tuple[str, str] | None:
+def _key(node: AnnotatedNode, root: AnnotatedNode) -> tuple[Tell, str] | None:
     """Which change would free the node, and which decision it shares with others."""
-    rule = root.rule
-    if rule == "on no list":
-        return "unlisted", root.op
+    if root.rule == "on no list":
+        return _unlisted, root.op
     if node.rule == "promoted by":
-        return "promoted", root.name
-    if rule == "listed" and node is not root:
-        return "spread", root.op
-    if rule in ("user cast", "override", "constant out of range", "no kernel"):
-        return rule, root.source if rule == "user cast" else root.why
-    return None
+        return _promoted, root.name
+    if root.rule == "listed" and node is not root:
+        return _spread, root.op
+    if root.rule == "user cast":
+        return _user_cast, root.source
+    return (TELL[root.rule], root.why) if root.rule in TELL else None
 
 
-def _told(kind: str, found: Found) -> Suggestion:
-    what, how = TELL[kind](found)
+def _told(tell: Tell, found: Found) -> Suggestion:
+    what, how = tell(found)
     nodes = [node for node, _ in found]
     return Suggestion(
         what, how, len(nodes), sum(n.traffic for n in nodes), sum(n.flops for n in nodes)
@@ -160,11 +161,7 @@ def _no_kernel(found: Found) -> tuple[str, str]:
     return found[0][1].why, "use the other low precision, if it has a kernel there"
 
 
-TELL: dict[str, Callable[[Found], tuple[str, str]]] = {
-    "unlisted": _unlisted,
-    "spread": _spread,
-    "promoted": _promoted,
-    "user cast": _user_cast,
+TELL: dict[str, Tell] = {
     "override": _override,
     "constant out of range": _constant,
     "no kernel": _no_kernel,
