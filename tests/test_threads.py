@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,12 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from interrupting import interrupting
 from torch import Tensor, _ops, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 from two_layers import Packed
 
 import amp_graph
+from amp_graph.calls import captured_calls, outside
+from amp_graph.calls.outside import Outside
 from amp_graph.capture.frames import MAX_CAPTURES
 from amp_graph.training import weights
 from amp_graph.training.weights import GraphWeights, LowPrecisionWeights
@@ -155,6 +160,32 @@ def test_code_between_graphs_is_told_of_once() -> None:
     at_once(8, lambda k: torch.no_grad()(model)(X))
     between = [plan for plan in amp_graph.plans(model) if "between graphs" in (plan.fallback or "")]
     assert len(between) == 1
+
+
+@torch.no_grad()
+def test_of_two_first_calls_one_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever one thread is interrupted by a call of another, before it runs the model."""
+    files, before = (captured_calls.__file__, outside.__file__), sys.gettrace()
+    watched: list[Outside] = []
+    enter = Outside.__enter__
+
+    def entered(watch: Outside) -> Outside:
+        sys.settrace(None)  # it is too late for the other thread
+        watched.append(watch)
+        return enter(watch)
+
+    monkeypatch.setattr(Outside, "__enter__", entered)
+    evaluated(Net)(X)  # what is captured here serves all
+    for at in itertools.count():
+        model, others = evaluated(Net), []
+        watched.clear()
+        sys.settrace(interrupting(at, files, lambda: others.append(beside_it(model))))  # noqa: B023
+        model(X)
+        sys.settrace(before)
+        assert len(watched) == 1, f"at instruction {at}"
+        if not others:
+            break
+    assert at > 20
 
 
 def test_low_precision_weights_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ Where autocast fails, code runs in float32.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Mapping
 from functools import partial
@@ -22,7 +21,7 @@ from amp_graph.calls.chosen import Chosen
 from amp_graph.calls.first_report import tell_of_first_call
 from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.calls.or_else import or_else
-from amp_graph.calls.outside import Outside, is_ours
+from amp_graph.calls.outside import Outside, Watches, is_ours
 from amp_graph.calls.own_code import OwnCode
 from amp_graph.capture.breaks import depends_on_data, each_once, why_not_captured
 from amp_graph.capture.captures import Caller
@@ -34,14 +33,11 @@ from amp_graph.capture.dynamo import (
     is_off,
 )
 from amp_graph.capture.frames import skipped_before
-from amp_graph.capture.surroundings import can_watch
 from amp_graph.errors import MISTAKES, warn
 from amp_graph.kept import Kept
 from amp_graph.modes import BeginAt
 from amp_graph.modules import Entry, Run, weak_method, without_autocast
 from amp_graph.training.engine import backward_pass
-
-_UNWATCHED = contextlib.nullcontext()
 
 
 class Before(NamedTuple):
@@ -49,7 +45,7 @@ class Before(NamedTuple):
 
     charged, settings: how many calls were, see `Frames`, and with what captures were made.
     runs: how many graphs had run in this thread.
-    watch, hooks: what looks at it and, if anything does, how many hooks the model had.
+    watch: what looks at it, if anything does.
     kept: the model as it was, if it is the first.
     """
 
@@ -57,7 +53,6 @@ class Before(NamedTuple):
     settings: Mapping[str, Any]
     runs: int
     watch: Outside | None = None
-    hooks: int = 0
     kept: Kept | None = None
 
 
@@ -68,15 +63,13 @@ class CapturedCalls:
     def __init__(self, entry: Entry, compiler: Compiler):
         self._entry, self._compiler = entry, compiler
         self._policy = compiler.policy
-        self._lists = compiler.lists
         self._record = compiler.record
         self.own_code = OwnCode(entry, self._policy, self._record)
         self._graphs = ModelGraphs(entry, compiler)
         self.policy_id = self._graphs.policy_id
         self._frames, self._hooks = self._graphs.frames, self._graphs.hooks
         self._chosen = Chosen(self._graphs, compiler)
-        self._is_watched = can_watch()  # the first call, and again one after each capture
-        self._watch = Outside(self._lists) if self._is_watched else None  # for the next call
+        self._watches = Watches(compiler.lists)
         self._is_new, self._may_set_itself_up = True, True
         self._passed_on: set[type[Exception]] = {*DYNAMO_ERRORS}  # none for autocast's sake
         self._runs_own: Run | None = None  # once it is not captured any more
@@ -93,8 +86,6 @@ class CapturedCalls:
         """After a call that raised, which tells nothing of others."""
         self._frames.end_failed_call(has_captured)
         self._stop_if_too_many()
-        if self._watch is not None:
-            self._watch = Outside(self._lists)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A backward pass computes again what the forward pass did, and the same way.
@@ -109,13 +100,13 @@ class CapturedCalls:
         charged, settings = self._frames.charged, chosen.settings
         records = torch.is_grad_enabled()
         kept = Kept(self._entry.module, parameters=False) if self._is_new else None
-        watch, self._watch = self._watch, None
-        hooks = self._hooks.number() if watch is not None else 0
+        watch = self._watches.take()
+        run = chosen.run if watch is None else self._graphs.watched_by(watch)(chosen.run)
         try:
-            with _UNWATCHED if watch is None else self._graphs.watched_by(watch):
-                result = chosen.run(*args, **kwargs)
+            result = run(*args, **kwargs)
         except BaseException as error:
-            self._watch = watch or self._watch
+            if watch is not None:
+                self._watches.add()
             if not is_ours(error, is_watched=watch is not None, is_new=kept is not None):
                 is_of_model = isinstance(error, Exception)  # and no interrupt
                 self._begin_again(is_of_model and self._frames.own.begun != frames)
@@ -130,7 +121,7 @@ class CapturedCalls:
         has_captured = self._frames.own.begun != frames
         is_counted = self._frames.unpaid or self._frames.failed
         if has_captured or is_counted or self._is_new or watch is not None:
-            self._look_back(Before(charged, settings, runs, watch, hooks), has_captured)
+            self._look_back(Before(charged, settings, runs, watch), has_captured)
         return result
 
     def _choose(self) -> None:
@@ -147,28 +138,24 @@ class CapturedCalls:
 
     def _look_back(self, before: Before, has_captured: bool) -> None:
         """After a call: whether all that was asked for happened, and whether to go on so."""
-        if before.watch is not None and self._says_little(before.hooks):
-            self._frames.end_call(has_captured, before.charged)
-            self._watch = Outside(self._lists)
-            self._stop_if_too_many()
-            return
-        if before.watch is not None:
-            self._judge(before.watch)
-        is_of_first = before.watch is not None or self._runs_own is not None
-        if not self._is_new or is_of_first or not self._is_watched:
+        watch = before.watch
+        says_little = watch is not None and self._says_little(watch)
+        if watch is not None and not says_little:
+            self._judge(watch)
+        is_of_first = watch is not None or self._runs_own is not None
+        if not says_little and (is_of_first or not self._is_new or self._watches.are_over()):
             self._tell()
         self._frames.end_call(has_captured, before.charged)
-        if not has_captured:
-            self._stop_if_too_many(self._graphs.own.runs - before.runs)
-            return
-        if self._is_watched:
-            self._watch = Outside(self._lists)
-        self._stop_if_too_many()
+        ran = before.runs
+        if has_captured or says_little:
+            self._watches.add()
+            ran = self._graphs.own.runs
+        self._stop_if_too_many(self._graphs.own.runs - ran)
 
-    def _says_little(self, hooks: int) -> bool:
+    def _says_little(self, watch: Outside) -> bool:
         """Whether later calls go otherwise: they find the hooks that this one has set up, or may be
         without those for all modules, a FLOP counter's, that the first one was under."""
-        if self._hooks.number() > hooks:
+        if watch.adds_hooks:
             return True
         is_first = self._may_set_itself_up and self._hooks.are_for_all()
         self._may_set_itself_up &= not is_first
@@ -196,9 +183,8 @@ class CapturedCalls:
         """Run the code between graphs under autocast if it did what belongs in low precision; the
         first graph without, if it is in front of that: what Dynamo records under autocast may ask
         for a low precision, as `x.to(y.dtype)`, which the model does not."""
-        if not watch.found or not self._is_watched or self._policy.names_parts:
+        if not watch.found or self._policy.names_parts or not self._watches.end():
             return
-        self._is_watched = False
         found = ", ".join(sorted(watch.found))
         reason = f"code between graphs ({found}) is not captured"
         if not self._has_run():
@@ -275,7 +261,7 @@ class CapturedCalls:
             return result
         if self._record.plans[index] is planned:  # else it was told that autocast fails
             warn(f"{self._entry.name} {planned.otherwise}")
-        self._runs_own, self._chosen.is_stale, self._watch = own_code, False, None
+        self._runs_own, self._chosen.is_stale = own_code, False
         return result
 
     def _autocast_around(self, run: Run, index: int, begin_at: BeginAt | None) -> Run:

@@ -71,9 +71,11 @@ class ModelGraphs:
     def watched_by(self, watch: Outside) -> Iterator[None]:
         """Around a call."""
         before, self.own.watch = self.own.watch, watch
+        hooks = self.hooks.number()
         try:
             with watch:
                 yield
+            watch.adds_hooks = self.hooks.number() > hooks
         finally:
             self.own.watch = before
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.dynamo import is_of_capture, is_of_graph
+from amp_graph.capture.surroundings import can_watch
 from amp_graph.ir import Color
 from amp_graph.oplists import OpLists
 
@@ -29,6 +30,7 @@ class Outside(TorchDispatchMode):
     Python code that Dynamo left between two graphs, say a recurrent layer on packed sequences.
 
     in_front: whether some ran before any graph.
+    adds_hooks: whether modules of the model have more hooks after the call than before.
     """
 
     supports_higher_order_operators = True
@@ -36,7 +38,7 @@ class Outside(TorchDispatchMode):
     def __init__(self, lists: OpLists):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[str] = set()
-        self.in_front = False
+        self.in_front = self.adds_hooks = False
         self.met_sparse = False
         self._has_paused = False
         self._lists = lists
@@ -75,6 +77,33 @@ class Outside(TorchDispatchMode):
                 self.in_front |= not self._has_paused
             self.met_sparse = self.met_sparse or _has_sparse(args)
         return func(*args, **(kwargs or {}))
+
+
+class Watches:
+    """Which calls of a model are watched: the first, and one after each that captured something or
+    raised under a watch, until something is found. Of several calls at once one takes what watches
+    it, and one ends all that: `dict.pop` is one step."""
+
+    def __init__(self, lists: OpLists):
+        self._next: dict[str, Outside] = {}
+        self._open = {"lists": lists} if can_watch() else {}
+        self.add()
+
+    def add(self) -> None:
+        """For the next call, unless they are over."""
+        if (lists := self._open.get("lists")) is not None:
+            self._next["call"] = Outside(lists)
+
+    def take(self) -> Outside | None:
+        """What watches the call that begins now, if it is to be watched."""
+        return self._next.pop("call", None)
+
+    def end(self) -> bool:
+        """There are to be no more. Whether there were until now."""
+        return self._open.pop("lists", None) is not None
+
+    def are_over(self) -> bool:
+        return not self._open
 
 
 def _has_sparse(args: Any) -> bool:
