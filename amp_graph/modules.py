@@ -90,7 +90,7 @@ class Forwards:
     class. Dynamo guards neither."""
 
     def __init__(self, entry: Entry) -> None:
-        self._entered = "forward" if entry.is_call else entry.method
+        self._entry, self._entered = entry, "forward" if entry.is_call else entry.method
         model = entry.module
         self._models = _method_of(model, self._entered)
         kinds = dict.fromkeys(type(m) for m in model.modules())
@@ -103,9 +103,9 @@ class Forwards:
         """Equal for two models that are called by the same code."""
         return *self._models, *((forward, code) for _, forward, code in self._found)
 
-    def have_changed(self, model: nn.Module) -> bool:
+    def have_changed(self) -> bool:
         """Whether a call of the model runs other code now."""
-        return _method_of(model, self._entered) != self._models or any(
+        return _method_of(self._entry.module, self._entered) != self._models or any(
             names.get("forward") is not forward or getattr(forward, "__code__", None) is not code
             for names, forward, code in self._found
         )

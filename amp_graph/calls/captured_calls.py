@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -37,23 +37,6 @@ from amp_graph.errors import MISTAKES, warn
 from amp_graph.kept import Kept
 from amp_graph.modes import BeginAt
 from amp_graph.modules import Entry, Run, weak_method, without_autocast
-from amp_graph.training.engine import backward_pass
-
-
-class Before(NamedTuple):
-    """What a call found as it began.
-
-    charged, settings: how many calls were, see `Frames`, and with what captures were made.
-    runs: how many graphs had run in this thread.
-    watch: what looks at it, if anything does.
-    kept: the model as it was, if it is the first.
-    """
-
-    charged: int
-    settings: Mapping[str, Any]
-    runs: int
-    watch: Outside | None = None
-    kept: Kept | None = None
 
 
 class CapturedCalls:
@@ -61,41 +44,31 @@ class CapturedCalls:
     of it, or were of a model that is alike; and by its own code where there are none."""
 
     def __init__(self, entry: Entry, compiler: Compiler):
-        self._entry, self._compiler = entry, compiler
-        self._policy = compiler.policy
-        self._record = compiler.record
+        self._entry, self._policy, self._record = entry, compiler.policy, compiler.record
         self.own_code = OwnCode(entry, self._policy, self._record)
         self._graphs = ModelGraphs(entry, compiler)
         self.policy_id = self._graphs.policy_id
         self._frames, self._hooks = self._graphs.frames, self._graphs.hooks
         self._chosen = Chosen(self._graphs, compiler)
         self._watches = Watches(compiler.lists)
-        self._is_new, self._may_set_itself_up = True, True
-        self._passed_on: set[type[Exception]] = {*DYNAMO_ERRORS}  # none for autocast's sake
-        self._runs_own: Run | None = None  # once it is not captured any more
-        self._first_plan = 0  # of these, by index
+        self._is_new = True  # until a call has told of what was converted
+        self._may_set_itself_up = True  # once, in a call that tells nothing of later ones
 
     def graphs_in_force(self) -> set[int]:
         """Those that a call may run, by their places in the record."""
         caller = self._chosen.caller
-        if caller is None or self._runs_own is not None:
+        if caller is None or self._chosen.own_code is not None:
             return set()
         return {assembled.place for assembled in [*caller.assembled.values()]}
 
-    def _begin_again(self, has_captured: bool = True) -> None:
-        """After a call that raised, which tells nothing of others."""
-        self._frames.end_failed_call(has_captured)
-        self._stop_if_too_many()
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # A backward pass computes again what the forward pass did, and the same way.
         chosen = self._chosen
-        if self._is_new and self._runs_own is None and is_off():
-            self._run_own_code(OFF, "is not captured")
-        if self._runs_own is not None and not (chosen.is_stale and backward_pass() is not None):
-            chosen.is_stale = False
-            return self._runs_own(*args, **kwargs)
-        self._choose()
+        if self._is_new and chosen.own_code is None and is_off():
+            self._run_own_code((OFF, ""), "is not captured", at_once=True)
+        if chosen.own_code is None or chosen.is_stale:
+            chosen.choose()
+        if chosen.own_code is not None and not chosen.is_stale:
+            return chosen.own_code(*args, **kwargs)
         frames, runs, uncaptured = self._frames.own.begun, self._graphs.own.runs, None
         charged, settings = self._frames.charged, chosen.settings
         records = torch.is_grad_enabled()
@@ -116,37 +89,28 @@ class CapturedCalls:
             torch.set_grad_enabled(records)  # as it was before what had been captured already
             if kept is not None:
                 kept.put_back()
-            before = Before(charged, settings, runs, kept=kept)
-            result = self._run_uncaptured(uncaptured, before, args, kwargs)
+            result = self._run_uncaptured(uncaptured, settings, runs, kept, args, kwargs)
         has_captured = self._frames.own.begun != frames
         is_counted = self._frames.unpaid or self._frames.failed
         if has_captured or is_counted or self._is_new or watch is not None:
-            self._look_back(Before(charged, settings, runs, watch), has_captured)
+            self._look_back(watch, has_captured, charged, runs)
         return result
 
-    def _choose(self) -> None:
-        """The captures that a call is made by: new ones, if those there are hold no more."""
-        chosen = self._chosen
-        caller, hooks_have_changed = chosen.caller, self._hooks.have_changed()
-        if caller is None:
-            self._first_plan = len(self._record.plans)
-            chosen.begin()
-        elif hooks_have_changed or caller.captures.have_changed() or chosen.is_another():
-            chosen.is_stale = True
-        if chosen.is_stale and backward_pass() is None:
-            chosen.capture_instead_of(caller)
+    def _begin_again(self, has_captured: bool = True) -> None:
+        """After a call that raised, which tells nothing of others."""
+        self._frames.end_failed_call(has_captured)
+        self._stop_if_too_many()
 
-    def _look_back(self, before: Before, has_captured: bool) -> None:
-        """After a call: whether all that was asked for happened, and whether to go on so."""
-        watch = before.watch
+    def _look_back(self, watch: Outside | None, has_captured: bool, charged: int, ran: int) -> None:
+        """After a call: whether all that was asked for happened, and whether to go on so. Before it
+        so many calls were `charged`, see `Frames`, and so many graphs of this thread had run."""
         says_little = watch is not None and self._says_little(watch)
         if watch is not None and not says_little:
             self._judge(watch)
-        is_of_first = watch is not None or self._runs_own is not None
+        is_of_first = watch is not None or self._chosen.own_code is not None
         if not says_little and (is_of_first or not self._is_new or self._watches.are_over()):
             self._tell()
-        self._frames.end_call(has_captured, before.charged)
-        ran = before.runs
+        self._frames.end_call(has_captured, charged)
         if has_captured or says_little:
             self._watches.add()
             ran = self._graphs.own.runs
@@ -163,21 +127,20 @@ class CapturedCalls:
 
     def _tell(self) -> None:
         """Report what Dynamo skipped and, after the first call, what was converted. From then on
-        models that are alike may be called by these captures, if nothing is to run beside their
-        graphs. Of concurrent first calls the one that is watched does this."""
-        skipped, chosen = self._frames.take_skipped(), self._chosen
+        models that are alike may be called by these captures, if no code ran beside their graphs.
+        Of concurrent first calls the one that is watched does this."""
+        skipped = self._frames.take_skipped()
         if self._is_new:
             self._is_new = False
-            plans = self._record.plans[self._first_plan :]
+            plans = self._record.plans[self._chosen.first_plan :]
             tell_of_first_call(self._entry, self._policy, plans, self._has_run())
-            is_all = chosen.around is without_autocast and not skipped
-            if is_all and self._runs_own is None and not chosen.is_stale:
-                chosen.share()
+            if not skipped:
+                self._chosen.share()
         self._record.breaks += skipped
 
     def _has_run(self) -> bool:
         """Whether any graph has."""
-        return any(index >= self._first_plan for index in self._record.runs)
+        return any(index >= self._chosen.first_plan for index in self._record.runs)
 
     def _judge(self, watch: Outside) -> None:
         """Run the code between graphs under autocast if it did what belongs in low precision; the
@@ -198,30 +161,37 @@ class CapturedCalls:
             warn(f"{self._entry.name}{since} {plan.otherwise}")
         if plan.autocast:
             begin_at = None if watch.in_front else self._graphs.behind_first
-            around = weak_method(self._autocast_around)
-            self._chosen.around = partial(around, index=index, begin_at=begin_at)
-            self._chosen.is_stale = True
+            around, passed_on = weak_method(self._autocast_around), {*DYNAMO_ERRORS}
+            self._chosen.put_around(partial(around, index, begin_at, passed_on))
 
     def _stop_if_too_many(self, runs: int = 0) -> None:
         """Capture no more, if something of Python is another at call after call, a list that grows,
         say, or the layers that are chosen, or so many small graphs ran in a call: the model's own
         code is faster than capturing it, or entering them."""
         why = self._frames.why_too_many() or self._graphs.why_too_small(runs)
-        if self._runs_own is not None:
+        if self._chosen.own_code is not None:
             return
         if why is not None:
-            self._run_own_code(why[0], "is no longer captured", why[1])
-            self._chosen.is_stale = True
+            self._run_own_code(why, "is no longer captured")
         elif (slow := self._frames.why_so_slow()) is not None:
             warn(f"{self._entry.name} {slow}")
 
-    def _run_own_code(self, reason: str, what: str, advice: str = "") -> None:
+    def _run_own_code(self, why: tuple[str, str], what: str, at_once: bool = False) -> None:
         """From now on."""
+        reason, advice = why
         index = self.own_code.stand_in(reason)
-        self._runs_own = self.own_code.run(index)
+        self._chosen.end_with(self.own_code.run(index), at_once)
         warn(f"{self._entry.name} {what} and {self._record.plans[index].otherwise}{advice}")
 
-    def _run_uncaptured(self, error: Exception, before: Before, args: Any, kwargs: Any) -> Any:
+    def _run_uncaptured(
+        self,
+        error: Exception,
+        tried: Mapping[str, Any],
+        runs: int,
+        kept: Kept | None,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         """Capture with more breaks, then each size apart. If that was tried, or is not likely to
         help a model that would begin for the third time, run its own code under autocast, and go
         on so: it may raise no such error, or catch it. The next call is captured again if it
@@ -234,18 +204,18 @@ class CapturedCalls:
             self._begin_again()
             return self.own_code.run()(*args, **kwargs)
         is_other = is_of_capture(error) and not isinstance(error, CAPTURED_TOO_OFTEN)
-        has_run = self._graphs.own.runs != before.runs
+        has_run = self._graphs.own.runs != runs
         may_help = depends_on_data(error) or (is_other and not has_run)
         untried = self._chosen.untried_settings(self._is_new) if may_help else None
-        in_force = self._chosen.in_force()
-        if may_help and self._chosen.capture_with(untried, before.settings):
+        before = self._chosen.capture_with(untried, tried) if may_help else None
+        if before is not None:
             try:
                 return self(*args, **kwargs)
             except BaseException:  # of the model's own, as it is called
-                self._chosen.put_back(in_force)
+                self._chosen.put_back(before)
                 raise
-        if self._runs_own is not None:  # another thread has found that out
-            return self._runs_own(*args, **kwargs)
+        if self._chosen.own_code is not None:  # another thread has found that out
+            return self._chosen.own_code(*args, **kwargs)
         index = self.own_code.stand_in(f"not captured ({why_not_captured(error)})")
         planned, own_code = self._record.plans[index], self.own_code.run(index)
         try:
@@ -254,17 +224,19 @@ class CapturedCalls:
             self._record.drop(index)
             self._begin_again()
             raise
-        if self._may_set_itself_up and before.kept and before.kept.has_other_attributes():
+        if self._may_set_itself_up and kept and kept.has_other_attributes():
             self._may_set_itself_up = False  # more than once
             self._record.drop(index)
             self._begin_again()
             return result
         if self._record.plans[index] is planned:  # else it was told that autocast fails
             warn(f"{self._entry.name} {planned.otherwise}")
-        self._runs_own, self._chosen.is_stale = own_code, False
+        self._chosen.end_with(own_code, at_once=True)
         return result
 
-    def _autocast_around(self, run: Run, index: int, begin_at: BeginAt | None) -> Run:
+    def _autocast_around(
+        self, index: int, begin_at: BeginAt | None, passed_on: set[type[Exception]], run: Run
+    ) -> Run:
         """A captured call, with the code between its graphs, for which plan `index` stands, under
         autocast if it can be; else it is captured without, and goes on so."""
         calls: Any = weakref.proxy(self)  # which keeps what is returned
@@ -280,4 +252,4 @@ class CapturedCalls:
             calls.own_code.not_under_autocast(index, reason)
 
         under = self.own_code.under_autocast(run, begin_at)
-        return or_else(under, make_other, report, self._entry.module, self._passed_on)
+        return or_else(under, make_other, report, self._entry.module, passed_on)

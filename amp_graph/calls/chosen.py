@@ -1,4 +1,4 @@
-"""By which captures a model is called: its own, or those of one that is alike.
+"""By what a model is called: by its own captures, by those of one that is alike, or by its code.
 
 Many threads may call a model at once. One of them chooses, for all; those that come to the same
 wait, and find it done.
@@ -9,9 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
-
-from torch import nn
+from typing import Any
 
 from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.alike import Kind, captures_for, keep, kind_of
@@ -19,45 +17,59 @@ from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.capture.captures import Caller, Captures, GuardsFail
 from amp_graph.capture.dynamo import BREAK_AT_DATA, EACH_SIZE_APART
 from amp_graph.modules import Forwards, Run, weak_method, without_autocast
+from amp_graph.training.engine import backward_pass
 
-
-class InForce(NamedTuple):
-    """See `Chosen`."""
-
-    caller: Caller | None
-    run: Run
-    settings: Mapping[str, Any]
+InForce = tuple[Caller | None, Run, Mapping[str, Any]]  # what `Chosen` says of these
 
 
 class Chosen:
-    """Which captures one model is called by; the model is held weakly.
+    """By what one model is called; it is held weakly.
 
-    caller: what `run`, which is there before it, calls the model with; None before the first call.
-    is_stale: whether they are of no use any more.
+        own_code    is_stale
+        None        False       by captures; if `caller` is None as well, it was not called yet
+        None        True        by these only in a backward pass, which computes again what the
+                                forward pass did, and the same way; else by new ones
+        a run       True        by these only in a backward pass, else by its own code
+        a run       False       by its own code
+
+    caller: what `run`, which is there before it, calls the model with.
+    first_plan: of the graphs, by its place in the record.
     around: what is put around a run.
     settings: of Dynamo, other than usual, with which captures are made.
     """
 
     def __init__(self, graphs: ModelGraphs, compiler: Compiler):
         self._graphs, self._compiler = graphs, compiler
+        self.own_code: Run | None = None
+        self.is_stale = False
         self.caller: Caller | None = None
         self.run: Run
-        self.is_stale = False
+        self.first_plan = 0
         self.around: Callable[[Run], Run] = without_autocast
         self.settings: Mapping[str, Any] = {}
         self._kind: Kind | None = None
         self._hosts: Iterator[Captures] = iter(())  # to be called by what was captured of them
         self._choosing = threading.RLock()
 
-    @property
-    def _module(self) -> nn.Module:
-        return self._graphs.entry.module
+    def choose(self) -> None:
+        """Before a call: go by what comes next, if captures hold no more."""
+        caller, hooks_have_changed = self.caller, self._graphs.hooks.have_changed()
+        if caller is None:
+            self._begin()
+        elif hooks_have_changed or caller.captures.have_changed() or self._forwards.have_changed():
+            self.is_stale = True
+        if self.is_stale and backward_pass() is None:
+            with self._choosing:
+                if self.own_code is not None:
+                    self.is_stale = False
+                elif self.caller is caller:
+                    self._capture()
 
-    def begin(self) -> None:
-        """Before the first call."""
+    def _begin(self) -> None:
         with self._choosing:
             if self.caller is not None:
                 return
+            self.first_plan = len(self._compiler.record.plans)
             if not self._graphs.hooks.are_there():
                 self._kind = kind_of(self._graphs.entry, self._compiler)
             if self._kind is not None:
@@ -71,7 +83,7 @@ class Chosen:
                 caller = Caller(captures, self._graphs, is_guest=True)
                 self._call_by(caller, partial(weak_method(self._as_guest), caller))
                 return
-        self.capture()
+        self._capture()
 
     def _as_guest(self, caller: Caller, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -82,17 +94,11 @@ class Chosen:
                     self._be_guest()
         return self.run(*args, **kwargs)
 
-    def capture(self) -> None:
+    def _capture(self) -> None:
         """Capture anew, from the next call on."""
         with self._choosing:
             caller = self.new_caller()
             self._call_by(caller, caller)
-
-    def capture_instead_of(self, caller: Caller | None) -> None:
-        """The same, if it is by this that the model is still called."""
-        with self._choosing:
-            if self.caller is caller:
-                self.capture()
 
     def untried_settings(self, is_first: bool) -> Mapping[str, Any] | None:
         """With which capture may fail no more. In a first call all sizes are known."""
@@ -101,23 +107,20 @@ class Chosen:
         is_tried = is_first or self.settings is EACH_SIZE_APART
         return None if is_tried else EACH_SIZE_APART
 
-    def capture_with(self, untried: Mapping[str, Any] | None, tried: Mapping[str, Any]) -> bool:
-        """The same, with settings that were not tried, if there are any. Whether a call may go
-        otherwise now than one in which capture failed with those that were `tried`: also if another
-        thread, for which it failed too, has changed them meanwhile."""
+    def capture_with(
+        self, untried: Mapping[str, Any] | None, tried: Mapping[str, Any]
+    ) -> InForce | None:
+        """The same, with settings that were not tried, if there are any. What calls went by before,
+        if one may go otherwise now than one in which capture failed with those that were `tried`:
+        also if another thread, for which it failed too, has changed them meanwhile."""
         with self._choosing:
-            if self.settings is not tried:
-                return True
-            if untried is None:
-                return False
-            self.settings = untried
-            self.capture()
-            return True
-
-    def in_force(self) -> InForce:
-        """What a call goes by now."""
-        with self._choosing:
-            return InForce(self.caller, self.run, self.settings)
+            before = self.caller, self.run, self.settings
+            if self.settings is tried:
+                if untried is None:
+                    return None
+                self.settings = untried
+                self._capture()
+            return before
 
     def put_back(self, before: InForce) -> None:
         """Go by that again, which was captured before and is as good as it was."""
@@ -134,11 +137,17 @@ class Chosen:
         self.run = self.around(run)
         self.caller = caller
 
-    def is_another(self) -> bool:
-        """Whether the code of the model, or of a part, is not what was captured."""
-        return self._forwards.have_changed(self._module)
+    def put_around(self, around: Callable[[Run], Run]) -> None:
+        """From the next captures on."""
+        self.around, self.is_stale = around, True
+
+    def end_with(self, own_code: Run, at_once: bool) -> None:
+        """Capture no more, but run this: at once, or when no backward pass goes on."""
+        self.own_code, self.is_stale = own_code, not at_once
 
     def share(self) -> None:
-        """Let others be called by what was captured in the first call."""
-        if self._kind is not None and self.caller is not None and self.caller.captures.graphs:
+        """Let others be called by what was captured in the first call, if it is still of use and
+        nothing is to run beside its graphs."""
+        is_all = self.around is without_autocast and self.own_code is None and not self.is_stale
+        if is_all and self._kind is not None and self.caller and self.caller.captures.graphs:
             keep(self._kind, self.caller.captures)
