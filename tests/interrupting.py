@@ -1,4 +1,4 @@
-"""Has threads meet at one place: what one does there, another may do as well."""
+"""Interrupts a thread at any instruction, for what another may do just then."""
 
 from __future__ import annotations
 
