@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from amp_graph.backend.record import Record
 from amp_graph.calls.conversion import Conversion, conversion_of, found_conversion
-from amp_graph.capture.fake import is_estimate
 from amp_graph.dtypes import dtype_name
 from amp_graph.errors import AmpGraphError, did_you_mean, warn
+from amp_graph.graphs.fake import is_estimate
 from amp_graph.ir import Plan
 from amp_graph.modules import devices_of, is_compiled, unwrapped
 from amp_graph.plans.pins import Saved

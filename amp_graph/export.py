@@ -30,10 +30,10 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.backend.decide import Lifted, Traced, decide
 from amp_graph.calls.conversion import found_conversion
-from amp_graph.capture.aten import CAST
-from amp_graph.capture.fake import fake_mode_of
-from amp_graph.capture.input_names import Names
 from amp_graph.errors import AmpGraphError, PolicyError, in_brief, warn
+from amp_graph.graphs.aten import CAST
+from amp_graph.graphs.fake import fake_mode_of
+from amp_graph.graphs.input_names import Names
 from amp_graph.modules import unwrapped
 from amp_graph.plans.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, as_policy

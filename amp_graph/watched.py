@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.capture.aten import captured_of
 from amp_graph.dtypes import LOW
+from amp_graph.graphs.aten import captured_of
 from amp_graph.ir import NodeFacts
 
 NAN, PLUS, MINUS = "NaN", "inf", "-inf"

@@ -34,9 +34,9 @@ from torch.utils._pytree import tree_map_only
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from amp_graph.capture.fake import fake_mode_of
 from amp_graph.capture.retrace import trace
 from amp_graph.flow import flow_graph
+from amp_graph.graphs.fake import fake_mode_of
 from amp_graph.ir import Plan
 from amp_graph.passes.annotate import annotate
 from amp_graph.passes.emit import emit

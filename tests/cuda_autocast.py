@@ -21,8 +21,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from amp_graph.capture.aten import CAST, bodies_of, tensors_of
-from amp_graph.capture.fake import size_hint
+from amp_graph.graphs.aten import CAST, bodies_of, tensors_of
+from amp_graph.graphs.fake import size_hint
 
 LOW = (torch.bfloat16, torch.float16)
 Kept = set[tuple[int, torch.dtype]]

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import amp_graph
-from amp_graph.capture.attention import ATTENTION, attention, widens
 from amp_graph.capture.retrace import trace
+from amp_graph.graphs.attention import ATTENTION, attention, widens
 
 whole = nn.functional.scaled_dot_product_attention
 OVERRIDE = [amp_graph.Override(color="deny", op=ATTENTION.name().replace("::", "."))]

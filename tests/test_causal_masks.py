@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 from torch._dynamo.variables.builder import VariableBuilder
 
 import amp_graph
-from amp_graph.capture.causal_masks import DETECT, masks_unread
 from amp_graph.capture.dynamo import settings
+from amp_graph.dynamo_changes.causal_masks import DETECT, masks_unread
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

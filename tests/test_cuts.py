@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from two_layers import Two, X
 
 import amp_graph
-from amp_graph.capture.inner_gradients import cuts, takes_gradients
 from amp_graph.convert import record_of
+from amp_graph.dynamo_changes.inner_gradients import cuts, takes_gradients
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

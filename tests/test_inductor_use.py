@@ -98,7 +98,7 @@ def test_a_graph_that_fails_when_it_first_runs_does_too(monkeypatch) -> None:
 def test_a_recurrent_layer_on_data_runs_low_though_it_is_not_compiled(traced, monkeypatch) -> None:
     """Its kernel, of CPUs that have one, keeps nothing for backward when it runs compiled (torch
     2.13)."""
-    monkeypatch.setattr("amp_graph.capture.recurrent.emulates", lambda dtype: False)
+    monkeypatch.setattr("amp_graph.graphs.recurrent.emulates", lambda dtype: False)
     eager, model = pair(nn.LSTM(4, 8, batch_first=True))
     x = torch.randn(3, 5, 4)
     with pytest.warns(ConversionWarning, match="not compiled"):

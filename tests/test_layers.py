@@ -14,7 +14,7 @@ LAYERS = [
     "errors", "files", "kept", "modules", "results", "uncaptured",
     "dtypes", "ir", "plans",
     "cpu", "flow", "listing",
-    "capture", "watched", "oplists", "reasons", "training",
+    "graphs", "dynamo_changes", "capture", "watched", "oplists", "reasons", "training",
     "custom_functions", "modes", "override", "policy",
     "passes",
     "backend",

@@ -14,7 +14,7 @@ from training import assert_same_gradients
 from two_layers import Loop, Speaking, Two, X
 
 import amp_graph
-from amp_graph.capture.logs import UnheardLogs
+from amp_graph.dynamo_changes.logs import UnheardLogs
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -10,8 +10,8 @@ from graphs import W, X, run
 from torch import Tensor
 
 from amp_graph import Policy
-from amp_graph.capture.products import terms_of
 from amp_graph.capture.retrace import trace
+from amp_graph.graphs.products import terms_of
 
 SPELLED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tuple[int, ...]]] = {
     "mm": (torch.mm, (5, 3), (3, 7)),

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import amp_graph
-from amp_graph.capture.recurrent import KEY, LAYERS, PYTORCHS, recurrent_layers_whole
+from amp_graph.graphs.recurrent import KEY, LAYERS, PYTORCHS, recurrent_layers_whole
 from amp_graph.override import Override
 from amp_graph.policy import Policy
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import amp_graph
 from amp_graph import ConversionWarning, Policy
 from amp_graph.calls import alike
-from amp_graph.capture.logs import CAPTURE_LOGS
+from amp_graph.dynamo_changes.logs import CAPTURE_LOGS
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 X = torch.randn(20, 16)

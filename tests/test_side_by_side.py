@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import amp_graph
-from amp_graph.capture.side_by_side import join_parts
+from amp_graph.graphs.side_by_side import join_parts
 
 
 def joined(function: Any, *args: Tensor) -> tuple[Any, Counter[str]]:

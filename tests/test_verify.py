@@ -10,8 +10,8 @@ import torch
 from graphs import Rewritten, W, X, capture, rewritten, run
 from torch import fx
 
-from amp_graph.capture.aten import CAST, SET_GRAD_ENABLED
 from amp_graph.errors import VerifyError
+from amp_graph.graphs.aten import CAST, SET_GRAD_ENABLED
 from amp_graph.ir import Plan
 from amp_graph.passes.verify import CHECKS, Emission, verify
 

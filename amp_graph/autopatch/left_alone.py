@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_graph.capture.fake import held_otherwise
 from amp_graph.convert import is_converted
 from amp_graph.dtypes import dtype_name
+from amp_graph.graphs.fake import held_otherwise
 from amp_graph.modules import is_compiled
 from amp_graph.training.explicit_scalers import is_grad_scaler_around
 

@@ -23,9 +23,9 @@ from amp_graph.backend.decide import Decision, Lifted, Traced, devices_of_inputs
 from amp_graph.backend.eager import code_of, eager
 from amp_graph.backend.emulation import emulated_nodes
 from amp_graph.backend.inductor import compile_graph
-from amp_graph.capture.grad_modes import mode_after, recorded_nodes
 from amp_graph.capture.retrace import changes_modes
 from amp_graph.errors import in_words
+from amp_graph.graphs.grad_modes import mode_after, recorded_nodes
 from amp_graph.modes import restoring_modes
 from amp_graph.modules import Run
 from amp_graph.oplists import OpLists

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from amp_graph.backend.compiler import Compiler
-from amp_graph.capture.inner_gradients import compile_in_parts
+from amp_graph.dynamo_changes.inner_gradients import compile_in_parts
 from amp_graph.errors import PolicyError, did_you_mean
 from amp_graph.policy import Policy
 from amp_graph.training.weights import LowPrecisionWeights

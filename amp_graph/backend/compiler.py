@@ -12,7 +12,7 @@ from amp_graph.backend.build import Builder, Built
 from amp_graph.backend.decide import Graphs, Traced, decide
 from amp_graph.backend.record import Record
 from amp_graph.capture.breaks import break_in
-from amp_graph.capture.input_names import Names
+from amp_graph.graphs.input_names import Names
 from amp_graph.ir import Plan
 from amp_graph.modules import Run
 from amp_graph.plans.pins import Saved

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_graph.capture.grad_modes import grad_modes
+from amp_graph.graphs.grad_modes import grad_modes
 
 FUNCTION = torch.ops.higher_order.autograd_function_apply
 # What its marks are called in 2.13; a version that calls them otherwise keeps its operator.

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from amp_graph.backend.rewrite import device_types, outline, rewrite, saved_pins, split_where_wide
-from amp_graph.capture.input_names import Names
 from amp_graph.capture.retrace import retrace
 from amp_graph.errors import MISTAKES, in_words
+from amp_graph.graphs.input_names import Names
 from amp_graph.ir import Plan
 from amp_graph.oplists import OpLists
 from amp_graph.passes.lift_weights import lift_weights

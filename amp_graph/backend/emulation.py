@@ -27,9 +27,9 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from amp_graph.capture.aten import arguments, tensors_of
 from amp_graph.cpu import emulates
 from amp_graph.dtypes import LOW
+from amp_graph.graphs.aten import arguments, tensors_of
 from amp_graph.ir import Color
 from amp_graph.oplists import OpLists
 from amp_graph.policy import Policy

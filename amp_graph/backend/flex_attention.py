@@ -24,9 +24,9 @@ from torch import fx
 
 from amp_graph.backend.guarded import Guarded
 from amp_graph.backend.inductor import inductor
-from amp_graph.capture.aten import FLEX_ATTENTION, arguments, device_of, get_attribute
 from amp_graph.capture.dynamo import with_own_code
 from amp_graph.errors import warn
+from amp_graph.graphs.aten import FLEX_ATTENTION, arguments, device_of, get_attribute
 from amp_graph.modules import Run
 
 CPU_IS_SOUND = torch.__version__ >= "2.13"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from amp_graph.capture.aten import op_name
+from amp_graph.graphs.aten import op_name
 
 OF_TRANSFORMERS = "transformers.grouped_mm_fallback.default"
 ALIGNED = 16 // torch.bfloat16.itemsize  # elements

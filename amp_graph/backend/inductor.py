@@ -28,9 +28,9 @@ from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 
 from amp_graph.backend.decide import Lifted, Traced
-from amp_graph.capture.aten import set_data
-from amp_graph.capture.recurrent import recurrent_layers_in_steps
 from amp_graph.errors import CaptureError
+from amp_graph.graphs.aten import set_data
+from amp_graph.graphs.recurrent import recurrent_layers_in_steps
 from amp_graph.modules import Run, without_autocast
 
 # All casts are in the graph, those of its backward as well. And a backward that cannot be compiled

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from amp_graph.capture.aten import (
+from amp_graph.errors import MISTAKES, in_words
+from amp_graph.flow import flow_graph
+from amp_graph.graphs.aten import (
     WHY_NOT_RETRACED,
     bodies_of,
     is_retraced,
     set_attribute,
     tensors_of,
 )
-from amp_graph.capture.grad_modes import recorded_nodes
-from amp_graph.errors import MISTAKES, in_words
-from amp_graph.flow import flow_graph
+from amp_graph.graphs.grad_modes import recorded_nodes
 from amp_graph.ir import Plan
 from amp_graph.oplists import OpLists
 from amp_graph.passes.annotate import annotate

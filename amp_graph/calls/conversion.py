@@ -15,9 +15,9 @@ from amp_graph.calls.captured_calls import CapturedCalls
 from amp_graph.calls.copies import StandIn, put_in, take_out
 from amp_graph.calls.uncalled import await_call
 from amp_graph.capture.captures import captured_module_id, captured_policy_id
-from amp_graph.capture.fake import is_estimate
 from amp_graph.capture.surroundings import can_capture, is_exporting, wants_plain_code
 from amp_graph.errors import AmpGraphError, in_brief
+from amp_graph.graphs.fake import is_estimate
 from amp_graph.kept import unchanged
 from amp_graph.modules import (
     CALL,

@@ -20,8 +20,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from amp_graph.capture.lines import place_of, without_modes
 from amp_graph.errors import AmpGraphError
+from amp_graph.graphs.lines import place_of, without_modes
 
 PYTHON = sysconfig.get_path("stdlib")
 PYTORCH = f"{Path(torch.__file__).parent}{os.sep}"

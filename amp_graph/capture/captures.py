@@ -35,10 +35,10 @@ from torch._dynamo.callback import (
 from amp_graph.capture import own_regions
 from amp_graph.capture.dynamo import SETTINGS, CapturedCode, settings
 from amp_graph.capture.frames import Attempt, Frames
-from amp_graph.capture.inner_gradients import compile_in_parts
-from amp_graph.capture.input_names import Names
-from amp_graph.capture.logs import UnheardLogs
-from amp_graph.capture.said_once import SaidOnce
+from amp_graph.dynamo_changes.inner_gradients import compile_in_parts
+from amp_graph.dynamo_changes.logs import UnheardLogs
+from amp_graph.dynamo_changes.said_once import SaidOnce
+from amp_graph.graphs.input_names import Names
 from amp_graph.modules import Entry, Run, alive, weak_method
 
 PAUSE = 1e-3  # seconds

@@ -34,31 +34,14 @@ from torch._dynamo.eval_frame import cached_backends
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from amp_graph.capture.asked_gradients import asked_gradients_kept_inside
-from amp_graph.capture.attention_calls import attention_calls_settled
-from amp_graph.capture.causal_masks import masks_unread
-from amp_graph.capture.checkpoint_sequences import checkpoint_sequences_known
-from amp_graph.capture.checkpointed_writes import checkpointed_writes_inside
-from amp_graph.capture.context_variables import context_variables_known
 from amp_graph.capture.frames import Attempt
-from amp_graph.capture.given_twice import given_once
-from amp_graph.capture.hidden_names import hidden_names_found
-from amp_graph.capture.inner_gradients import gradients_end_graphs
-from amp_graph.capture.input_hooks import hooks_keep_dtypes
-from amp_graph.capture.known_values import known_values
-from amp_graph.capture.logs import locations_untold, quiet_logs
-from amp_graph.capture.namespaces import own_names
-from amp_graph.capture.recurrent import recurrent_layers_whole
-from amp_graph.capture.repeated_hooks import repeated_hooks_as_one
-from amp_graph.capture.replaced import with_entries
-from amp_graph.capture.retained_gradients import retained_gradients_end_graphs
-from amp_graph.capture.said_once import SaidOnce
 from amp_graph.capture.surroundings import (
     call_beside_traces,
-    modes_above_autograd_apart,
     under_dispatch_modes,
 )
-from amp_graph.capture.tensor_indices import tensor_indices_known
+from amp_graph.dynamo_changes.in_force import changes_in_force
+from amp_graph.dynamo_changes.replaced import with_entries
+from amp_graph.dynamo_changes.said_once import SaidOnce
 from amp_graph.errors import CaptureError
 from amp_graph.modules import Entry, Run
 
@@ -103,29 +86,6 @@ BREAK_AT_DATA = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_
 EACH_SIZE_APART = {**BREAK_AT_DATA, "automatic_dynamic_shapes": False}
 
 OFF = "PyTorch's Dynamo is off, by TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE or its settings"
-
-# What Dynamo does otherwise while it captures, besides.
-CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
-    recurrent_layers_whole,
-    masks_unread,
-    attention_calls_settled,
-    quiet_logs,
-    locations_untold,
-    asked_gradients_kept_inside,
-    known_values,
-    given_once,
-    context_variables_known,
-    tensor_indices_known,
-    repeated_hooks_as_one,
-    checkpointed_writes_inside,
-    checkpoint_sequences_known,
-    retained_gradients_end_graphs,
-    gradients_end_graphs,
-    own_names,
-    modes_above_autograd_apart,
-    hidden_names_found,
-    hooks_keep_dtypes,
-)
 
 
 class CapturedCode:
@@ -267,14 +227,13 @@ def settings(
     """Dynamo's settings while it captures; the user's own are put back after. One thread at a time,
     as they are the process's."""
     said_once = said_once or SaidOnce()
-    with _capturing, said_once.around_capture(), contextlib.ExitStack() as changes:
+    with _capturing, said_once.around_capture():
         before = {name: getattr(dynamo_config, name) for name in chosen}
         try:
             for name, value in chosen.items():
                 setattr(dynamo_config, name, value)
-            for change in CHANGES:
-                changes.enter_context(change())
-            yield
+            with changes_in_force():
+                yield
         finally:
             for name, value in before.items():
                 setattr(dynamo_config, name, value)

@@ -18,9 +18,9 @@ from torch import Tensor, fx
 from torch.amp import is_autocast_available
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from amp_graph.capture.aten import ASKS_FOR_LOW, IN_REGION, bodies_of
 from amp_graph.capture.own_regions import in_regions
 from amp_graph.dtypes import LOW
+from amp_graph.graphs.aten import ASKS_FOR_LOW, IN_REGION, bodies_of
 
 NARROWING = ("half", "bfloat16")  # methods that ask for a precision by their name
 

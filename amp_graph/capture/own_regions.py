@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_graph.capture.aten import (
+from amp_graph.dynamo_changes.own_guards import hold_in_state
+from amp_graph.graphs.aten import (
     ENTER_AUTOCAST,
     EXIT_AUTOCAST,
     IN_REGION,
     WITH_AUTOCAST,
     bodies_of,
 )
-from amp_graph.capture.own_guards import hold_in_state
 from amp_graph.modules import autocast_devices
 
 

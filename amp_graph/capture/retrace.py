@@ -37,8 +37,11 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-from amp_graph.capture.assignments import assignments
-from amp_graph.capture.aten import (
+from amp_graph.capture.own_regions import mark_bodies, region_of
+from amp_graph.dynamo_changes.tensor_indices import as_read_by
+from amp_graph.errors import CaptureError, in_words
+from amp_graph.graphs.assignments import assignments
+from amp_graph.graphs.aten import (
     ASKS_FOR_LOW,
     DATA,
     ENTER_AUTOCAST,
@@ -52,16 +55,13 @@ from amp_graph.capture.aten import (
     set_attribute,
     tensors_of,
 )
-from amp_graph.capture.decompositions import DECOMPOSITIONS, moved
-from amp_graph.capture.fake import any_sizes, fake_mode_of, held_otherwise
-from amp_graph.capture.grad_modes import INFERENCE_MODE, grad_modes
-from amp_graph.capture.hidden_memory import hidden_memory
-from amp_graph.capture.input_names import Names, call_inputs
-from amp_graph.capture.own_regions import mark_bodies, region_of
-from amp_graph.capture.side_by_side import join_parts
-from amp_graph.capture.tensor_indices import as_read_by
-from amp_graph.capture.vmap import all_left, drop_unused_detaches, inside_vmap
-from amp_graph.errors import CaptureError, in_words
+from amp_graph.graphs.decompositions import DECOMPOSITIONS, moved
+from amp_graph.graphs.fake import any_sizes, fake_mode_of, held_otherwise
+from amp_graph.graphs.grad_modes import INFERENCE_MODE, grad_modes
+from amp_graph.graphs.hidden_memory import hidden_memory
+from amp_graph.graphs.input_names import Names, call_inputs
+from amp_graph.graphs.side_by_side import join_parts
+from amp_graph.graphs.vmap import all_left, drop_unused_detaches, inside_vmap
 
 KERNEL_CHOICE = (_sdpa_kernel, _backend_from_string)
 MODE_SETTERS = (SET_GRAD_ENABLED, ENTER_AUTOCAST, EXIT_AUTOCAST, *INFERENCE_MODE, *KERNEL_CHOICE)

@@ -12,8 +12,6 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
                                              whether `torch.export` or `make_fx` is
     is_fx_symbolic_tracing                   the same, in the closure of what Dynamo wraps
     torch.compiler._is_exporting_flag        the same of `torch.export`, for Dynamo to read
-    torch._ops.mode_stack_state_for_pre_dispatch
-                                             the modes above autograd, of the process
     torch._guards.CompileContext             what a thread that compiles is in
     torch._C._len_torch_dispatch_stack, torch.utils._python_dispatch.
     _get_current_dispatch_mode_stack         the dispatch modes of the thread
@@ -24,18 +22,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import _ops, fx
+from torch import fx
 from torch._C._functorch import TransformType
 from torch._guards import CompileContext
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-from amp_graph.capture.replaced import with_entries
 
 # Before torch 2.14 there is a flag of the process instead.
 FLAG_OF_THREAD: Callable[[], bool] | None = getattr(fx._symbolic_trace, "_get_is_fx_tracing", None)
@@ -99,21 +94,6 @@ def call_beside_traces(wrapped: Any) -> None:
     if FLAG_OF_THREAD is None:
         cells = dict(zip(wrapped.__code__.co_freevars, wrapped.__closure__, strict=True))
         cells["is_fx_symbolic_tracing"].cell_contents = _is_fx_tracing
-
-
-@contextlib.contextmanager
-def modes_above_autograd_apart() -> Iterator[None]:
-    """Give this thread its own stack of the modes that a trace above autograd is under. PyTorch has
-    one for the process, from which a thread that lays off modes for a while takes another's."""
-    thread = threading.get_ident()
-    others: Any = _ops.mode_stack_state_for_pre_dispatch
-    own = type(others())()
-
-    def of_thread() -> Any:
-        return own if threading.get_ident() == thread else others()
-
-    with with_entries(vars(_ops), {others.__name__: of_thread}):
-        yield
 
 
 def can_watch() -> bool:

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from amp_graph.capture.aten import (
+from amp_graph.dtypes import LOW, dtype_name
+from amp_graph.graphs.aten import (
     CAST,
     captured_of,
     get_attribute,
@@ -27,8 +28,7 @@ from amp_graph.capture.aten import (
     op_name,
     tensors_of,
 )
-from amp_graph.capture.grad_modes import is_switch
-from amp_graph.dtypes import LOW, dtype_name
+from amp_graph.graphs.grad_modes import is_switch
 from amp_graph.inspection.flops import flops_of
 from amp_graph.inspection.spelling import byte_count, input_kind, shapes
 from amp_graph.inspection.spelling import op_name as short_op

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from amp_graph.capture.aten import FLEX_ATTENTION, is_operator
-from amp_graph.capture.fake import concrete
-from amp_graph.capture.logs import quiet_logs
+from amp_graph.dynamo_changes.logs import quiet_logs
+from amp_graph.graphs.aten import FLEX_ATTENTION, is_operator
+from amp_graph.graphs.fake import concrete
 
 
 def attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:

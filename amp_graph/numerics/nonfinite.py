@@ -17,8 +17,8 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.capture.aten import captured_of
 from amp_graph.dtypes import dtype_name
+from amp_graph.graphs.aten import captured_of
 from amp_graph.ir import Plan
 from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import check_loss

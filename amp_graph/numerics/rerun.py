@@ -25,11 +25,11 @@ from amp_graph.backend.build import Built
 from amp_graph.backend.compiler import Compiler
 from amp_graph.backend.emulation import emulated_nodes, in_float32
 from amp_graph.calls.conversion import found_conversion
-from amp_graph.capture.aten import get_attribute
 from amp_graph.capture.captures import Assembled, Caller, Captures, captured_names
 from amp_graph.capture.dynamo import is_of_capture
 from amp_graph.capture.frames import Frames
 from amp_graph.errors import AmpGraphError, CaptureError, ConversionWarning, in_words
+from amp_graph.graphs.aten import get_attribute
 from amp_graph.ir import Plan
 from amp_graph.kept import unchanged
 from amp_graph.modules import Entry, call_with, plain_code, unwrapped

@@ -20,7 +20,9 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
-from amp_graph.capture.aten import (
+from amp_graph.capture.own_regions import in_regions
+from amp_graph.dtypes import INTEGERS, dtype_name
+from amp_graph.graphs.aten import (
     DATA,
     SET_DATA,
     arguments,
@@ -34,11 +36,9 @@ from amp_graph.capture.aten import (
     tensors_of,
     written_operands,
 )
-from amp_graph.capture.fake import largest_number, size_hint
-from amp_graph.capture.lines import called_at, place_of
-from amp_graph.capture.own_regions import in_regions
-from amp_graph.capture.products import terms_of
-from amp_graph.dtypes import INTEGERS, dtype_name
+from amp_graph.graphs.fake import largest_number, size_hint
+from amp_graph.graphs.lines import called_at, place_of
+from amp_graph.graphs.products import terms_of
 from amp_graph.ir import Color, NodeFacts, TensorFacts
 from amp_graph.listing import FLAGS, Listing
 from amp_graph.oplists import OpLists

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from amp_graph.capture.aten import CAST, storages, written_operands
-from amp_graph.capture.grad_modes import grad_modes
 from amp_graph.dtypes import LOW
+from amp_graph.graphs.aten import CAST, storages, written_operands
+from amp_graph.graphs.grad_modes import grad_modes
 from amp_graph.training.early import EarlyResults
 
 

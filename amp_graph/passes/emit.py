@@ -23,7 +23,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from amp_graph.capture.aten import (
+from amp_graph.flow import is_beyond, saturated, takes_either, widened_for_others
+from amp_graph.graphs.aten import (
     CAST,
     DATA,
     arguments,
@@ -35,8 +36,7 @@ from amp_graph.capture.aten import (
     tensors_of,
     written_operands,
 )
-from amp_graph.capture.fake import CannotReplay, replay, replaying
-from amp_graph.flow import is_beyond, saturated, takes_either, widened_for_others
+from amp_graph.graphs.fake import CannotReplay, replay, replaying
 from amp_graph.ir import Cast, Color, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 from amp_graph.passes.written_casts import WrittenCasts

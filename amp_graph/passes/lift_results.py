@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_graph.capture.aten import CAST, written_operands
-from amp_graph.capture.grad_modes import grad_modes
+from amp_graph.graphs.aten import CAST, written_operands
+from amp_graph.graphs.grad_modes import grad_modes
 
 
 def lift_results(module: fx.GraphModule) -> tuple[fx.GraphModule, frozenset[int]]:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from amp_graph.capture.aten import CAST
-from amp_graph.capture.grad_modes import is_switch
+from amp_graph.graphs.aten import CAST
+from amp_graph.graphs.grad_modes import is_switch
 from amp_graph.ir import Plan
 
 

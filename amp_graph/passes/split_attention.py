@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from amp_graph.capture.aten import arguments
-from amp_graph.capture.attention import attention, widens
-from amp_graph.capture.fake import fake_mode_of
+from amp_graph.graphs.aten import arguments
+from amp_graph.graphs.attention import attention, widens
+from amp_graph.graphs.fake import fake_mode_of
 from amp_graph.ir import Color, Paint
 
 

@@ -15,7 +15,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.capture.aten import (
+from amp_graph.errors import VerifyError
+from amp_graph.flow import saturated, takes_either
+from amp_graph.graphs.aten import (
     ADD,
     CAST,
     CLAMP,
@@ -24,9 +26,7 @@ from amp_graph.capture.aten import (
     tensors_of,
     written_operands,
 )
-from amp_graph.capture.grad_modes import recorded_nodes
-from amp_graph.errors import VerifyError
-from amp_graph.flow import saturated, takes_either
+from amp_graph.graphs.grad_modes import recorded_nodes
 from amp_graph.ir import Cast, Color, NodeFacts, Plan
 
 ADDED = (CAST, CLAMP, ADD, SET_GRAD_ENABLED)  # what emit writes besides the captured nodes

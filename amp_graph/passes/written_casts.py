@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_graph.capture.aten import ADD, CAST, CLAMP, SET_GRAD_ENABLED
-from amp_graph.capture.grad_modes import recorded_nodes
 from amp_graph.dtypes import dtype_name
+from amp_graph.graphs.aten import ADD, CAST, CLAMP, SET_GRAD_ENABLED
+from amp_graph.graphs.grad_modes import recorded_nodes
 from amp_graph.ir import Cast, NodeFacts, Paint
 
 

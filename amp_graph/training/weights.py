@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from amp_graph.capture.aten import SET_GRAD_ENABLED
+from amp_graph.graphs.aten import SET_GRAD_ENABLED
 from amp_graph.training.engine import copy_all_
 from amp_graph.training.traces import Traces
 

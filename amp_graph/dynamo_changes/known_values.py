@@ -42,7 +42,7 @@ from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.user_defined import UserDefinedListVariable
 
-from amp_graph.capture.replaced import method_inside, with_entries
+from amp_graph.dynamo_changes.replaced import method_inside, with_entries
 
 CONTAINERS = (list, tuple, dict)  # TorchScript has them asked for with what they hold, or raises
 LESS = compare_op_handlers["<"]

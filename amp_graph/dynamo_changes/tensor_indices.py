@@ -43,8 +43,8 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch.overrides import _get_current_function_mode
 
-from amp_graph.capture.aten import FLEX_ATTENTION
-from amp_graph.capture.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.graphs.aten import FLEX_ATTENTION
 
 MASKS = (torch.bool, torch.uint8)
 

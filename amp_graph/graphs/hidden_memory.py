@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.capture.aten import (
+from amp_graph.graphs.aten import (
     SET_DATA,
     bodies_of,
     is_retraced,

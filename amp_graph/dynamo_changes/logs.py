@@ -22,7 +22,7 @@ import torch._dynamo.config as dynamo_config
 from torch._dynamo import symbolic_convert
 from torch._logging._internal import getArtifactLogger
 
-from amp_graph.capture.replaced import with_entries
+from amp_graph.dynamo_changes.replaced import with_entries
 
 # Loggers that print a traceback where Dynamo cannot capture, before it raises the same; and advice
 # on settings where a graph ends, or on labels for the profiler, which graphs leave out.

@@ -20,7 +20,7 @@ from torch import fx
 from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 
-from amp_graph.capture.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import method_inside
 
 
 def given_once() -> contextlib.AbstractContextManager[None]:

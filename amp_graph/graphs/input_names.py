@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from amp_graph.capture.aten import bodies_of
+from amp_graph.graphs.aten import bodies_of
 
 PARTS = re.compile(r"\._(?:modules|parameters|buffers)\['((?:[^'\\]|\\.)*)'\]")
 

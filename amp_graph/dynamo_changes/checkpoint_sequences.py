@@ -22,7 +22,7 @@ from torch._dynamo.variables import UserFunctionVariable, VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from amp_graph.capture.replaced import found_as, with_entries
+from amp_graph.dynamo_changes.replaced import found_as, with_entries
 
 Layers = Sequence[Callable[[Any], Any]]
 

@@ -42,11 +42,11 @@ from torch._dynamo.variables import tensor as of_tensors
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.capture.cuts import run_in_parts
-from amp_graph.capture.lines import called_at
-from amp_graph.capture.replaced import method_inside
-from amp_graph.capture.vmap import begins_of_transforms
+from amp_graph.dynamo_changes.replaced import method_inside
 from amp_graph.errors import CaptureError
+from amp_graph.graphs.cuts import run_in_parts
+from amp_graph.graphs.lines import called_at
+from amp_graph.graphs.vmap import begins_of_transforms
 from amp_graph.modules import Run
 
 ENDED_AT = re.compile(r"autograd\.grad|\bbackward\(|\bretain_grad\(")

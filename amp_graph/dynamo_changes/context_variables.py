@@ -20,8 +20,8 @@ from typing import Any
 from torch._dynamo import source
 from torch._dynamo.variables import ConstantVariable, UserDefinedObjectVariable
 
-from amp_graph.capture.own_guards import hold_while
-from amp_graph.capture.replaced import method_inside
+from amp_graph.dynamo_changes.own_guards import hold_while
+from amp_graph.dynamo_changes.replaced import method_inside
 
 IS_DYNAMOS = hasattr(source, "ContextVarGetSource")
 

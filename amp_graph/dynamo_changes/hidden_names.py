@@ -31,7 +31,7 @@ from torch._dynamo.exc import ObservedAttributeError, handle_observed_exception
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables import UnspecializedNNModuleVariable
 
-from amp_graph.capture.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import method_inside
 
 LOOK_UP = "var_getattr" if torch.__version__ < "2.14" else "tp_getattro_impl"
 

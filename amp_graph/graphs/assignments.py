@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from amp_graph.capture.aten import DATA, SET_DATA
+from amp_graph.graphs.aten import DATA, SET_DATA
 
 # How Dynamo spells one: 2.11 and 2.13, 2.14.
 SPELLED: Any = getattr(SET_DATA, "overloadpacket", torch.Tensor.set_)

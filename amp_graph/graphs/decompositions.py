@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from amp_graph.capture.aten import CAST
-from amp_graph.capture.attention import ATTENTION, note_kernel
-from amp_graph.capture.products import contracted
+from amp_graph.graphs.aten import CAST
+from amp_graph.graphs.attention import ATTENTION, note_kernel
+from amp_graph.graphs.products import contracted
 
 MOVES = ("to", "cpu", "cuda")
 

@@ -26,7 +26,7 @@ from torch._dynamo.variables import UserFunctionVariable
 from torch._dynamo.variables.builder import VariableBuilder
 from torch.nn.modules.transformer import _detect_is_causal_mask as DETECT
 
-from amp_graph.capture.replaced import with_entries
+from amp_graph.dynamo_changes.replaced import with_entries
 
 
 def masks_unread() -> contextlib.AbstractContextManager[None]:

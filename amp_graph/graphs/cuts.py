@@ -26,15 +26,15 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 
-from amp_graph.capture.aten import (
+from amp_graph.errors import CaptureError
+from amp_graph.graphs.aten import (
     ENTER_AUTOCAST,
     EXIT_AUTOCAST,
     SET_GRAD_ENABLED,
     get_attribute,
     set_attribute,
 )
-from amp_graph.capture.grad_modes import INFERENCE_MODE, grad_modes
-from amp_graph.errors import CaptureError
+from amp_graph.graphs.grad_modes import INFERENCE_MODE, grad_modes
 from amp_graph.modules import Run
 
 CROSSES = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from amp_graph.capture.aten import arguments
-from amp_graph.capture.fake import UNKNOWN_SIZE
+from amp_graph.graphs.aten import arguments
+from amp_graph.graphs.fake import UNKNOWN_SIZE
 
 aten = torch.ops.aten
 # Operators, and their arguments for a.

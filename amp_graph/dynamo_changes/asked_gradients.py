@@ -30,7 +30,7 @@ from torch import Tensor, fx
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables import TensorVariable, builtin
 
-from amp_graph.capture.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import method_inside
 
 ASSIGNS = getattr(builtin, "SetAttrBuiltinVariable", None), "_call_setattr"
 ENDS = OutputGraph, "_check_requires_grad_intermediate_outputs"

@@ -31,9 +31,9 @@ from torch._dynamo.variables import ConstantVariable, UserFunctionVariable, Vari
 from torch._dynamo.variables.dicts import NNModuleHooksDictVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
-from amp_graph.capture.hidden_names import LOOK_UP
-from amp_graph.capture.own_guards import hold_while
-from amp_graph.capture.replaced import method_inside
+from amp_graph.dynamo_changes.hidden_names import LOOK_UP
+from amp_graph.dynamo_changes.own_guards import hold_while
+from amp_graph.dynamo_changes.replaced import method_inside
 
 HOOKS = "_forward_hooks"
 TAKES_KIND = "user_cls" in inspect.signature(NNModuleHooksDictVariable).parameters

@@ -28,9 +28,9 @@ from torch._dynamo.variables import ConstantVariable, SkipFunctionVariable, Vari
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.misc import LoggingLoggerVariable
 
-from amp_graph.capture.known_values import constants
-from amp_graph.capture.replaced import found_as, with_entries
-from amp_graph.capture.warning_filters import FiltersInside
+from amp_graph.dynamo_changes.known_values import constants
+from amp_graph.dynamo_changes.replaced import found_as, with_entries
+from amp_graph.dynamo_changes.warning_filters import FiltersInside
 
 # How often Python shows a warning, by what the filters say: not at all, once, or each time.
 NEVER, ONCE, ALWAYS = range(3)

@@ -27,7 +27,7 @@ from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import VariableTracker
 
-from amp_graph.capture.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import method_inside
 from amp_graph.modules import autocast_devices
 
 Hook = Callable[[Tensor], Tensor | None]

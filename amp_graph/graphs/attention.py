@@ -23,7 +23,7 @@ from torch import fx
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import _disable_current_modes
 
-from amp_graph.capture.fake import size_hint
+from amp_graph.graphs.fake import size_hint
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _choose_kernel: Callable[..., int] = torch._fused_sdp_choice

@@ -37,7 +37,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 
-from amp_graph.capture.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import method_inside
 
 ARGUMENTS: dict[Any, tuple[str, ...]] = {
     scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
-from amp_graph.capture.aten import SET_GRAD_ENABLED
+from amp_graph.graphs.aten import SET_GRAD_ENABLED
 
 INFERENCE_MODE = (_enter_inference_mode, _exit_inference_mode)
 

@@ -43,7 +43,7 @@ from torch._dynamo.symbolic_convert import (
 from torch._dynamo.variables import PythonModuleVariable
 from torch._dynamo.variables.base import VariableTracker
 
-from amp_graph.capture.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import method_inside
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch._dynamo.variables import TensorVariable
 
-from amp_graph.capture.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import method_inside
 
 NAME = "retain_grad"
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_graph.capture.aten import arguments, storages, tensors_of, written_operands
-from amp_graph.capture.grad_modes import recorded_nodes
+from amp_graph.graphs.aten import arguments, storages, tensors_of, written_operands
+from amp_graph.graphs.grad_modes import recorded_nodes
 
 aten = torch.ops.aten
 BOUNDS = ("index", "start", "end", "step")

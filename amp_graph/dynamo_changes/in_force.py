@@ -1,0 +1,56 @@
+"""All that Dynamo does otherwise while it captures for us."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from amp_graph.dynamo_changes.asked_gradients import asked_gradients_kept_inside
+from amp_graph.dynamo_changes.attention_calls import attention_calls_settled
+from amp_graph.dynamo_changes.causal_masks import masks_unread
+from amp_graph.dynamo_changes.checkpoint_sequences import checkpoint_sequences_known
+from amp_graph.dynamo_changes.checkpointed_writes import checkpointed_writes_inside
+from amp_graph.dynamo_changes.context_variables import context_variables_known
+from amp_graph.dynamo_changes.given_twice import given_once
+from amp_graph.dynamo_changes.hidden_names import hidden_names_found
+from amp_graph.dynamo_changes.inner_gradients import gradients_end_graphs
+from amp_graph.dynamo_changes.input_hooks import hooks_keep_dtypes
+from amp_graph.dynamo_changes.known_values import known_values
+from amp_graph.dynamo_changes.logs import locations_untold, quiet_logs
+from amp_graph.dynamo_changes.modes_apart import modes_above_autograd_apart
+from amp_graph.dynamo_changes.namespaces import own_names
+from amp_graph.dynamo_changes.repeated_hooks import repeated_hooks_as_one
+from amp_graph.dynamo_changes.retained_gradients import retained_gradients_end_graphs
+from amp_graph.dynamo_changes.tensor_indices import tensor_indices_known
+from amp_graph.graphs.recurrent import recurrent_layers_whole
+
+CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
+    recurrent_layers_whole,
+    masks_unread,
+    attention_calls_settled,
+    quiet_logs,
+    locations_untold,
+    asked_gradients_kept_inside,
+    known_values,
+    given_once,
+    context_variables_known,
+    tensor_indices_known,
+    repeated_hooks_as_one,
+    checkpointed_writes_inside,
+    checkpoint_sequences_known,
+    retained_gradients_end_graphs,
+    gradients_end_graphs,
+    own_names,
+    modes_above_autograd_apart,
+    hidden_names_found,
+    hooks_keep_dtypes,
+)
+
+
+@contextlib.contextmanager
+def changes_in_force() -> Iterator[None]:
+    """Within, all of these are made. They are the process's: one thread at a time."""
+    with contextlib.ExitStack() as changes:
+        for change in CHANGES:
+            changes.enter_context(change())
+        yield
