@@ -101,6 +101,8 @@ class _Looking(fx.Interpreter):
     ):
         super().__init__(module)
         self._facts, self._found, self._gradients = facts, found, Gradients()
+        self._places = {n: place for place, n in enumerate(module.graph.nodes)}
+        self._noted: int | None = None  # where what gave the gradient that was noted is
 
     def run_node(self, n: fx.Node) -> Any:
         found, operands = self._found, [self.env.get(a) for a in n.all_input_nodes]
@@ -127,17 +129,23 @@ class _Looking(fx.Interpreter):
         def look(gradient: Tensor | None) -> None:
             if n.op == "placeholder":
                 handle.remove()  # what stands for a parameter outlives the run
-            if gradient is None or found.value is not None or found.gradient is not None:
+            if gradient is None or found.value is not None:
                 return
             gradient = gradient.to_dense()
             giver, name = self._gradients.giver(n, gradient), self._spelled(n)
-            if not kinds(gradient):
+            place = len(self._places) if giver is None else self._places[giver]
+            if not kinds(gradient) or (found.gradient is not None and not is_before(place)):
                 return
+            self._noted = place
             if giver is None or captured_of(giver, self._facts).name not in self._facts:
                 found.gradient = f"what the loss, or other code, gave for {name}, an output"
             else:
                 found.gradient = f"what {self._spelled(giver)} gave for {name}"
                 found.advice = _advice(gradient)
+
+        def is_before(place: int) -> bool:
+            """Than the one noted: those of parameters come together, when all are there."""
+            return n.op == "placeholder" and self._noted is not None and place > self._noted
 
         found, handle = self._found, value.register_hook(look)
 

@@ -172,6 +172,8 @@ def test_an_abort_names_the_operator_that_find_nonfinite_does(
     first = rf"first {phase} that was not finite: (what )?{re.escape(operator)}"
     place = "" if operator == "the loss" else rf".* at {re.escape(found.source)}( gave|\.)"
     assert re.search(first + place, message), message
+    if fault == "gradient of a weight":
+        assert found.value == "layers.3.weight" and f"gave for {found.value}" in message, message
 
 
 def test_no_abort_without_overflows_in_a_row() -> None:

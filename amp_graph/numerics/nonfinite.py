@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.dtypes import dtype_name
 from amp_graph.graphs.aten import captured_of
-from amp_graph.ir import Plan
 from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import check_loss
 from amp_graph.numerics.rerun import Batch, Loss, Outcome, Rerun, rerun_of
@@ -188,7 +187,7 @@ def _told(rerun: Rerun, finding: _Finding, kind: str, in_float32: bool) -> NonFi
         phase=finding.phase,
         node="the loss" if outside else facts.label,
         operator="outside of the graph" if outside else operator,
-        value=_label(plan, finding.place.name),
+        value=plan.facts[captured_of(finding.valued, plan.facts).name].label,
         kind=kind,
         dtype=dtype_name(finding.dtype),
         module=facts.module_path,
@@ -197,7 +196,3 @@ def _told(rerun: Rerun, finding: _Finding, kind: str, in_float32: bool) -> NonFi
         graph=finding.place.graph,
         in_float32=in_float32,
     )
-
-
-def _label(plan: Plan, name: str) -> str:
-    return plan.facts[name].label if name in plan.facts else name
