@@ -16,6 +16,7 @@ from training import X
 import amp_graph
 from amp_graph import Policy
 from amp_graph.training.entrances import Entrance
+from amp_graph.training.standing import let_go_of_all
 
 Use = Callable[[nn.Module], None]
 POLICIES = {
@@ -53,7 +54,7 @@ class Aliases(DispatchCounter):
 def always_anew() -> Iterator[None]:
     """The reference."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Entrance, "enter", lambda self, *args: (self.let_go(), ENTER(self, *args)))
+        patch.setattr(Entrance, "enter", lambda self, *args: (let_go_of_all(), ENTER(self, *args)))
         yield
 
 

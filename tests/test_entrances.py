@@ -19,7 +19,7 @@ from training import X
 
 import amp_graph
 from amp_graph import Policy
-from amp_graph.training import entrances
+from amp_graph.training import standing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_other_scales")
 
@@ -35,8 +35,7 @@ def test_only_the_first_of_many_steps_makes_them(policy: Policy) -> None:
         optimizer.zero_grad()
 
     step()
-    for entrance in entrances._all:
-        entrance.let_go()
+    standing.let_go_of_all()
     assert made_in(step) > 0
     assert [made_in(step) for _ in range(3)] == [0, 0, 0]
 
@@ -129,7 +128,7 @@ USES = [
 def test_gradients_are_those_of_entering_anew(
     policy: Policy, use: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entrances, "CALLS", 4)
+    monkeypatch.setattr(standing, "CALLS", 4)
     assert_as_anew(policy, use)
 
 
@@ -171,8 +170,7 @@ def test_a_model_that_is_gone_leaves_nothing(policy: Policy) -> None:
 
 def stands() -> bool:
     """Whether anything does."""
-    found = [entrance._standing for entrance in entrances._all]
-    return any(standing._entered for standing in found if standing is not None)
+    return any(each._entered for each in standing._all)
 
 
 def test_another_stream_lets_go_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,14 +179,14 @@ def test_another_stream_lets_go_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     loss(model).backward()
     assert stands()
     streams = {"now": frozenset("a")}
-    monkeypatch.setattr(entrances, "current_streams", lambda devices: streams["now"])
-    monkeypatch.setattr(entrances, "_streams", {})
+    monkeypatch.setattr(standing, "current_streams", lambda devices: streams["now"])
+    monkeypatch.setattr(standing, "_streams", {})
     device = torch.device("cpu")
-    entrances.follow_streams([device])
+    standing.follow_streams([device])
     assert not stands()
     loss(model).backward()
-    entrances.follow_streams([device])
+    standing.follow_streams([device])
     assert stands()
     streams["now"] = frozenset("b")
-    entrances.follow_streams([device])
+    standing.follow_streams([device])
     assert not stands()

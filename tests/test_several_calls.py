@@ -29,7 +29,7 @@ from training import X
 
 import amp_graph
 from amp_graph import Policy
-from amp_graph.training import entrances
+from amp_graph.training import standing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_other_scales")
 
@@ -77,7 +77,7 @@ def two_calls_before_backward(model: nn.Module) -> None:
 
 
 def many_calls_before_backward(model: nn.Module) -> None:
-    sum(loss(model, k * X) for k in range(1, 2 * entrances.CALLS + 2)).backward()
+    sum(loss(model, k * X) for k in range(1, 2 * standing.CALLS + 2)).backward()
 
 
 def the_second_of_two_calls_alone(model: nn.Module) -> None:
@@ -142,7 +142,7 @@ ROUNDED = [  # float32 sums of more than two, in another order
 def test_gradients_are_those_of_entering_anew(
     policy: Policy, use: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entrances, "CALLS", 4)
+    monkeypatch.setattr(standing, "CALLS", 4)
     assert_as_anew(policy, use, tolerance=1e-6 if use in ROUNDED else 0.0)
 
 

@@ -25,7 +25,8 @@ from amp_graph.calls import captured_calls, outside
 from amp_graph.calls.outside import Outside
 from amp_graph.capture.frames import MAX_CAPTURES
 from amp_graph.training import weights
-from amp_graph.training.weights import GraphWeights, LowPrecisionWeights
+from amp_graph.training.boundary import Boundary
+from amp_graph.training.weights import LowPrecisionWeights
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -188,6 +189,12 @@ def test_of_two_first_calls_one_is_watched(monkeypatch: pytest.MonkeyPatch) -> N
     assert at > 20
 
 
+def computing_with(store: LowPrecisionWeights) -> Callable[[Tensor], Tensor]:
+    """A graph that returns the low-precision weight for its input, unrecorded."""
+    graph = Boundary(lambda parameter, low: [low], store, None, weights=[(0, torch.bfloat16)])
+    return lambda parameter: torch.no_grad()(graph)(parameter)[0]
+
+
 def test_low_precision_weights_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a graph might write to some, and compute with others."""
     made, make = threading.Barrier(2), weights._Copy
@@ -199,16 +206,16 @@ def test_low_precision_weights_are_made_once(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(weights, "_Copy", slowly)
     parameter = nn.Parameter(X.clone())
-    graph = GraphWeights(LowPrecisionWeights(), [torch.bfloat16])
-    first, second = at_once(2, lambda k: graph.refreshed((parameter,))[0])
+    graph = computing_with(LowPrecisionWeights())
+    first, second = at_once(2, lambda k: graph(parameter))
     assert first is second and torch.equal(first, parameter.bfloat16())
 
 
 def test_kept_weights_are_stale_until_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads call a model after other weights were loaded into it."""
     parameter = nn.Parameter(X.clone())
-    graph = GraphWeights(LowPrecisionWeights(kept=True), [torch.bfloat16])
-    graph.refreshed((parameter,))
+    graph = computing_with(LowPrecisionWeights(kept=True))
+    graph(parameter)
     with torch.no_grad():
         parameter.mul_(3)
     beside: list[Tensor] = []
@@ -216,11 +223,11 @@ def test_kept_weights_are_stale_until_they_are_written(monkeypatch: pytest.Monke
 
     def later(*args: Any) -> None:
         monkeypatch.setattr(weights, "copy_all_", write)
-        beside.extend(at_once(1, lambda k: graph.refreshed((parameter,))[0].clone()))
+        beside.extend(at_once(1, lambda k: graph(parameter).clone()))
         write(*args)
 
     monkeypatch.setattr(weights, "copy_all_", later)
-    graph.refreshed((parameter,))
+    graph(parameter)
     assert torch.equal(beside[0], parameter.bfloat16())
 
 

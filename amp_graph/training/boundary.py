@@ -26,7 +26,7 @@ from torch import Tensor
 from amp_graph.training.aliases import enter_inputs, leave_results, record_writes
 from amp_graph.training.crossing import carries_none, follow, leave_wide_
 from amp_graph.training.early import EarlyResults
-from amp_graph.training.entrances import HOOKS, Entrance, follow_streams, grouped, picker
+from amp_graph.training.entrances import Entrances, Pick, picker
 from amp_graph.training.scale import ModelScale, Scale
 from amp_graph.training.weights import GraphWeights, LowPrecisionWeights
 
@@ -72,39 +72,52 @@ class Boundary:
         self._written = written
         self._widened = widened
         self._early = early
-        self._positions = [position for position, _ in weights]
-        self._parameters = frozenset([*self._positions, *parameters])
+        self._store = store
+        self._dtypes = [dtype for _, dtype in weights]
+        self._low = [position for position, _ in weights]
+        self._wide = parameters if scale is not None else {}
+        self._fresh = frozenset(i for i, is_fresh in parameters.items() if is_fresh)
+        self._pick_parameters = picker([*self._low, *self._wide])
+        self._parameters = frozenset([*self._low, *parameters])
         self._others: list[int] | None = None  # the other tensors, once it is known which are
         self._pick_others = picker([])
-        self._weights = GraphWeights(store, [dtype for _, dtype in weights])
-        self._read_wide = parameters
-        self._low_parameters = picker(self._positions)
-        self._wide_parameters = picker(list(parameters))
-        self._entrances: tuple[Entrance, ...] = ()
-        self._devices: set[torch.device] = set()  # that these are on, but the CPU, without streams
-        self._pick_wide = picker([])  # of parameters that enter as they are
-        self._entrances_for: Any = None  # what they follow from
+        self._weights: GraphWeights | None = None
+        self._entrances: Entrances | None = None
 
     def __call__(self, *args: Any) -> Any:
-        parameters = self._low_parameters(args)
+        parameters = self._pick_parameters(args)
+        weights = self._weights_of(parameters)
         is_enabled = torch.is_grad_enabled()
         recorded = is_enabled or self._records
-        values = [*args, *self._weights.refreshed(parameters, recorded)] if parameters else [*args]
-        if is_enabled and self._ends_recording is None:
-            return self._run_recorded(args, parameters, values, _AS_IT_IS)
+        values = [*args, *weights.refreshed(parameters, recorded)]
         if not recorded:
             return self._results(self._run, values)[0]
+        if is_enabled and self._ends_recording is None:
+            return self._run_recorded(args, parameters, weights, values, _AS_IT_IS)
         with torch.enable_grad():  # what enters and leaves is recorded
             begin = torch.enable_grad() if is_enabled else torch.no_grad()
-            result = self._run_recorded(args, parameters, values, begin)
+            result = self._run_recorded(args, parameters, weights, values, begin)
         if self._ends_recording is not None:
             torch.set_grad_enabled(self._ends_recording)
         return result
+
+    def _weights_of(self, parameters: Sequence[Tensor]) -> GraphWeights:
+        """Those of these parameters, which are kept while they are the same: another call's may be
+        others. What else is kept for them goes by this object."""
+        weights = self._weights
+        if weights is None or not weights.are_of(parameters):
+            with self._store.choosing:
+                weights = self._weights
+                if weights is None or not weights.are_of(parameters):
+                    weights = GraphWeights(self._store, self._dtypes, parameters)
+                    self._weights = weights
+        return weights
 
     def _run_recorded(
         self,
         args: Sequence[Any],
         parameters: Sequence[Tensor],
+        weights: GraphWeights,
         values: list[Any],
         begin: AbstractContextManager[Any],
     ) -> Any:
@@ -119,12 +132,13 @@ class Boundary:
                 self._others = found  # last: another thread may look for it
             inputs = [*compress(self._others, map(_requires_grad, self._pick_others(args)))]
             scale = self._scale.for_call([args[i] for i in inputs])
-        entrances = self._entrances_of(args, parameters, scale)
-        follow_streams(self._devices)
-        for entrance in entrances:
-            entrance.enter(scale, values, args)
+        entrances = self._entrances
+        is_scaled = scale is not None
+        if entrances is None or not entrances.are_for(weights, parameters, args, is_scaled):
+            entrances = self._entrances = self._entrances_for(weights, parameters, args, scale)
+        entrances.enter(scale, values, args)
         if scale is not None:
-            return self._run_scaled(scale, args, inputs, values, begin)
+            return self._run_scaled(scale, args, inputs, values, entrances.pick_wide, begin)
         with begin:
             return self._results(self._run, values)[0]
 
@@ -152,6 +166,7 @@ class Boundary:
         args: Sequence[Any],
         inputs: Sequence[int],
         values: list[Any],
+        pick_wide: Pick,
         begin: AbstractContextManager[Any],
     ) -> Any:
         """Run with gradients of inputs and outputs scaled too."""
@@ -176,27 +191,18 @@ class Boundary:
                 follow(x, value)
         if len(left) == len(results) and not constants:
             return results
-        given, entered = [*given, *self._pick_wide(args)], [*entered, *self._pick_wide(values)]
+        given, entered = [*given, *pick_wide(args)], [*entered, *pick_wide(values)]
         return leave_results(scale, results, given, entered, constants, left)
 
-    def _entrances_of(
-        self, args: Sequence[Any], parameters: Sequence[Tensor], scale: Scale | None
-    ) -> tuple[Entrance, ...]:
-        """The parameters that need gradients, in groups; the answer is kept while it holds."""
-        read = parameters if scale is None else (*parameters, *self._wide_parameters(args))
-        given: Any = [*map(_requires_grad, read)], *([*map(bool, map(h, read))] for h in HOOKS)
+    def _entrances_for(
+        self,
+        weights: GraphWeights,
+        parameters: Sequence[Tensor],
+        args: Sequence[Any],
+        scale: Scale | None,
+    ) -> Entrances:
+        slots = [(i, len(args) + k) for k, i in enumerate(self._low)]
         if scale is not None:
-            given = *given, [*map(id, read)]
-        if self._entrances_for != given:
-            slots = [(i, len(args) + k) for k, i in enumerate(self._positions)]
-            if scale is not None:
-                slots += [(i, i) for i in self._read_wide]
-                scale.enter(read)
-            slots = sorted((i, slot) for i, slot in slots if args[i].requires_grad)
-            wide = [i for i, slot in slots if i == slot]
-            self._entrances = tuple(grouped(slots, args, {i for i in wide if self._read_wide[i]}))
-            devices = {entrance.device for entrance in self._entrances}
-            self._devices = {device for device in devices if device.type != "cpu"}
-            self._pick_wide = picker(wide)
-            self._entrances_for = given
-        return self._entrances
+            slots += [(i, i) for i in self._wide]
+            scale.enter(parameters)
+        return Entrances(weights, parameters, slots, args, self._fresh, scale is not None)

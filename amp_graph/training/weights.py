@@ -16,7 +16,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
-from operator import attrgetter, is_
+from operator import attrgetter, call, is_
 from typing import Any
 
 import torch
@@ -61,20 +61,37 @@ class LowPrecisionWeights:
 
 
 class GraphWeights:
-    """Those of them that one graph computes with: a copy of each parameter in each of `dtypes`."""
+    """Those of them that one graph computes with, for as long as its parameters are the same: a
+    copy in each of `dtypes`, of the first of `parameters`; of the others it has none.
+    """
 
-    def __init__(self, store: LowPrecisionWeights, dtypes: Sequence[torch.dtype]):
-        self._store = store
-        self._dtypes = tuple(dtypes)
-        self._copies: list[_Copy] = []
-        self._are_first: list[bool] = []  # else a copy stands further in front, and is written
-        self._written: list[Tensor] = []
-        self._lows: list[Tensor] = []
-        self._unrecorded: list[Tensor] = []
-        self._parameters: list[Callable[[], Tensor | None]] = []
-        self._shapes: list[torch.Size] = []
+    def __init__(
+        self,
+        store: LowPrecisionWeights,
+        dtypes: Sequence[torch.dtype],
+        parameters: Sequence[Tensor],
+    ):
+        copied = parameters[: len(dtypes)]
+        copies = store.of(copied, dtypes)
+        first = {id(copy): k for k, copy in reversed([*enumerate(copies)])}
+        # Else a copy stands further in front, and is written.
+        self._are_first = [first[id(copy)] == k for k, copy in enumerate(copies)]
+        self._written = [copy.written for copy in compress(copies, self._are_first)]
+        self._lows = [copy.low for copy in copies]
+        self._unrecorded = [copy.unrecorded for copy in copies]
+        self._copies = copies
+        self._parameters = [*map(weakref.ref, parameters)]
+        self._shapes = [*map(_shape, parameters)]
         self._versions: list[int] = []
-        self._traces: Traces | None = None
+        self._traces = Traces() if store.kept and all(map(_leaves_traces, copied)) else None
+
+    def are_of(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether the copies are of these: the same objects, of the same shapes. A graph is for one
+        device, and for strides that follow from the shapes."""
+        return (
+            all(map(is_, map(call, self._parameters), parameters))
+            and [*map(_shape, parameters)] == self._shapes
+        )
 
     def refreshed(self, parameters: tuple[Tensor, ...], recorded: bool = True) -> list[Tensor]:
         """Return each parameter in its dtype, as of now, for a call that autograd records or not.
@@ -83,9 +100,9 @@ class GraphWeights:
         version counts up only if the parameter's did, so that autograd objects to a backward pass
         through weights that were stepped meanwhile exactly where it would object in float32.
         """
-        if not self._are_of(parameters):
-            with self._store.choosing:
-                self._choose(parameters)
+        if not self._copies:
+            return []
+        parameters = parameters[: len(self._copies)]
         try:
             versions = [*map(_version, parameters)]
         except RuntimeError:  # Inference tensors count no versions, nor does autograd record them.
@@ -122,31 +139,6 @@ class GraphWeights:
         traces.keep(seen, parameters)
         for copy in self._copies:
             copy.writer = traces
-
-    def _are_of(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether the copies are of these: the same objects, of the same shapes. A graph is for one
-        device, and for strides that follow from the shapes."""
-        chosen = [parameter() for parameter in self._parameters]
-        return (
-            len(chosen) == len(parameters)
-            and all(map(is_, chosen, parameters))
-            and [*map(_shape, parameters)] == self._shapes
-        )
-
-    def _choose(self, parameters: Sequence[Tensor]) -> None:
-        if self._are_of(parameters):  # by now
-            return
-        self._copies = self._store.of(parameters, self._dtypes)
-        first = {id(copy): k for k, copy in reversed([*enumerate(self._copies)])}
-        self._are_first = [first[id(copy)] == k for k, copy in enumerate(self._copies)]
-        self._written = [copy.written for copy in compress(self._copies, self._are_first)]
-        self._lows = [copy.low for copy in self._copies]
-        self._unrecorded = [copy.unrecorded for copy in self._copies]
-        self._versions = []
-        is_kept = self._store.kept and all(map(_leaves_traces, parameters))
-        self._traces = Traces() if is_kept else None
-        self._shapes = [*map(_shape, parameters)]
-        self._parameters = [copy.parameter for copy in self._copies]  # last: they are looked at
 
 
 def _leaves_traces(parameter: Tensor) -> bool:

@@ -1,0 +1,91 @@
+"""What has entered a graph and stands for its next calls.
+
+Once gradients have gone out of the aliases of a group nothing of the call remains in them, and they
+stand for the next one. A call that comes before that, as the second of two whose losses are added,
+gets aliases of its own, which stand likewise: gradients of several calls meet in float32, not in
+low precision.
+
+What stands keeps the AccumulateGrad nodes of its parameters alive. These are for the shapes that
+their parameters had when they were made, and for the stream that they were made on; a step captured
+as a CUDA graph on another one could not use them. So all that stands, in all models, is let go of
+when a call brings parameters that are not as what stands in their place was made for, or comes on
+another stream.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from amp_graph.modules import living
+from amp_graph.training.engine import current_streams
+from amp_graph.training.entering import Call, enter_first, enter_later
+from amp_graph.training.scale import Scale
+
+CALLS = 64  # whose aliases stand, those that no backward pass came for among them
+
+
+class Standing:
+    """What has entered for the same parameters in several calls, under one scale."""
+
+    __slots__ = ("__weakref__", "_entered", "_free", "_given", "_numbers", "_scale", "_together")
+
+    def __init__(self, scale: Scale | None, given: tuple[Tensor, ...]):
+        self._scale = scale
+        self._given = given  # what enters keeps the parameters alive
+        self._numbers = count()
+        self._entered: dict[int, tuple[Tensor, ...]] = {}
+        # Of which no call makes use. Threads put into it and take out of it.
+        self._free: set[int] = set()
+        self._together: Tensor | None = None
+        _all[self] = None
+
+    def take(self, scale: Scale | None) -> tuple[Tensor, ...] | None:
+        """What entered in a call and is free; another one makes use of it from now on."""
+        entered, free = self._entered, self._free  # in this order: it may be let go of meanwhile
+        try:
+            return entered[free.pop()] if scale == self._scale else None
+        except KeyError:
+            return None
+
+    def takes_more(self, scale: Scale | None) -> bool:
+        return scale == self._scale and bool(self._given) and len(self._entered) < CALLS
+
+    def enter(
+        self, tensors: tuple[Tensor, ...], owners: tuple[int, ...], fresh: frozenset[int]
+    ) -> tuple[Tensor, ...]:
+        """For one more call. The first of several that begin at once is that for all later ones."""
+        number = next(self._numbers)
+        call = Call(self._scale, owners, fresh, have_gone=partial(self._free.add, number))
+        if self._together is None:
+            entered, self._together = enter_first(call, self._given, tensors)
+        else:
+            entered = enter_later(call, self._given, tensors, self._together)
+        self._entered[number] = entered
+        return entered
+
+    def let_go(self) -> None:
+        self._given, self._entered, self._free, self._together = (), {}, set(), None
+
+
+_all: weakref.WeakKeyDictionary[Standing, None] = weakref.WeakKeyDictionary()
+_streams: dict[torch.device, frozenset[torch.Stream]] = {}
+
+
+def follow_streams(devices: Iterable[torch.device]) -> None:
+    """Let go of all that stands if one of these devices is given work on another stream."""
+    for device in devices:
+        streams = current_streams([device])
+        if _streams.get(device) != streams:
+            _streams[device] = streams
+            let_go_of_all()
+
+
+def let_go_of_all() -> None:
+    for standing in living(_all.keyrefs()):
+        standing.let_go()
