@@ -41,7 +41,7 @@ from amp_graph.convert import (
 from amp_graph.errors import in_words
 from amp_graph.modules import autocast_devices, is_rerouted, unwrapped
 from amp_graph.policy import Policy
-from amp_graph.training.engine import backward_pass, has_process_group
+from amp_graph.training.engine import OUTSIDE, backward_pass, has_process_group
 from amp_graph.uncaptured import never_captured, passed_over
 
 TRIALS = 3  # calls of a part in the constructor of a module
@@ -113,7 +113,7 @@ class Models:
             return module._call_impl(*args, **kwargs)
         if self._is_open(module) and not self._is_decided(module, (args, kwargs)):
             return module._call_impl(*args, **kwargs)
-        in_backward = backward_pass() is not None  # where checkpoint restores ours
+        in_backward = backward_pass() != OUTSIDE  # where checkpoint restores ours
         if not in_backward and any(map(torch.is_autocast_enabled, autocast_devices())):
             self._leave_to_autocast(module)
         self._local.inside = True
@@ -277,7 +277,7 @@ def _goes_on_alone(part: nn.Module, model: Model) -> bool:
     """Whether a part that is called by itself is more than looked at: it is trained so, by a step
     that calls the parts where validation calls the whole, or the whole is gone. A backward pass
     that calls it (`checkpoint`) repeats what the whole did."""
-    if backward_pass() is not None:
+    if backward_pass() != OUTSIDE:
         return False
     if model.module() is None:
         return True

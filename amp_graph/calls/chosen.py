@@ -17,7 +17,7 @@ from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.capture.captures import Caller, Captures, GuardsFail
 from amp_graph.capture.dynamo import BREAK_AT_DATA, EACH_SIZE_APART
 from amp_graph.modules import Forwards, Run, weak_method, without_autocast
-from amp_graph.training.engine import backward_pass
+from amp_graph.training.engine import OUTSIDE, backward_pass
 
 InForce = tuple[Caller | None, Run, Mapping[str, Any]]  # what `Chosen` says of these
 
@@ -58,7 +58,7 @@ class Chosen:
             self._begin()
         elif hooks_have_changed or caller.captures.have_changed() or self._forwards.have_changed():
             self.is_stale = True
-        if self.is_stale and backward_pass() is None:
+        if self.is_stale and backward_pass() == OUTSIDE:
             with self._choosing:
                 if self.own_code is not None:
                     self.is_stale = False

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from amp_graph.errors import AmpGraphError
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.crossing import has_left
-from amp_graph.training.engine import backward_pass, sent
+from amp_graph.training.engine import OUTSIDE, backward_pass, sent
 from amp_graph.training.loss_scale import LossScale
 from amp_graph.training.transforms import unbatched
 from amp_graph.watched import FirstNonfinite
@@ -75,7 +75,7 @@ class Caution:
     """
 
     def __init__(self) -> None:
-        self.chosen: dict[int | None, dict[torch.device, Factors]] = {}
+        self.chosen: dict[int, dict[torch.device, Factors]] = {}
 
     def factor(
         self, scale: Watched, gradient: Tensor, again: bool, of_gradient: bool = False
@@ -83,7 +83,7 @@ class Caution:
         """S for a gradient that comes in. The last pass of a penalty is trained on, so that it has
         the watched one, if somebody watches; what a pass before it gives, the script sees."""
         running = backward_pass()
-        if running is not None and running not in self.chosen:
+        if running != OUTSIDE and running not in self.chosen:
             if len(self.chosen) >= PASSES:
                 self.chosen.pop(next(iter(self.chosen)), None)  # ended long ago
             chosen = scale.factors_on(gradient.device)
@@ -109,7 +109,7 @@ class Caution:
 
     def _factors_on(self, scale: Watched, device: torch.device) -> Factors:
         chosen = self.chosen.get(backward_pass()) if self.chosen else None
-        if chosen is None and self.chosen and backward_pass() is not None:
+        if chosen is None and self.chosen and backward_pass() != OUTSIDE:
             raise AmpGraphError(
                 "gradients leave a converted model in a backward pass in which none came in: an "
                 "earlier pass stored them inside of it (zero-bubble pipelining). Use bfloat16, or "

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from amp_graph.training.engine import backward_pass, check_and_unscale_
+from amp_graph.training.engine import OUTSIDE, backward_pass, check_and_unscale_
 from amp_graph.training.memory import Memories
+
+_address, _version = Tensor.data_ptr, attrgetter("_version")  # in C, for all at once
 
 
 class CheckedGradients:
@@ -34,7 +36,7 @@ class CheckedGradients:
         check = self._check_on(inverse)
         check_and_unscale_(gradients, check.found_inf, inverse)
         try:
-            made = [*_identities(gradients)]
+            made = [*zip(map(_address, gradients), map(_version, gradients), strict=True)]
         except RuntimeError:  # inference tensors have no versions
             return
         check.gradients.update(made)
@@ -43,7 +45,7 @@ class CheckedGradients:
     def _check_on(self, inverse: Tensor) -> _Check:
         """That of the backward pass which is running, or a new one."""
         made_in = backward_pass(), inverse.device
-        for check in self._checks if made_in[0] is not None else ():
+        for check in self._checks if made_in[0] != OUTSIDE else ():
             if check.made_in == made_in:
                 return check
         if len(self._checks) >= self._enough:
@@ -62,7 +64,7 @@ class CheckedGradients:
         be looked at into these flags: they are a check's own only if nothing else is here. The
         flag of a check of which some are elsewhere, or yet to be made, might tell of those."""
         try:
-            given = [*_identities(gradients)]
+            given = [*zip(map(_address, gradients), map(_version, gradients), strict=True)]
         except RuntimeError:
             return [], [*gradients]
         here = dict(given)
@@ -70,7 +72,7 @@ class CheckedGradients:
         known: dict[int, int] = {}
         flags = []
         for check in self._checks:
-            is_done = running is None or check.made_in[0] != running
+            is_done = running == OUTSIDE or check.made_in[0] != running
             if is_done and check.gradients.keys() <= here.keys() and check.memories.are_alive():
                 known |= check.gradients
                 flags.append(check.found_inf)
@@ -85,16 +87,8 @@ class CheckedGradients:
 class _Check:
     """What was checked in one backward pass, on one device."""
 
-    def __init__(self, made_in: tuple[int | None, torch.device], found_inf: Tensor):
+    def __init__(self, made_in: tuple[int, torch.device], found_inf: Tensor):
         self.made_in = made_in
         self.found_inf = found_inf
         self.gradients: dict[int, int] = {}  # versions by address
         self.memories = Memories()
-
-
-def _identities(gradients: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """Address and version, without a Python call for each gradient."""
-    return zip(map(Tensor.data_ptr, gradients), map(_version, gradients), strict=True)
-
-
-_version = attrgetter("_version")

@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from amp_graph.training.engine import backward_pass, check_and_unscale_
+from amp_graph.training.engine import OUTSIDE, backward_pass, check_and_unscale_
 from amp_graph.training.scale import Scale
 from amp_graph.training.transforms import applied, are_plain, for_all
 from amp_graph.uncaptured import never_captured
@@ -104,7 +104,7 @@ class _EnterInput(Function):
         ctx.scale, ctx.dtype = scale, tensor.dtype
         node: Any = tensor.grad_fn
         # It comes from a graph of the same model, or goes to what runs again in a backward pass.
-        ctx.is_own = (has_left(node) and node.scale is scale) or backward_pass() is not None
+        ctx.is_own = (has_left(node) and node.scale is scale) or backward_pass() != OUTSIDE
         return value.detach()
 
     @staticmethod

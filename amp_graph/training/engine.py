@@ -11,7 +11,7 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,10 +24,9 @@ copy_all_ = torch._foreach_copy_
 add_all_ = torch._foreach_add_
 
 
-def backward_pass() -> int | None:
-    """The number of the backward pass that this thread is in."""
-    task: int = torch._C._current_graph_task_id()
-    return None if task == -1 else task
+# The number of the backward pass that this thread is in, or OUTSIDE.
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+OUTSIDE = -1
 
 
 class Probe:

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_graph.errors import OverflowAbort
 from amp_graph.training.caution import Caution, Exposed, Factors, are_wanted
 from amp_graph.training.checked_gradients import CheckedGradients
-from amp_graph.training.engine import backward_pass, is_captured, sent
+from amp_graph.training.engine import OUTSIDE, backward_pass, is_captured, sent
 from amp_graph.training.explicit_scalers import is_grad_scaler_around
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, number, save_state
 from amp_graph.training.outcome import Outcome
@@ -94,8 +94,8 @@ class GraphScale:
 
     def factors_on(self, device: torch.device) -> Factors:
         """S and 1/S as they are in this round."""
-        if self.first_pass is None:
-            self.first_pass = backward_pass()
+        if self.first_pass is None and (running := backward_pass()) != OUTSIDE:
+            self.first_pass = running
         found = self._factors.get(device)
         if found is None:
             scale = sent(self._state.scale, device)
@@ -107,7 +107,7 @@ class GraphScale:
         wanted, no skipped step would discard an overflow in it: this graph, and all that the same
         call of the model runs later, get the cautious scale. What a checkpoint runs again, inside
         of a backward pass, is not asked about."""
-        if inputs and not self._is_exposed and backward_pass() is None:
+        if inputs and not self._is_exposed and backward_pass() == OUTSIDE:
             self._is_exposed = are_wanted(inputs)
         return Exposed(self, self._exposed) if self._is_exposed else self
 
@@ -181,7 +181,7 @@ class GraphScale:
 
     def end_round(self) -> None:
         """Adjust the scale if there was a step. Raises OverflowAbort."""
-        if not self._is_pending or backward_pass() is not None:
+        if not self._is_pending or backward_pass() != OUTSIDE:
             return
         self._skips += self._found_inf
         self.config.adjust_(self._state, self._found_inf, self._counts)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from amp_graph.training.engine import any_of, backward_pass
+from amp_graph.training.engine import OUTSIDE, any_of, backward_pass
 
 
 class Spills:
@@ -24,7 +24,8 @@ class Spills:
     def flag_on(self, device: torch.device) -> Tensor:
         """The flag on a device, to be written to in a backward pass: 1 once something spilled."""
         self._writes += 1
-        self.last_pass = backward_pass() or self.last_pass
+        if (running := backward_pass()) != OUTSIDE:
+            self.last_pass = running
         if device not in self._flags:
             self._flags.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
         return self._flags[device]
@@ -36,9 +37,9 @@ class Spills:
 
     def show(self, by: object) -> Tensor | None:
         """Whether anything spilled, for who is about to step; None if nothing went out."""
-        flags = [*self._flags.values()]
-        if not flags:
+        if not self._flags:
             return None
+        flags = [*self._flags.values()]
         self._shown[by] = self._writes
         return any_of(flags, flags[0].device)
 
