@@ -65,12 +65,14 @@ def leave_results(
     enter, as they required no gradient; what was written into one leaves in it, and so do results
     that are views of it. `have_left`: positions of the results that need it no more.
     """
-    to_leave = [value for i, value in enumerate(results) if i not in have_left]
-    carrying = [*filter(carries_gradient, to_leave)]
-    if filled := [t for t in constants if carries_gradient(t) and not t.is_leaf]:
+    numbered = enumerate(results)
+    carrying = [v for i, v in numbered if i not in have_left and carries_gradient(v)]
+    if filled := [*filter(_is_filled, constants)]:
         record_writes(scale, filled, filled)
         of_filled = {*map(id, map(_base, filled))}
         carrying = [t for t in carrying if id(_base(t)) not in of_filled]
+    if not carrying:
+        return [*results]
     of_inputs = {*memories(values)}
     left: dict[int, Tensor] = {}
     for sharing in _by_memory(carrying):
@@ -130,6 +132,11 @@ def _common_base(sharing: Sequence[Tensor]) -> Tensor | None:
     if others or not base.requires_grad:
         return None
     return base if all(_is_but_a_view(x, base) for x in sharing) else None
+
+
+def _is_filled(tensor: Tensor) -> bool:
+    """Whether what was written into it carries a gradient."""
+    return tensor.requires_grad and not tensor.is_leaf
 
 
 def _is_heard(tensor: Tensor) -> bool:

@@ -124,6 +124,7 @@ class Boundary:
         """Let gradients of parameters out. The graph itself begins inside of `begin`."""
         scale: Scale | None = None
         inputs: list[int] = []
+        given: list[Tensor] = []
         if self._scale is not None and self._scale.is_on():
             if self._others is None:
                 others = (i for i in range(len(args)) if i not in self._parameters)
@@ -131,14 +132,15 @@ class Boundary:
                 self._pick_others = picker(found)
                 self._others = found  # last: another thread may look for it
             inputs = [*compress(self._others, map(_requires_grad, self._pick_others(args)))]
-            scale = self._scale.for_call([args[i] for i in inputs])
+            given = [*map(args.__getitem__, inputs)]
+            scale = self._scale.for_call(given)
         entrances = self._entrances
         is_scaled = scale is not None
         if entrances is None or not entrances.are_for(weights, parameters, args, is_scaled):
             entrances = self._entrances = self._entrances_for(weights, parameters, args, scale)
         entrances.enter(scale, values, args)
         if scale is not None:
-            return self._run_scaled(scale, args, inputs, values, entrances.pick_wide, begin)
+            return self._run_scaled(scale, args, inputs, given, values, entrances.pick_wide, begin)
         with begin:
             return self._results(self._run, values)[0]
 
@@ -165,15 +167,14 @@ class Boundary:
         scale: Scale,
         args: Sequence[Any],
         inputs: Sequence[int],
+        given: Sequence[Tensor],
         values: list[Any],
         pick_wide: Pick,
         begin: AbstractContextManager[Any],
     ) -> Any:
         """Run with gradients of inputs and outputs scaled too."""
-        given: list[Tensor] = []
         entered: list[Tensor] = []
         if inputs:
-            given = [args[i] for i in inputs]
             entered = enter_inputs(scale, given, [i in self._written for i in inputs])
             versions = [value._version for value in entered]
             for i, value in zip(inputs, entered, strict=True):

@@ -76,7 +76,7 @@ class _Enter(Function):
     @staticmethod
     @not_captured
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, None, *_gone_out(ctx, _given(ctx, grads))
+        return None, None, *_gone_out(ctx, *_given(ctx, grads))
 
 
 class _EnterFirst(Function):
@@ -94,7 +94,7 @@ class _EnterFirst(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         *own, together = grads
         of_others = [] if together is None else [*enumerate(_laid_out(together, ctx.tensors))]
-        return None, None, *_gone_out(ctx, _given(ctx, own), of_others)
+        return None, None, *_gone_out(ctx, *_given(ctx, own), of_others)
 
 
 class _EnterLater(Function):
@@ -107,33 +107,32 @@ class _EnterLater(Function):
     @staticmethod
     @not_captured
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        given, tensors = _given(ctx, grads), ctx.tensors
+        (given, can_be_fused), tensors = _given(ctx, grads), ctx.tensors
         is_whole = len(dict(given)) == len(tensors)
-        if not is_whole or len(tensors) < FEW or not _can_be_fused(ctx, given):
-            return None, None, None, *_gone_out(ctx, given)
+        if not is_whole or len(tensors) < FEW or not can_be_fused:
+            return None, None, None, *_gone_out(ctx, given, can_be_fused)
         together = tensors[0].new_empty(sum(map(Tensor.numel, tensors)))
         _add_up(given, dict(enumerate(_laid_out(together, tensors))))
         return None, None, together, *[None] * len(tensors)
 
 
-def _given(ctx: Any, grads: Sequence[Tensor | None]) -> list[Part]:
+def _given(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[list[Part], bool]:
+    """Those that there are, and whether they can go out in fused calls."""
     given = [(i, g) for i, g in zip(ctx.call.owners, grads, strict=True) if g is not None]
-    if given and not torch.is_grad_enabled():  # else more will come, of what was done to these
+    if torch.is_grad_enabled():  # more will come, of what is done to these
+        return given, False
+    if given:
         ctx.call.have_gone()
-    return given
-
-
-def _can_be_fused(ctx: Any, given: Sequence[Part]) -> bool:
     is_float32 = ctx.tensors[0].dtype is torch.float32
-    return is_float32 and not torch.is_grad_enabled() and are_plain([g for _, g in given])
+    return given, is_float32 and are_plain([g for _, g in given])
 
 
 def _gone_out(
-    ctx: Any, given: Sequence[Part], of_others: Sequence[Part] = ()
+    ctx: Any, given: Sequence[Part], can_be_fused: bool, of_others: Sequence[Part] = ()
 ) -> Iterator[Tensor | None]:
     """The gradient of each parameter: the sum of what is given, divided by S. What is `of_others`
     is but read."""
-    go_out = _go_out_together if _can_be_fused(ctx, given) else _go_out_one_by_one
+    go_out = _go_out_together if can_be_fused else _go_out_one_by_one
     return map(go_out(ctx, given, of_others).get, range(len(ctx.tensors)))
 
 
@@ -146,9 +145,11 @@ def _go_out_together(
     first = dict(reversed(given))  # float32 ones before others
     sums = {i: first[i] for i in call.fresh if i in first and first[i].dtype is torch.float32}
     parts = [*given, *of_others]
-    missing = dict(parts).keys() - sums.keys()
-    sums.update(zip(missing, map(torch.empty_like, map(tensors.__getitem__, missing)), strict=True))
-    _add_up(parts, sums)
+    if len(sums) < len(parts):  # else each is its own sum
+        missing = dict(parts).keys() - sums.keys()
+        made = map(torch.empty_like, map(tensors.__getitem__, missing))
+        sums.update(zip(missing, made, strict=True))
+        _add_up(parts, sums)
     if call.scale is not None and sums:
         gradients = [*sums.values()]
         call.scale.checked.unscale_(gradients, call.scale.inverse(gradients[0].device))

@@ -34,7 +34,7 @@ from amp_graph.training.weights import GraphWeights
 CPU_GROUP_BYTES, GROUP_BYTES = 2**20, 64 * 2**20
 FIRST_BYTES_SENT, BYTES_SENT = 2**20, 25 * 2**20
 
-Pick = Callable[[Sequence[Any]], tuple[Any, ...]]
+Pick = Callable[[Sequence[Any]], Sequence[Any]]
 PLAIN = {Tensor, Parameter}
 _requires_grad = attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
@@ -80,8 +80,8 @@ class Entrance:
     def _enter_anew(
         self,
         scale: Scale | None,
-        given: tuple[Tensor, ...],
-        tensors: tuple[Tensor, ...],
+        given: Sequence[Tensor],
+        tensors: Sequence[Tensor],
         stands: bool,
     ) -> tuple[Tensor, ...]:
         standing = self._standing
@@ -161,8 +161,12 @@ class Entrances:
 
 def _traits(parameters: Sequence[Tensor]) -> list[list[bool]]:
     """What groups follow from, apart from devices, dtypes and sizes."""
-    hooks = ([*map(bool, map(which, parameters))] for which in _HOOKS)
-    return [[*map(_requires_grad, parameters)], *hooks]
+    on_it, on_its_node = _HOOKS
+    return [
+        [*map(_requires_grad, parameters)],
+        [*map(bool, map(on_it, parameters))],
+        [*map(bool, map(on_its_node, parameters))],
+    ]
 
 
 def _grouped(
@@ -232,7 +236,5 @@ def picker(positions: Sequence[int]) -> Pick:
     """What takes these out of a sequence, in C: it does so at every call of a model."""
     if len(positions) > 1:
         return itemgetter(*positions)
-    if not positions:
-        return lambda values: ()
-    (only,) = positions
-    return lambda values: (values[only],)
+    first = positions[0] if positions else 0
+    return itemgetter(slice(first, first + len(positions)))

@@ -52,7 +52,8 @@ def found_inf(
         gradients = [*map(_numbers, gradients)]
     flags: list[Tensor] = []
     unknown = gradients
-    if checked is not None and not _is_one_of_several_processes():
+    is_alone = not has_process_group() or torch.distributed.get_world_size() == 1
+    if checked is not None and is_alone:
         flags, unknown = checked.known(gradients)
     if unknown:
         flags = _look_into(unknown, inverse, flags)
@@ -108,7 +109,3 @@ def _only_read(gradients: Sequence[Tensor], flag: Tensor) -> None:
     given = [g.contiguous() if 0 in g.stride() else g for g in gradients]
     with writes_unseen(given):
         check_and_unscale_(given, flag, torch.ones_like(flag))
-
-
-def _is_one_of_several_processes() -> bool:
-    return has_process_group() and torch.distributed.get_world_size() > 1

@@ -15,7 +15,7 @@ another stream.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import count
 
@@ -35,9 +35,9 @@ class Standing:
 
     __slots__ = ("__weakref__", "_entered", "_free", "_given", "_numbers", "_scale", "_together")
 
-    def __init__(self, scale: Scale | None, given: tuple[Tensor, ...]):
+    def __init__(self, scale: Scale | None, given: Sequence[Tensor]):
         self._scale = scale
-        self._given = given  # what enters keeps the parameters alive
+        self._given = (*given,)  # what enters keeps the parameters alive
         self._numbers = count()
         self._entered: dict[int, tuple[Tensor, ...]] = {}
         # Of which no call makes use. Threads put into it and take out of it.
@@ -57,7 +57,7 @@ class Standing:
         return scale == self._scale and bool(self._given) and len(self._entered) < CALLS
 
     def enter(
-        self, tensors: tuple[Tensor, ...], owners: tuple[int, ...], fresh: frozenset[int]
+        self, tensors: Sequence[Tensor], owners: tuple[int, ...], fresh: frozenset[int]
     ) -> tuple[Tensor, ...]:
         """For one more call. The first of several that begin at once is that for all later ones."""
         number = next(self._numbers)

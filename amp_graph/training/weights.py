@@ -93,7 +93,7 @@ class GraphWeights:
             and [*map(_shape, parameters)] == self._shapes
         )
 
-    def refreshed(self, parameters: tuple[Tensor, ...], recorded: bool = True) -> list[Tensor]:
+    def refreshed(self, parameters: Sequence[Tensor], recorded: bool = True) -> list[Tensor]:
         """Return each parameter in its dtype, as of now, for a call that autograd records or not.
 
         Unless copies are kept, one is written anew even if nothing is known to have changed. Its
@@ -102,7 +102,7 @@ class GraphWeights:
         """
         if not self._copies:
             return []
-        parameters = parameters[: len(self._copies)]
+        parameters = [*parameters[: len(self._copies)]]
         try:
             versions = [*map(_version, parameters)]
         except RuntimeError:  # Inference tensors count no versions, nor does autograd record them.
@@ -117,9 +117,9 @@ class GraphWeights:
             self._write_if_stale(self._traces, parameters, versions)
         return self._lows if recorded else self._unrecorded
 
-    def _write(self, parameters: tuple[Tensor, ...]) -> None:
+    def _write(self, parameters: list[Tensor]) -> None:
         if len(self._written) < len(parameters):
-            parameters = tuple(compress(parameters, self._are_first))
+            parameters = [*compress(parameters, self._are_first)]
         records = torch.is_grad_enabled()
         SET_GRAD_ENABLED(False)  # as `no_grad` does, in a dozen calls of Python
         try:
@@ -128,7 +128,7 @@ class GraphWeights:
             SET_GRAD_ENABLED(records)
 
     def _write_if_stale(
-        self, traces: Traces, parameters: tuple[Tensor, ...], versions: Sequence[int]
+        self, traces: Traces, parameters: list[Tensor], versions: Sequence[int]
     ) -> None:
         """Write the copies if a parameter may have changed since this graph last did, or another
         graph wrote them since, perhaps from other memory that was a parameter's meanwhile."""
