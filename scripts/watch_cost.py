@@ -39,9 +39,9 @@ MOST = 1.01
 class Unwatched(Boundary):
     """A boundary whose graph cannot be run under observation."""
 
-    def __init__(self, *args: Any, **options: Any):
-        without_watched = args[:5]
-        super().__init__(*without_watched, **options)
+    def __init__(self, *args: Any):
+        without_watched = args[:4]
+        super().__init__(*without_watched)
 
 
 class Operators(DispatchCounter):

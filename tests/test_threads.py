@@ -25,7 +25,7 @@ from amp_graph.calls import captured_calls, outside
 from amp_graph.calls.outside import Outside
 from amp_graph.capture.frames import MAX_CAPTURES
 from amp_graph.training import weights
-from amp_graph.training.boundary import Boundary
+from amp_graph.training.boundary import Boundary, Interface
 from amp_graph.training.weights import LowPrecisionWeights
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -191,7 +191,8 @@ def test_of_two_first_calls_one_is_watched(monkeypatch: pytest.MonkeyPatch) -> N
 
 def computing_with(store: LowPrecisionWeights) -> Callable[[Tensor], Tensor]:
     """A graph that returns the low-precision weight for its input, unrecorded."""
-    graph = Boundary(lambda parameter, low: [low], store, None, weights=[(0, torch.bfloat16)])
+    interface = Interface(weights=[(0, torch.bfloat16)])
+    graph = Boundary(lambda parameter, low: [low], interface, store, None)
     return lambda parameter: torch.no_grad()(graph)(parameter)[0]
 
 

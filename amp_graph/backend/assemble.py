@@ -8,19 +8,19 @@ captured one, a compiled graph to its operators one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
 import torch
 
-from amp_graph.backend.build import Built, Executable
+from amp_graph.backend.build import Built, Executable, inputs_of
 from amp_graph.backend.guarded import Guarded
 from amp_graph.backend.record import Record
-from amp_graph.ir import NodeFacts, Plan
+from amp_graph.ir import Plan
 from amp_graph.modes import under_autocast
 from amp_graph.modules import Run, without_autocast
-from amp_graph.training.boundary import Boundary
+from amp_graph.training.boundary import Boundary, Interface
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.weights import LowPrecisionWeights
 from amp_graph.watched import run_watched
@@ -56,20 +56,14 @@ class Assembler:
         )
 
     def _rewritten(self, index: int, plan: Plan, executable: Executable) -> Boundary:
-        devices = executable.lifted.devices
+        devices = executable.devices
         watched = partial(run_watched, executable.graph, plan.facts)
         return Boundary(
             without_autocast(self._run(index, plan, executable), devices),
+            executable.interface,
             self._weights,
             self._scale_for(plan.dtype),
-            executable.lifted.weights,
-            executable.parameters,
             without_autocast(watched, devices),
-            records=executable.records,
-            ends_recording=executable.ends_recording,
-            written=written_inputs(plan),
-            widened=executable.widened,
-            early=executable.early,
         )
 
     def _run(self, index: int, plan: Plan, executable: Executable) -> Run:
@@ -93,19 +87,10 @@ class Assembler:
         scale = self._scale_for(dtype)
         if scale is None:
             return run
-        return Boundary(run, self._weights, scale, written=built.tensors)
-
-
-def written_inputs(plan: Plan) -> frozenset[int]:
-    """Positions of the inputs that a graph writes to."""
-    return frozenset(i for i, f in _inputs(plan) if f.written)
+        return Boundary(run, Interface(written=built.tensors), self._weights, scale)
 
 
 def _inputs_at_risk(plan: Plan) -> list[int]:
     """Inputs that a run may write into: not every schema says so (batch_norm's does not), hence
     all but parameters."""
-    return [i for i, f in _inputs(plan) if f.tensors and (f.written or not f.is_parameter)]
-
-
-def _inputs(plan: Plan) -> Iterator[tuple[int, NodeFacts]]:
-    return enumerate(f for f in plan.facts.values() if f.op == "placeholder")
+    return [i for i, f in inputs_of(plan) if f.tensors and (f.written or not f.is_parameter)]

@@ -12,7 +12,7 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,12 +26,14 @@ from amp_graph.backend.inductor import compile_graph
 from amp_graph.capture.retrace import changes_modes
 from amp_graph.errors import in_words
 from amp_graph.graphs.grad_modes import mode_after, recorded_nodes
+from amp_graph.ir import NodeFacts, Plan
 from amp_graph.modes import restoring_modes
 from amp_graph.modules import Run
 from amp_graph.oplists import OpLists
 from amp_graph.passes.early_results import let_leave_early
 from amp_graph.passes.lift_results import lift_results
 from amp_graph.policy import Policy
+from amp_graph.training.boundary import Interface
 
 
 @dataclass(frozen=True)
@@ -39,21 +41,14 @@ class Executable:
     """An emitted graph, ready to run.
 
     graph: of operators, in the form that runs by itself.
-    widened: positions of the results that it returns in low precision, which are to be float32.
-    early: by position, the keys of the results that leave it where they are made.
+    interface: what it takes and returns.
+    devices: the kinds of device that it computes on.
     compiled: None if it was not asked for or, as `uncompiled` says, failed.
-    parameters: positions of the inputs that are parameters and that the graph itself reads; and of
-        each, whether one operator reads it that makes a gradient for it alone.
-    records, ends_recording: see `Boundary`.
     """
 
     graph: fx.GraphModule
-    widened: frozenset[int]
-    early: Mapping[int, int]
-    lifted: Lifted
-    parameters: Mapping[int, bool]
-    records: bool
-    ends_recording: bool | None
+    interface: Interface
+    devices: frozenset[str]
     compiled: Run | None
     uncompiled: str
 
@@ -88,6 +83,7 @@ class Builder:
     def build(self, traced: Traced, decision: Decision) -> Built:
         """To be called under the modes in which it will run. Raises RestartAnalysis where Dynamo is
         to capture the graph again."""
+        lifted = decision.lifted
         restoring = restoring_modes if changes_modes(traced.graph) else _as_it_is
         return Built(
             traced.graph,
@@ -96,10 +92,10 @@ class Builder:
             restoring,
             tuple(i for i, x in enumerate(traced.inputs) if isinstance(x, torch.Tensor)),
             devices_of_inputs(traced.inputs),
-            None if decision.lifted is None else self._executable(traced, decision.lifted),
+            None if lifted is None else self._executable(traced, lifted, decision.plan),
         )
 
-    def _executable(self, traced: Traced, lifted: Lifted) -> Executable:
+    def _executable(self, traced: Traced, lifted: Lifted, plan: Plan) -> Executable:
         is_compiled = self._policy.compiler == "inductor"
         graph, widened, early = lifted.graph, frozenset[int](), dict[int, int]()
         if not is_compiled:  # Inductor makes one kernel of a cast and what it reads
@@ -115,18 +111,25 @@ class Builder:
                 raise
             except Exception as error:
                 uncompiled = in_words(error)
-        records, ends_recording = _records_some(lifted.graph), mode_after(lifted.graph.graph)
-        return Executable(
-            graph=by_operator,
-            widened=widened,
-            early=early,
-            lifted=lifted,
-            parameters=parameters,
-            records=records,
-            ends_recording=ends_recording,
-            compiled=compiled,
-            uncompiled=uncompiled,
+        interface = Interface(
+            lifted.weights,
+            parameters,
+            written_inputs(plan),
+            widened,
+            early,
+            records=_records_some(lifted.graph),
+            ends_recording=mode_after(lifted.graph.graph),
         )
+        return Executable(by_operator, interface, lifted.devices, compiled, uncompiled)
+
+
+def written_inputs(plan: Plan) -> frozenset[int]:
+    """Positions of the inputs that a graph writes to."""
+    return frozenset(i for i, f in inputs_of(plan) if f.written)
+
+
+def inputs_of(plan: Plan) -> Iterator[tuple[int, NodeFacts]]:
+    return enumerate(f for f in plan.facts.values() if f.op == "placeholder")
 
 
 def _records_some(module: fx.GraphModule) -> bool:
@@ -136,6 +139,8 @@ def _records_some(module: fx.GraphModule) -> bool:
 
 
 def _parameters_read(module: fx.GraphModule, lists: OpLists) -> dict[int, bool]:
+    """Positions of the inputs that are parameters and that a graph itself reads; and of each,
+    whether one operator reads it that makes a gradient for it alone."""
     inputs = enumerate(module.graph.find_nodes(op="placeholder"))
     read = {i: [*n.users] for i, n in inputs if n.meta.get("is_parameter") and n.users}
     entries = {i: lists.lookup(by[0].target) for i, by in read.items() if len(by) == 1}

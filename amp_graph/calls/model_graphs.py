@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from amp_graph.backend.assemble import written_inputs
-from amp_graph.backend.build import Built
+from amp_graph.backend.build import Built, written_inputs
 from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.outside import Outside
 from amp_graph.capture.captures import Assembled, captured_names

@@ -12,12 +12,12 @@ widens them in one fused call, and unscales and checks them in another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,45 +34,52 @@ _AS_IT_IS = nullcontext()
 _requires_grad = attrgetter("requires_grad")
 
 
+@dataclass(frozen=True)
+class Interface:
+    """What goes into a graph and out of it, by position among its captured inputs and its results.
+
+    weights: of each low-precision weight, which it takes after those inputs, the position of its
+        parameter and its dtype.
+    parameters: those of the inputs that are parameters and read in float32 as well; and of each,
+        whether its gradient from there is made for it alone.
+    written: those that the graph may write to.
+    widened: those of the results that are to be float32 and that the graph leaves low.
+    early: the keys of the results that leave the graph where they are made; if there are any, it
+        takes an `EarlyResults` as its last input.
+    records: whether autograd records some of it though it was called under `no_grad`.
+    ends_recording: whether autograd records after it; None if the graph does not change that.
+    """
+
+    weights: Sequence[tuple[int, torch.dtype]] = ()
+    parameters: Mapping[int, bool] = field(default_factory=dict)
+    written: Collection[int] = ()
+    widened: frozenset[int] = frozenset()
+    early: Mapping[int, int] = field(default_factory=dict)
+    records: bool = False
+    ends_recording: bool | None = None
+
+
 class Boundary:
     """Calls an emitted graph with its low-precision weights, and scales its gradients.
 
-    run: the graph; it takes the captured inputs and then the low-precision weights.
-    watched: runs the graph under a FirstNonfinite, which it takes first.
-    written: positions of the inputs that the graph may write to.
-    widened: positions of the results that are to be float32 and that the graph leaves low.
-    early: by position, the keys of the results that leave the graph where they are made; if there
-        are any, it takes an `EarlyResults` as its last input.
-    records: whether autograd records some of it though it was called under `no_grad`.
-    ends_recording: whether autograd records after it; None if the graph does not change that.
-    weights: position among the captured inputs and dtype of each low-precision weight.
-    parameters: positions of the inputs that are parameters and read in float32 as well; and of
-        each, whether its gradient from there is made for it alone.
+    run: the graph, which has this `interface`.
+    watched: runs it under a FirstNonfinite, which it takes first.
     """
 
     def __init__(
         self,
         run: Callable[..., Any],
+        interface: Interface,
         store: LowPrecisionWeights,
         scale: ModelScale | None,
-        weights: Sequence[tuple[int, torch.dtype]] = (),
-        parameters: Mapping[int, bool] = MappingProxyType({}),
         watched: Callable[..., Any] | None = None,
-        records: bool = False,
-        ends_recording: bool | None = None,
-        written: Sequence[int] | frozenset[int] = (),
-        widened: frozenset[int] = frozenset(),
-        early: Mapping[int, int] = MappingProxyType({}),
     ):
         self._run = run
-        self._watched = watched
-        self._scale = scale
-        self._records = records
-        self._ends_recording = ends_recording
-        self._written = written
-        self._widened = widened
-        self._early = early
+        self._interface = interface
         self._store = store
+        self._scale = scale
+        self._watched = watched
+        weights, parameters = interface.weights, interface.parameters
         self._dtypes = [dtype for _, dtype in weights]
         self._low = [position for position, _ in weights]
         self._wide = parameters if scale is not None else {}
@@ -88,17 +95,17 @@ class Boundary:
         parameters = self._pick_parameters(args)
         weights = self._weights_of(parameters)
         is_enabled = torch.is_grad_enabled()
-        recorded = is_enabled or self._records
+        recorded = is_enabled or self._interface.records
         values = [*args, *weights.refreshed(parameters, recorded)]
         if not recorded:
             return self._results(self._run, values)[0]
-        if is_enabled and self._ends_recording is None:
+        if is_enabled and self._interface.ends_recording is None:
             return self._run_recorded(args, parameters, weights, values, _AS_IT_IS)
         with torch.enable_grad():  # what enters and leaves is recorded
             begin = torch.enable_grad() if is_enabled else torch.no_grad()
             result = self._run_recorded(args, parameters, weights, values, begin)
-        if self._ends_recording is not None:
-            torch.set_grad_enabled(self._ends_recording)
+        if self._interface.ends_recording is not None:
+            torch.set_grad_enabled(self._interface.ends_recording)
         return result
 
     def _weights_of(self, parameters: Sequence[Tensor]) -> GraphWeights:
@@ -124,7 +131,6 @@ class Boundary:
         """Let gradients of parameters out. The graph itself begins inside of `begin`."""
         scale: Scale | None = None
         inputs: list[int] = []
-        given: list[Tensor] = []
         if self._scale is not None and self._scale.is_on():
             if self._others is None:
                 others = (i for i in range(len(args)) if i not in self._parameters)
@@ -132,15 +138,14 @@ class Boundary:
                 self._pick_others = picker(found)
                 self._others = found  # last: another thread may look for it
             inputs = [*compress(self._others, map(_requires_grad, self._pick_others(args)))]
-            given = [*map(args.__getitem__, inputs)]
-            scale = self._scale.for_call(given)
+            scale = self._scale.for_call([*map(args.__getitem__, inputs)])
         entrances = self._entrances
         is_scaled = scale is not None
         if entrances is None or not entrances.are_for(weights, parameters, args, is_scaled):
             entrances = self._entrances = self._entrances_for(weights, parameters, args, scale)
         entrances.enter(scale, values, args)
         if scale is not None:
-            return self._run_scaled(scale, args, inputs, given, values, entrances.pick_wide, begin)
+            return self._run_scaled(scale, args, inputs, values, entrances.pick_wide, begin)
         with begin:
             return self._results(self._run, values)[0]
 
@@ -148,38 +153,39 @@ class Boundary:
         self, run: Callable[..., Any], values: Sequence[Any], scale: Scale | None = None
     ) -> tuple[Any, frozenset[int]]:
         """What a run of the graph returns, and the positions of what has left it by now."""
-        if not self._early:
-            if not self._widened:
-                return run(*values), self._widened
+        if not self._interface.early:
+            if not self._interface.widened:
+                return run(*values), self._interface.widened
             results = [*run(*values)]
-            leave_wide_(scale, results, self._widened)
-            return results, self._widened
+            leave_wide_(scale, results, self._interface.widened)
+            return results, self._interface.widened
         early = EarlyResults(scale)
         results = [*run(*values, early)]
-        left = {i: early.left[key] for i, key in self._early.items() if key in early.left}
+        left = {i: early.left[key] for i, key in self._interface.early.items() if key in early.left}
         for i, result in left.items():
             results[i] = result
-        leave_wide_(scale, results, self._widened.difference(left))
-        return results, self._widened.union(left)
+        leave_wide_(scale, results, self._interface.widened.difference(left))
+        return results, self._interface.widened.union(left)
 
     def _run_scaled(
         self,
         scale: Scale,
         args: Sequence[Any],
         inputs: Sequence[int],
-        given: Sequence[Tensor],
         values: list[Any],
         pick_wide: Pick,
         begin: AbstractContextManager[Any],
     ) -> Any:
         """Run with gradients of inputs and outputs scaled too."""
+        given: list[Tensor] = []
         entered: list[Tensor] = []
         if inputs:
-            entered = enter_inputs(scale, given, [i in self._written for i in inputs])
+            given = [*map(args.__getitem__, inputs)]
+            entered = enter_inputs(scale, given, [i in self._interface.written for i in inputs])
             versions = [value._version for value in entered]
             for i, value in zip(inputs, entered, strict=True):
                 values[i] = value
-        constants = [*filter(carries_none, map(args.__getitem__, self._written))]
+        constants = [*filter(carries_none, map(args.__getitem__, self._interface.written))]
         with begin:
             run = self._run
             if scale.watch is not None and self._watched is not None:
