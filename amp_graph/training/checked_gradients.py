@@ -39,7 +39,7 @@ class CheckedGradients:
             made = [*zip(map(_address, gradients), map(_version, gradients), strict=True)]
         except RuntimeError:  # inference tensors have no versions
             return
-        check.gradients.update(made)
+        check.gradients |= made
         check.memories.add(gradients)
 
     def _check_on(self, inverse: Tensor) -> _Check:
