@@ -19,7 +19,7 @@ from training import X
 
 import amp_graph
 from amp_graph import Policy
-from amp_graph.training import standing
+from amp_graph.training import entrances, standing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_other_scales")
 
@@ -38,6 +38,17 @@ def test_only_the_first_of_many_steps_makes_them(policy: Policy) -> None:
     standing.let_go_of_all()
     assert made_in(step) > 0
     assert [made_in(step) for _ in range(3)] == [0, 0, 0]
+
+
+@by_policy
+def test_groups_stand_from_the_first_call_on(policy: Policy, monkeypatch: Any) -> None:
+    """One that is made does not let go of another's."""
+    monkeypatch.setattr(entrances, "CPU_GROUP_BYTES", 1)
+    model = amp_graph.convert(Net(), policy=policy)
+    assert [made_in(lambda: loss(model).backward()) for _ in range(3)][1:] == [0, 0]
+    model.head.weight.requires_grad_(False)
+    first, *others = [made_in(lambda: loss(model).backward()) for _ in range(3)]
+    assert first > 0 and others == [0, 0]
 
 
 def test_calls_whose_inputs_have_gradients_make_them_once() -> None:

@@ -17,11 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from amp_graph.training.engine import (
-    CAN_RUN_WHEN_READY,
-    has_process_group,
-    runs_when_ready,
-)
+from amp_graph.training.engine import CAN_RUN_WHEN_READY, has_process_group, runs_when_ready
 from amp_graph.training.entering import Call, enter
 from amp_graph.training.scale import Scale
 from amp_graph.training.standing import Standing, follow_streams, let_go_of_all
@@ -37,7 +33,7 @@ FIRST_BYTES_SENT, BYTES_SENT = 2**20, 25 * 2**20
 Pick = Callable[[Sequence[Any]], Sequence[Any]]
 PLAIN = {Tensor, Parameter}
 _requires_grad = attrgetter("requires_grad")
-_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_hooks, _hooks_after = map(attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
 @dataclass(eq=False)
@@ -67,7 +63,7 @@ class Entrance:
     def enter(
         self, scale: Scale | None, values: list[Any], args: Sequence[Any], may_stand: bool
     ) -> None:
-        """`may_stand`: whether the call leaves nothing in what enters."""
+        """`may_stand`: whether nothing of the call will remain in what enters."""
         stands = may_stand and self.may_stand
         standing = self._standing if stands else None
         entered = None if standing is None else standing.take(scale)
@@ -161,11 +157,10 @@ class Entrances:
 
 def _traits(parameters: Sequence[Tensor]) -> list[list[bool]]:
     """What groups follow from, apart from devices, dtypes and sizes."""
-    on_it, on_its_node = _HOOKS
     return [
         [*map(_requires_grad, parameters)],
-        [*map(bool, map(on_it, parameters))],
-        [*map(bool, map(on_its_node, parameters))],
+        [*map(bool, map(_hooks, parameters))],
+        [*map(bool, map(_hooks_after, parameters))],
     ]
 
 
@@ -208,7 +203,7 @@ def _has_own_node(parameter: Tensor) -> bool:
 
 
 def _has_hooks(parameter: Tensor) -> bool:
-    return any(hooks(parameter) for hooks in _HOOKS)
+    return bool(_hooks(parameter) or _hooks_after(parameter))
 
 
 def _entrance(
