@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 def emulated(monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
     """The low precisions that the CPU has no kernels for; both, unless a test takes one out."""
     found = {torch.bfloat16, torch.float16}
-    for module in ("cpu", "calls.first_report", "capture.recurrent"):
+    for module in ("cpu", "calls.first_report", "graphs.recurrent"):
         monkeypatch.setattr(f"amp_graph.{module}.emulates", found.__contains__)
     return found
 
