@@ -117,9 +117,10 @@ class Shared(nn.Module):
         return self.scores(self.again(self.inner(self.words(i))))
 
 
-def test_weights_are_stored_as_they_are_read() -> None:
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_weights_are_stored_as_they_are_read(compiler: str) -> None:
     model, i = Shared().eval(), torch.arange(9)[None]
-    program = amp_graph.export(model, (i,), policy="bfloat16")
+    program = amp_graph.export(model, (i,), policy=Policy("bfloat16", compiler=compiler))
     low = {name for name, value in program.state_dict.items() if value.dtype is torch.bfloat16}
     inner = {"inner.weight", "again.weight", "inner.bias", "again.bias"}
     assert low == inner | {"scores.bias"}

@@ -43,9 +43,9 @@ class Graphs(NamedTuple):
 
 
 class Lifted(NamedTuple):
-    """An emitted graph that takes its low-precision weights as inputs, after the captured ones; of
-    each the position of its parameter among those and its dtype; and the kinds of device that the
-    graph computes on."""
+    """An emitted graph that takes the low-precision weights that stand apart from it as inputs,
+    after the captured ones; of each the position of its parameter among those and its dtype; and
+    the kinds of device that the graph computes on."""
 
     graph: fx.GraphModule
     weights: Weights
@@ -89,13 +89,24 @@ def decide(
     try:
         emitted, plan = rewrite(captured, policy, lists, pins)
         devices = devices_of_inputs(traced.inputs) | device_types(captured)
-        lifted = Lifted(*lift_weights(emitted, plan), devices)
+        are_lifted = _weights_stand_apart(policy, plan.dtype)
+        graph, weights = lift_weights(emitted, plan) if are_lifted else (emitted, ())
+        lifted = Lifted(graph, weights, devices)
     except MISTAKES:
         raise
     except Exception as error:
         plan = outline(captured, policy, lists).as_captured(in_words(error))
         return Decision(plan, Graphs(captured, captured))
     return Decision(plan, Graphs(captured, emitted), lifted)
+
+
+def _weights_stand_apart(policy: Policy, dtype: torch.dtype) -> bool:
+    """Whether low-precision weights are made outside of a graph: all in one call, or kept between
+    calls, or because their gradients are unscaled out there. A compiler makes one kernel of a cast
+    and what is beside it, and needs no call of ours for either."""
+    is_compiled = policy.compiler == "inductor"
+    is_scaled = policy.loss_scale_for(dtype) is not None
+    return not is_compiled or is_scaled or policy.refresh_weights == "on_change"
 
 
 def devices_of_inputs(inputs: Sequence[Any]) -> frozenset[str]:

@@ -1,7 +1,9 @@
-"""Inductor: compile an emitted graph with its low-precision weights as inputs.
+"""Inductor: compile an emitted graph.
 
-    x, w, w_bfloat16 ----> compiled forward ----> y             one AOTAutograd trace of both,
-    dx, dw_bfloat16  <---- compiled backward <--- dy            cached by PyTorch across processes
+    x, w  ----> compiled forward ----> y            one AOTAutograd trace of both,
+    dx, dw <--- compiled backward <--- dy           cached by PyTorch across processes
+
+A low-precision weight that stands apart is an input: `w_bfloat16`, and `dw_bfloat16` comes out.
 
 This happens inside of Dynamo's call of its backend, where `torch.compile` calls Inductor as well:
 guards, symbolic sizes and fake tensors are those of that capture. The boundary of the graph, where
