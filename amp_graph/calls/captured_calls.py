@@ -195,7 +195,11 @@ class CapturedCalls:
         """Capture with more breaks, then each size apart. If that was tried, or is not likely to
         help a model that would begin for the third time, run its own code under autocast, and go
         on so: it may raise no such error, or catch it. The next call is captured again if it
-        raises, or is a first one that changed the model, which may set itself up in it."""
+        raises, or is a first one that changed the model, which may set itself up in it.
+
+        tried, runs, kept: Dynamo's settings, how many graphs had run in this thread, and the model,
+            as the call found them.
+        """
         cause = getattr(error, "inner_exception", None)
         if isinstance(cause, MISTAKES):
             self._begin_again()
