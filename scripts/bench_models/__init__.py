@@ -1,4 +1,5 @@
-"""The models of the benchmark, in the styles that people train, from plain torch.nn.
+"""The models of the benchmark, in the styles that people train: from plain torch.nn, and three of
+transformers.
 
 Each comes in two sizes: for two CPU cores, and for one large GPU, where it has the published
 configuration. None has dropout, so that gradients can be compared.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from bench_models import images, others, sequences, vision
+from bench_models import images, others, published, sequences, vision
 from bench_models.workload import Factory, Workload
 
 __all__ = ["WORKLOADS", "Workload", "workload_of"]
@@ -28,6 +29,9 @@ WORKLOADS: dict[str, Factory] = {
     "ssd": vision.ssd,
     "waveglow": others.waveglow,
     "dcgan": images.dcgan,
+    "llama": published.llama,
+    "mixtral": published.mixtral,
+    "vit": published.vit,
 }
 
 

@@ -1,0 +1,67 @@
+"""Models of transformers, built from configuration, as people take them; each returns its loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench_models.workload import Workload
+
+
+def llama(device: str, large: bool) -> Workload:
+    """Rotary positions, RMS norms, gated layers, fewer key heads than query heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return _decoder(LlamaForCausalLM(LlamaConfig(**_sizes(large))), device, large)
+
+
+def mixtral(device: str, large: bool) -> Workload:
+    """The same with two of several experts for each token."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    experts = 8 if large else 4
+    config = MixtralConfig(**_sizes(large), num_local_experts=experts, num_experts_per_tok=2)
+    return _decoder(MixtralForCausalLM(config), device, large)
+
+
+def vit(device: str, large: bool) -> Workload:
+    """ViT-B/16, or a small one."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    batch, size, patch = (64, 224, 16) if large else (8, 64, 8)
+    sizes: dict[str, Any] = {"image_size": size, "patch_size": patch, "num_labels": 1000}
+    if not large:
+        sizes |= {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+        sizes |= {"intermediate_size": 1024}
+    images = torch.randn(batch, 3, size, size, device=device)
+    labels = torch.randint(0, 1000, (batch,), device=device)
+
+    def loss(m: nn.Module) -> torch.Tensor:
+        return m(images, labels=labels).loss
+
+    return Workload(ViTForImageClassification(ViTConfig(**sizes)), loss)
+
+
+def _sizes(large: bool) -> dict[str, Any]:
+    width, depth, heads, vocabulary = (1024, 8, 16, 32000) if large else (256, 4, 4, 1000)
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": 11 * width // 4,
+        "num_hidden_layers": depth,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "use_cache": False,
+    }
+
+
+def _decoder(model: nn.Module, device: str, large: bool) -> Workload:
+    batch, length = (8, 512) if large else (4, 128)
+    ids = torch.randint(0, 32000 if large else 1000, (batch, length), device=device)
+
+    def loss(m: nn.Module) -> torch.Tensor:
+        return m(ids, labels=ids).loss
+
+    return Workload(model, loss)
