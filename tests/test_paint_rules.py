@@ -152,6 +152,20 @@ def test_a_float_call_of_the_model_is_kept():
     ]
 
 
+def test_a_float_call_for_products_alone_asks_for_nothing():
+    """As `x.to(weight.dtype)` in front of a layer: up to float32, and down again."""
+
+    def function(x, w):
+        alone, beside = torch.relu(x @ w).float(), torch.relu(w @ x).float()
+        return alone @ w, beside @ w, beside.sum(0)
+
+    result = run(function, X, X.t().contiguous())
+    assert result.is_low("clear2") and not result.is_low("clear4")
+    assert result.rule("clear4") == "user cast"
+    h = torch.relu(X.bfloat16() @ X.t().bfloat16())
+    assert torch.equal(result(X, X.t())[0], (h @ X.t().bfloat16()).float())
+
+
 def test_the_way_back_from_what_was_asked_for_in_float32_asks_for_nothing():
     """As in transformers' attention. It is a conversion to the type of the whole model."""
 

@@ -68,9 +68,16 @@ def user_overrides(scene: Scene, n: int) -> Paint | None:
 
 
 def user_casts(scene: Scene, n: int) -> Paint | None:
-    """An explicit `.float()` asks for float32 from there on."""
-    because = "the model converts to float32"
-    return Paint(Color.DENY, "user cast", because) if scene.facts[n].user_cast else None
+    """An explicit `.float()` asks for float32 from there on; but not one whose result is read by
+    operators on the allow list alone, which take it in low precision: `x.to(weight.dtype)`."""
+    if not scene.facts[n].user_cast or _is_for_allowed(scene, n):
+        return None
+    return Paint(Color.DENY, "user cast", "the model converts to float32")
+
+
+def _is_for_allowed(scene: Scene, n: int) -> bool:
+    readers = [*scene.flow.successors(n)]
+    return bool(readers) and all(scene.colors[r] is Color.ALLOW for r in readers)
 
 
 def unrepresentable_numbers(scene: Scene, n: int) -> Paint | None:
