@@ -69,7 +69,7 @@ def export(
     saved = None if plan is None else as_plans(plan)
     if conversion is not None and policy is None:
         policy, saved = conversion.policy, saved or conversion.compiler.saved
-    chosen = replace(as_policy(policy), compiler="eager", compiler_options=None)
+    chosen = as_policy(policy).uncompiled()
     if saved is not None:
         chosen = chosen.following(saved)
     if chosen.output_dtype is not None:

@@ -106,11 +106,11 @@ class Policy:
     def _check_compiler(self) -> None:
         if self.compiler not in COMPILERS:
             raise PolicyError(f"compiler must be {_either(COMPILERS)}, not {self.compiler!r}")
-        if self.compiler == "inductor" and self.emulation == "float32":
+        if self.is_compiled and self.emulation == "float32":
             raise PolicyError("emulation='float32' is for compiler='eager'")
         if self.compiler_options is None:
             return
-        if self.compiler == "eager":
+        if not self.is_compiled:
             raise PolicyError("compiler_options are for compiler='inductor'")
         if not isinstance(self.compiler_options, str | Mapping):
             raise PolicyError(
@@ -156,6 +156,15 @@ class Policy:
     def keeps_weights(self) -> bool:
         """Whether low-precision weights are kept until a change is seen."""
         return self.refresh_weights == ON_CHANGE
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether Inductor compiles graphs."""
+        return self.compiler == "inductor"
+
+    def uncompiled(self) -> Policy:
+        """This policy for graphs that run operator by operator."""
+        return replace(self, compiler="eager", compiler_options=None)
 
     def loss_scale_for(self, dtype: torch.dtype) -> LossScale | None:
         """How gradients are scaled in graphs of this low precision; None: they are not."""

@@ -96,7 +96,7 @@ class Builder:
         )
 
     def _executable(self, traced: Traced, lifted: Lifted, plan: Plan) -> Executable:
-        is_compiled = self._policy.compiler == "inductor"
+        is_compiled = self._policy.is_compiled
         graph, widened, early = lifted.graph, frozenset[int](), dict[int, int]()
         if not is_compiled:  # Inductor makes one kernel of a cast and what it reads
             graph, widened, early = let_leave_early(*lift_results(graph))

@@ -104,9 +104,8 @@ def _weights_stand_apart(policy: Policy, dtype: torch.dtype) -> bool:
     """Whether low-precision weights are made outside of a graph: all in one call, or kept between
     calls, or because their gradients are unscaled out there. A compiler makes one kernel of a cast
     and what is beside it, and needs no call of ours for either."""
-    is_compiled = policy.compiler == "inductor"
     is_scaled = policy.loss_scale_for(dtype) is not None
-    return not is_compiled or is_scaled or policy.refresh_weights == "on_change"
+    return not policy.is_compiled or policy.keeps_weights or is_scaled
 
 
 def devices_of_inputs(inputs: Sequence[Any]) -> frozenset[str]:

@@ -48,7 +48,7 @@ def kind_of(entry: Entry, compiler: Compiler) -> Kind | None:
     parametrized part has a class of its own, which holds it and which graphs hold, and one that is
     converted by itself may have another policy."""
     module = entry.module
-    if compiler.policy.compiler != "eager" or compiler.saved is not None or is_sharded(module):
+    if compiler.policy.is_compiled or compiler.saved is not None or is_sharded(module):
         return None
     if converted_parts(module) or any(map(is_parametrized, module.modules())):
         return None

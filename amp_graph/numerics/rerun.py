@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -61,7 +61,7 @@ class Rerun:
     `replaced[index]` runs instead of an emitted graph."""
 
     def __init__(self, model: nn.Module, policy: Policy, saved: Saved | None = None):
-        policy = replace(policy, compiler="eager", compiler_options=None)
+        policy = policy.uncompiled()
         self.model = model
         self.compiler = Compiler(policy, saved)
         self.emulated = emulated_nodes(policy, self.compiler.lists)
