@@ -1,5 +1,4 @@
-"""Several threads in one process: many call one model at once, or one goes on while another is
-loaded, as in a server."""
+"""Several threads in one process call one model at once."""
 
 from __future__ import annotations
 
@@ -9,15 +8,14 @@ import itertools
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from interrupting import interrupting
-from torch import Tensor, _ops, nn
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import _disable_current_modes
+from several_threads import SEVERAL_THREADS, Net, X, at_once, beside_it, computing_with, evaluated
+from torch import Tensor, nn
 from two_layers import Packed
 
 import amp_graph
@@ -25,28 +23,9 @@ from amp_graph.calls import captured_calls, outside
 from amp_graph.calls.outside import Outside
 from amp_graph.capture.frames import MAX_CAPTURES
 from amp_graph.training import weights
-from amp_graph.training.boundary import Boundary, Interface
 from amp_graph.training.weights import LowPrecisionWeights
 
-X = torch.linspace(-1, 1, 32).reshape(4, 8)
-
-pytestmark = [
-    pytest.mark.usefixtures("fresh_dynamo"),
-    pytest.mark.skipif(
-        torch.__version__ < "2.13" and not torch.cuda.is_available(),
-        reason="torch 2.11 dies where several threads have set up its stand-in for CUDA",
-    ),
-]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
-        self.head = nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
+pytestmark = SEVERAL_THREADS
 
 
 class Broken(Net):
@@ -56,33 +35,6 @@ class Broken(Net):
         h = self.body(x)
         print(end="")
         return self.head(h * 2 if h.sum() > 0 else h)
-
-
-def at_once(count: int, call: Callable[[int], Any]) -> list[Any]:
-    """What threads get that begin together; of each the result, or what it raised."""
-    begin, results = threading.Barrier(count), [None] * count
-
-    def work(k: int) -> None:
-        begin.wait()
-        try:
-            results[k] = call(k)
-        except Exception as error:
-            results[k] = error
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
-def evaluated(kind: type[nn.Module], is_warm: bool = False) -> nn.Module:
-    """For evaluation; if warm, called in training before."""
-    model = amp_graph.convert(kind(), policy="bfloat16")
-    if is_warm:
-        model(X)
-    return model.eval()
 
 
 def all_equal(results: Sequence[Any], expected: Tensor) -> bool:
@@ -189,13 +141,6 @@ def test_of_two_first_calls_one_is_watched(monkeypatch: pytest.MonkeyPatch) -> N
     assert at > 20
 
 
-def computing_with(store: LowPrecisionWeights) -> Callable[[Tensor], Tensor]:
-    """A graph that returns the low-precision weight for its input, unrecorded."""
-    interface = Interface(weights=[(0, torch.bfloat16)])
-    graph = Boundary(lambda parameter, low: [low], interface, store, None)
-    return lambda parameter: torch.no_grad()(graph)(parameter)[0]
-
-
 def test_low_precision_weights_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a graph might write to some, and compute with others."""
     made, make = threading.Barrier(2), weights._Copy
@@ -210,95 +155,3 @@ def test_low_precision_weights_are_made_once(monkeypatch: pytest.MonkeyPatch) ->
     graph = computing_with(LowPrecisionWeights())
     first, second = at_once(2, lambda k: graph(parameter))
     assert first is second and torch.equal(first, parameter.bfloat16())
-
-
-def test_kept_weights_are_stale_until_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads call a model after other weights were loaded into it."""
-    parameter = nn.Parameter(X.clone())
-    graph = computing_with(LowPrecisionWeights(kept=True))
-    graph(parameter)
-    with torch.no_grad():
-        parameter.mul_(3)
-    beside: list[Tensor] = []
-    write = weights.copy_all_
-
-    def later(*args: Any) -> None:
-        monkeypatch.setattr(weights, "copy_all_", write)
-        beside.extend(at_once(1, lambda k: graph(parameter).clone()))
-        write(*args)
-
-    monkeypatch.setattr(weights, "copy_all_", later)
-    graph(parameter)
-    assert torch.equal(beside[0], parameter.bfloat16())
-
-
-def beside_it(model: nn.Module) -> Tensor:
-    """What another thread gets now."""
-    (result,) = at_once(1, lambda k: torch.no_grad()(model)(X))
-    return result
-
-
-def captured_with(meanwhile: Callable[[], Any]) -> nn.Module:
-    """A model, not yet called, in whose capture something is done between two of its operators."""
-
-    @torch.compiler.allow_in_graph
-    def beside(x: Tensor) -> Tensor:
-        meanwhile()
-        return x.neg()
-
-    class Loaded(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(beside(self.body(x)))
-
-    return evaluated(Loaded)
-
-
-@torch.no_grad()
-def test_a_model_runs_as_ever_while_another_thread_captures() -> None:
-    served, results = evaluated(Net), []
-    expected = served(X)
-    captured_with(lambda: results.append(beside_it(served)))(X)
-    assert results and all(torch.equal(result, expected) for result in results)
-    assert len(amp_graph.plans(served)) == 1
-
-
-@torch.no_grad()
-def test_modes_of_a_trace_are_not_those_of_another_thread() -> None:
-    """The first run of a graph, and Dynamo, lay off modes for a while; PyTorch has one stack for
-    all threads of those that a trace above autograd is under."""
-    laid_off, is_done = threading.Event(), threading.Event()
-
-    def lay_off() -> None:
-        with _disable_current_modes():
-            laid_off.set()
-            is_done.wait()
-
-    def meanwhile() -> None:
-        if _ops.mode_stack_state_for_pre_dispatch().count() and not laid_off.is_set():
-            beside.start()
-            laid_off.wait()
-
-    stack = _ops.mode_stack_state_for_pre_dispatch
-    beside, loaded = threading.Thread(target=lay_off), captured_with(meanwhile)
-    loaded(X)
-    is_done.set()
-    beside.join()
-    (plan,) = amp_graph.plans(loaded)
-    assert plan.fallback is None and plan.low
-    assert _ops.mode_stack_state_for_pre_dispatch is stack and not stack().count()
-
-
-@torch.no_grad()
-def test_a_tracer_gets_the_code_of_its_own_thread() -> None:
-    """`make_fx` has the model's own code, in its own precision."""
-    model, others = evaluated(Net), []
-    expected = model(X)
-    exact = amp_graph.restore(copy.deepcopy(model))(X)
-
-    def traced(x: Tensor) -> Tensor:
-        others.append(beside_it(model))
-        return model(x)
-
-    program = make_fx(traced)(X)
-    assert torch.equal(program(X), exact)
-    assert torch.equal(others[0], expected) and not torch.equal(exact, expected)
