@@ -185,3 +185,29 @@ def test_a_place_that_moved_on_is_one(
     with torch.autocast("cpu", torch.bfloat16):
         autocast = plain(first, second).float()
     assert distance(model(first, second), exact) <= 1.05 * distance(autocast, exact)
+
+
+class Columns(nn.Module):
+    """Ids, lengths and a flag in columns of floats, which are also features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names, self.features = nn.Embedding(2000, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        ids, length, seen = x.unbind(1)
+        positions = torch.arange(4)
+        kept = positions < length.relu().to(torch.int32)[:, None] - 300
+        return self.names(ids.long()) + self.features(x), ids.long(), kept, seen.bool()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_whole_numbers_and_flags_in_columns_of_floats(dtype: str, level: str) -> None:
+    x = torch.tensor([[513.0, 301.0, 0.0], [1095.0, 303.0, 1e-9], [1999.0, 304.0, 1.0]])
+    model = Columns()
+    expected = model(x)[1:]
+    found = amp_graph.convert(model, policy=Policy(dtype, level=level))(x)[1:]
+    assert all(map(torch.equal, found, expected))
+    (plan,) = amp_graph.plans(model)
+    assert not plan.fallback and plan.converts

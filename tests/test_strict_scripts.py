@@ -67,3 +67,19 @@ def test_programs_made_by_tracing_are_float32(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert done.out.startswith("False True")
     assert [m["model"] for m in done.report["models"]] == ["Sequential"]
+
+
+SILENT = """
+    import sys, torch
+    sys.stderr = None  # as in a service, or in a program without a window
+    net = torch.nn.Linear(4, 2)
+    net(torch.randn(2, 4)).sum().backward()
+    torch.nn.Linear(4, 2).double()(torch.randn(2, 4).double())  # is left as it is, which is told
+    print("final loss 0")
+"""
+
+
+def test_a_script_without_standard_error_keeps_its_standard_output(tmp_path: Path) -> None:
+    done = ran(SILENT, tmp_path)
+    assert (done.code, done.out, done.err) == (0, "final loss 0\n", "")
+    assert sorted(m["converted"] for m in done.report["models"]) == [False, True]

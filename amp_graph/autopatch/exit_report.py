@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from amp_graph.autopatch.script_models import Model, folded
+from amp_graph.autopatch.standard_error import say
 from amp_graph.capture.breaks import each_once
 from amp_graph.convert import is_converted
 from amp_graph.inspection import render
@@ -40,9 +39,8 @@ def write_report(
     described = [describe(m) for m in models]
     breaks = dict.fromkeys(b for m in described for b in m.get("graph_breaks", ()))
     report = {"models": described, "graph_breaks": [*breaks], "script_compiles": compiles}
-    begin = f"amp_graph: {process}: " if process else "amp_graph: "
     missing = (f"AMP_GRAPH_SKIP={glob} matches no module that was converted" for glob in missed)
-    sys.stderr.write("".join(f"{begin}{line}\n" for line in chain(_lines(report), missing)))
+    say(*_lines(report), *missing, of=process)
     if folder is None:
         return
     folder /= process.replace(" ", "")
@@ -58,7 +56,7 @@ def write_report(
             if module is not None and is_converted(module):
                 dump(module, folder / stem)
     except Exception as error:
-        print(f"amp_graph: cannot write to {folder}: {error}", file=sys.stderr)
+        say(f"cannot write to {folder}: {error}")
 
 
 def describe(model: Model) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from amp_graph.autopatch.exit_report import write_report
 from amp_graph.autopatch.first_call import Models
 from amp_graph.autopatch.loaded_states import scales_are_loaded
 from amp_graph.autopatch.script_models import Model
+from amp_graph.autopatch.standard_error import say
 from amp_graph.capture.captures import other_captures_heard
 from amp_graph.errors import AmpGraphError, PolicyError, did_you_mean, in_words, telling
 from amp_graph.ir import COLORS, LEVELS
@@ -181,7 +182,7 @@ class Installation:
             name = self._name() if is_child else ""
             write_report(models, self._dump, name, missed, self.models.compiles)
         except Exception as error:
-            print(f"amp_graph: no report ({in_words(error)})", file=sys.stderr)
+            say(f"no report ({in_words(error)})")
 
     def _is_child_told_of(self, models: list[Model]) -> bool:
         """Not workers, which are daemons, nor processes that only helped."""
@@ -200,7 +201,7 @@ class Installation:
     def _say(self, message: str) -> None:
         if self._is_heard() and message not in self._said:
             self._said.add(message)
-            print(f"amp_graph: {message}", file=sys.stderr)
+            say(message)
 
     def _is_heard(self) -> bool:
         return os.getpid() == self._process and _is_main_process(self.models.rank)
@@ -252,7 +253,7 @@ def start() -> None:
             return
         settings = Settings.read(os.environ)
     except AmpGraphError as error:
-        print(f"amp_graph: {' '.join(str(error).split())}", file=sys.stderr)
+        say(" ".join(str(error).split()))
         sys.exit(2)
     installation = install(settings)
     atexit.unregister(installation.report)  # a second start reports once, too

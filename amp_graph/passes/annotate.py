@@ -66,10 +66,6 @@ def _facts(
     node: fx.Node, lists: OpLists, dtype: torch.dtype, memory: _Memory, region: str
 ) -> NodeFacts:
     listing = lists.lookup(node.target) if is_operator(node) else None
-    if node.target in (operator.getitem, DATA):
-        color: Color | None = Color.CLEAR
-    else:
-        color = listing.color if listing else None
     origin = memory.origin(node)
     source, code = _source(node)
     traits = {trait: getattr(listing, trait, False) for trait in TRAITS}
@@ -77,7 +73,7 @@ def _facts(
     return NodeFacts(
         name=node.name,
         op=sys.intern(op_name(node)),
-        color=color,
+        color=_color(node, listing),
         group=listing.group if listing else "",
         storage=listing.storage_on(device_of(node), dtype) if listing else None,
         reads=tuple(dict.fromkeys(n.name for n in _reads(node, listing))),
@@ -100,6 +96,19 @@ def _facts(
         code=sys.intern(code),
         **traits,
     )
+
+
+def _color(node: fx.Node, listing: Listing | None) -> Color | None:
+    """That of the lists. What makes whole numbers or booleans of others does more than move them:
+    an id of 513 in a column of floats is 512 in bfloat16."""
+    if node.target in (operator.getitem, DATA):
+        return Color.CLEAR
+    color = listing.color if listing else None
+    if color is Color.CLEAR and any(map(_has_float32, node.all_input_nodes)):
+        makes = {t.dtype for t in tensors_of(node)}
+        if makes and not any(dtype.is_floating_point for dtype in makes):
+            return Color.INFER
+    return color
 
 
 def tensor_facts(tensor: torch.Tensor) -> TensorFacts:
