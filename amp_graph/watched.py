@@ -154,7 +154,7 @@ class _Looking(fx.Interpreter):
         facts = self._facts.get(captured.meta.get("weight_of", captured.name))
         if facts is None:
             return n.name
-        if captured is n and n.op == "placeholder":
+        if captured.op == "placeholder":
             return facts.label
         where = [f"in module '{facts.module_path}'"] if facts.module_path else []
         where += [f"at {facts.source}"] if facts.source else []

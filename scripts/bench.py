@@ -5,6 +5,7 @@
     python scripts/bench.py --compile               torch.compile of each variant as well
     python scripts/bench.py --accumulate 4          four micro-batches to a step
     python scripts/bench.py --inference --refresh-weights on_change     forward passes alone
+    python scripts/bench.py --scale                 loss scaling in bfloat16 as well
     python scripts/bench.py --emulate-cuda          autocast by CUDA's rules, for its counters
     python scripts/bench.py --turns 8 --steps 2 --jobs 3 --json bench.json      on a GPU
 
@@ -128,6 +129,7 @@ def arguments() -> argparse.Namespace:
         help="of the policy",
     )
     parser.add_argument("--variants", nargs="+", default=[], help="beside float32 and autocast")
+    parser.add_argument("--scale", action="store_true", help="loss scaling in bfloat16, too")
     parser.add_argument("--emulate-cuda", action="store_true", help="autocast by CUDA's rules")
     parser.add_argument(
         "--cpu-time", action="store_true", help="time of the process: for a busy machine, 1 thread"

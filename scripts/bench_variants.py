@@ -34,6 +34,7 @@ class Settings:
     mode: str | None = None
     levels: list[str] = field(default_factory=list)
     emulate_cuda: bool = False
+    scale: bool = False
     refresh_weights: str = "always"
     inference: bool = False
     cpu_time: bool = False
@@ -119,7 +120,7 @@ def variants(name: str, settings: Settings) -> Iterator[tuple[str, Callable[[], 
     torch.manual_seed(0)
     device, dtype = settings.device, settings.low
     work = workload_of(name, device, settings.size == "gpu")
-    scaled = dtype is torch.float16
+    scaled = settings.scale or dtype is torch.float16
     autocast = partial(torch.autocast, device, dtype=dtype)
     rules = _cuda_rules(dtype) if settings.emulate_cuda else None
 
@@ -139,6 +140,7 @@ def variants(name: str, settings: Settings) -> Iterator[tuple[str, Callable[[], 
         return Variant(work, change(model), region, scaler, *per_step)
 
     def ours(**given: Any) -> Change:
+        given |= {"loss_scale": amp_graph.LossScale()} if scaled else {}
         policy = amp_graph.Policy(dtype, refresh_weights=settings.refresh_weights, **given)
         return lambda m: amp_graph.convert(m, policy=policy)
 

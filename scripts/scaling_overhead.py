@@ -3,6 +3,7 @@
     python scripts/scaling_overhead.py                      four models, bfloat16, fused AdamW
     python scripts/scaling_overhead.py --models resnet --optimizer foreach --clip
     python scripts/scaling_overhead.py --device cuda --dtype float16
+    python scripts/scaling_overhead.py --compile            both compiled by Inductor
 
 A step is forward, backward, the optimizer's step and zero_grad; with `--clip`, also clipping. The
 cost is a step with scaling less the same step without: of one converted model, whose loss scale is
@@ -80,6 +81,7 @@ class Training:
         self.model = copy.deepcopy(work.model)
         self.optimizer = OPTIMIZERS[args.optimizer](self.model.parameters())
         self._work, self._args = work, args
+        self._called: Any = self.model  # by itself, or compiled
         self._scaler = self._scaler_that(is_enabled=False)
 
     def _scaler_that(self, is_enabled: bool) -> torch.amp.GradScaler:
@@ -93,7 +95,7 @@ class Training:
 
     def step(self) -> None:
         with self.around_forward():
-            loss = self._work.loss(self.model)
+            loss = self._work.loss(self._called)
         self._scaler.scale(loss).backward()
         if self._args.clip:
             self._scaler.unscale_(self.optimizer)
@@ -108,7 +110,9 @@ class Training:
 class Ours(Training):
     def __init__(self, work: Workload, args: argparse.Namespace):
         super().__init__(work, args)
-        policy = amp_graph.Policy(args.dtype, loss_scale=amp_graph.LossScale(SCALE))
+        compiler = "inductor" if args.compile else "eager"
+        scale = amp_graph.LossScale(SCALE)
+        policy = amp_graph.Policy(args.dtype, loss_scale=scale, compiler=compiler)
         amp_graph.convert(self.model, self.optimizer, policy=policy)
         self.step()
         self._record = conversion_of(self.model).compiler.record
@@ -124,6 +128,11 @@ class Ours(Training):
 
 
 class Autocast(Training):
+    def __init__(self, work: Workload, args: argparse.Namespace):
+        super().__init__(work, args)
+        if args.compile:
+            self._called = torch.compile(self.model)
+
     def around_forward(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._args.device, dtype=getattr(torch, self._args.dtype))
 
@@ -187,6 +196,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="fused")
     parser.add_argument("--clip", action="store_true")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--turns", type=int, default=40)
     args = parser.parse_args()
     if not KEEP_HEAP.keys() <= os.environ.keys():
@@ -213,6 +223,7 @@ def main() -> None:
             clocked_of = (f"{cost[variant] * 1e3:.3f}", ratio)
             shown.add_row(name if is_ours else "", label, *counted_of, *clocked_of)
     title = [f"torch {torch.__version__}", args.device, args.dtype, f"{args.optimizer} optimizer"]
+    title += ["compiled"] if args.compile else []
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(", ".join([*title, "clipping" if args.clip else "no clipping"]), shown)
 

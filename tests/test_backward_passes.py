@@ -140,3 +140,13 @@ def test_no_overflow_reaches_weights_of_losses_that_are_trained_on_gradients() -
     assert all(p.isfinite().all() for p in (weights, *model.parameters()))
     assert amp_graph.step_counts(of_weights).stepped > 0
     assert amp_graph.step_counts(of_weights).skipped > 0
+
+
+def test_anomaly_detection_finds_no_overflow_that_is_the_loss_scale_s() -> None:
+    """It raises for the first NaN, of which float32 would have had none."""
+    plain, model = twins(Mlp())
+    SGD(model.parameters(), lr=0.0).step()
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        for each in (plain, model):
+            (each(X) * 64).square().sum().backward()
+    assert_same_gradients(model, plain)

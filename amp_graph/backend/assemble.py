@@ -22,6 +22,7 @@ from amp_graph.modes import under_autocast
 from amp_graph.modules import Run, without_autocast
 from amp_graph.training.boundary import Boundary, Interface
 from amp_graph.training.graph_scale import GraphScale
+from amp_graph.training.inner_boundary import InnerBoundary
 from amp_graph.training.weights import LowPrecisionWeights
 from amp_graph.watched import run_watched
 
@@ -55,16 +56,14 @@ class Assembler:
             partial(self._record.fall_back, index),
         )
 
-    def _rewritten(self, index: int, plan: Plan, executable: Executable) -> Boundary:
+    def _rewritten(self, index: int, plan: Plan, executable: Executable) -> Run:
         devices = executable.devices
-        watched = partial(run_watched, executable.graph, plan.facts)
-        return Boundary(
-            without_autocast(self._run(index, plan, executable), devices),
-            executable.interface,
-            self._weights,
-            self._scale_for(plan.dtype),
-            without_autocast(watched, devices),
-        )
+        run = without_autocast(self._run(index, plan, executable), devices)
+        watched = without_autocast(partial(run_watched, executable.graph, plan.facts), devices)
+        scale = self._scale_for(plan.dtype)
+        if executable.inside is not None:
+            return InnerBoundary(run, executable.inside, scale, watched)
+        return Boundary(run, executable.interface, self._weights, scale, watched)
 
     def _run(self, index: int, plan: Plan, executable: Executable) -> Run:
         """The emitted graph compiled, if it was; by operator, if that failed or its first run

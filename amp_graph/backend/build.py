@@ -34,6 +34,7 @@ from amp_graph.passes.early_results import let_leave_early
 from amp_graph.passes.lift_results import lift_results
 from amp_graph.policy import Policy
 from amp_graph.training.boundary import Interface
+from amp_graph.training.inner_scaling import Inside
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Executable:
     interface: what it takes and returns.
     devices: the kinds of device that it computes on.
     compiled: None if it was not asked for or, as `uncompiled` says, failed.
+    inside: what it scales by itself, if it does.
     """
 
     graph: fx.GraphModule
@@ -51,6 +53,7 @@ class Executable:
     devices: frozenset[str]
     compiled: Run | None
     uncompiled: str
+    inside: Inside | None
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,9 @@ class Builder:
             records=_records_some(lifted.graph),
             ends_recording=mode_after(lifted.graph.graph),
         )
-        return Executable(by_operator, interface, lifted.devices, compiled, uncompiled)
+        return Executable(
+            by_operator, interface, lifted.devices, compiled, uncompiled, lifted.inside
+        )
 
 
 def written_inputs(plan: Plan) -> frozenset[int]:

@@ -22,8 +22,10 @@ from amp_graph.graphs.input_names import Names
 from amp_graph.ir import Plan
 from amp_graph.oplists import OpLists
 from amp_graph.passes.lift_weights import lift_weights
+from amp_graph.passes.scale_inside import scale_inside
 from amp_graph.plans.pins import Saved
 from amp_graph.policy import Policy
+from amp_graph.training.inner_scaling import Inside
 
 Weights: TypeAlias = tuple[tuple[int, torch.dtype], ...]
 
@@ -44,12 +46,13 @@ class Graphs(NamedTuple):
 
 class Lifted(NamedTuple):
     """An emitted graph that takes the low-precision weights that stand apart from it as inputs,
-    after the captured ones; of each the position of its parameter among those and its dtype; and
-    the kinds of device that the graph computes on."""
+    after the captured ones; of each the position of its parameter among those and its dtype; the
+    kinds of device that the graph computes on; and what it scales by itself."""
 
     graph: fx.GraphModule
     weights: Weights
     devices: frozenset[str]
+    inside: Inside | None = None
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,7 @@ def decide(
     try:
         emitted, plan = rewrite(captured, policy, lists, pins)
         devices = devices_of_inputs(traced.inputs) | device_types(captured)
-        are_lifted = _weights_stand_apart(policy, plan.dtype)
-        graph, weights = lift_weights(emitted, plan) if are_lifted else (emitted, ())
-        lifted = Lifted(graph, weights, devices)
+        lifted = _lifted(emitted, plan, traced.inputs, policy, devices)
     except MISTAKES:
         raise
     except Exception as error:
@@ -100,12 +101,23 @@ def decide(
     return Decision(plan, Graphs(captured, emitted), lifted)
 
 
-def _weights_stand_apart(policy: Policy, dtype: torch.dtype) -> bool:
-    """Whether low-precision weights are made outside of a graph: all in one call, or kept between
-    calls, or because their gradients are unscaled out there. A compiler makes one kernel of a cast
-    and what is beside it, and needs no call of ours for either."""
-    is_scaled = policy.loss_scale_for(dtype) is not None
-    return not policy.is_compiled or policy.keeps_weights or is_scaled
+def _lifted(
+    emitted: fx.GraphModule,
+    plan: Plan,
+    inputs: Sequence[Any],
+    policy: Policy,
+    devices: frozenset[str],
+) -> Lifted:
+    """Low-precision weights are made outside of a graph, all in one call, or are kept there between
+    calls; and its gradients are scaled out there. A compiler makes one kernel of a cast, or of a
+    multiplication, and what is beside it, and needs no call of ours for either."""
+    if not policy.is_compiled or policy.keeps_weights:
+        return Lifted(*lift_weights(emitted, plan), devices)
+    if policy.loss_scale_for(plan.dtype) is None:
+        return Lifted(emitted, (), devices)
+    trained = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
+    graph, inside = scale_inside(emitted, plan.facts, trained)
+    return Lifted(graph, (), devices, inside)
 
 
 def devices_of_inputs(inputs: Sequence[Any]) -> frozenset[str]:

@@ -3,7 +3,8 @@
     x, w  ----> compiled forward ----> y            one AOTAutograd trace of both,
     dx, dw <--- compiled backward <--- dy           cached by PyTorch across processes
 
-A low-precision weight that stands apart is an input: `w_bfloat16`, and `dw_bfloat16` comes out.
+A low-precision weight that stands apart is an input: `w_bfloat16`, and `dw_bfloat16` comes out. A
+loss scale is one, too, with operators that multiply gradients by it (`training.inner_scaling`).
 
 This happens inside of Dynamo's call of its backend, where `torch.compile` calls Inductor as well:
 guards, symbolic sizes and fake tensors are those of that capture. The boundary of the graph, where
@@ -56,8 +57,12 @@ def compile_graph(
     module = _described(copy.deepcopy(lifted.graph), traced.graph)
     inputs = [*traced.inputs]
     placeholders = module.graph.find_nodes(op="placeholder")
-    for node, (position, _) in zip(placeholders[len(inputs) :], lifted.weights, strict=True):
-        inputs.append(_example(node.meta["val"], traced.inputs[position].requires_grad))
+    trained = [traced.inputs[position].requires_grad for position, _ in lifted.weights]
+    if lifted.inside is not None:
+        trained += [False] * len(lifted.inside.devices) + [True]
+    for node, is_trained in zip(placeholders[len(inputs) :], trained, strict=True):
+        node.meta = {**node.meta, "tensor_dict": STATIC}
+        inputs.append(_example(node.meta["val"], is_trained))
     read = _without_unread_parameters(module.graph)
     module.recompile()
     with recurrent_layers_in_steps():
@@ -88,9 +93,9 @@ def inductor(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
         return compile_fx(module, inputs, **options)
 
 
-def _example(low: Tensor, requires_grad: bool) -> Tensor:
-    """A fake weight as the boundary will hand it in. `low` was made without autograd."""
-    return low.detach().requires_grad_(requires_grad)
+def _example(fake: Tensor, requires_grad: bool) -> Tensor:
+    """A fake input as the boundary will hand it in. `fake` was made without autograd."""
+    return fake.detach().requires_grad_(requires_grad)
 
 
 def _without_unread_parameters(graph: fx.Graph) -> list[int]:
@@ -118,6 +123,4 @@ def _described(module: fx.GraphModule, captured: fx.GraphModule) -> fx.GraphModu
     for node in module.graph.find_nodes(op="placeholder"):
         described: Any = node
         described._dynamo_source = getattr(known.get(node.name), "_dynamo_source", None)
-        if "weight_of" in node.meta:
-            node.meta = {**node.meta, "tensor_dict": STATIC}
     return module

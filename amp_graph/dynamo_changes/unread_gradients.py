@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 from torch._dynamo.variables import builder
 from torch._subclasses import meta_utils

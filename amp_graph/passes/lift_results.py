@@ -26,7 +26,7 @@ def lift_results(module: fx.GraphModule) -> tuple[fx.GraphModule, frozenset[int]
     positions of what is to become float32 instead. The module itself if there are none."""
     (output,) = module.graph.find_nodes(op="output")
     results: Any = output.args[0]
-    casts = {*_last_casts(module, output)}
+    casts = {*last_casts(module, output)}
     positions = frozenset(i for i, result in enumerate(results) if result in casts)
     if not positions:
         return module, positions
@@ -40,7 +40,7 @@ def lift_results(module: fx.GraphModule) -> tuple[fx.GraphModule, frozenset[int]
     return fx.GraphModule(module, graph, class_name=type(module).__name__), positions
 
 
-def _last_casts(module: fx.GraphModule, output: fx.Node) -> Iterator[fx.Node]:
+def last_casts(module: fx.GraphModule, output: fx.Node) -> Iterator[fx.Node]:
     """Those after which nothing is written to, which they might have read before, and which are
     recorded if what comes after the graph is."""
     results: Any = output.args[0]

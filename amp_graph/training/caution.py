@@ -21,6 +21,7 @@ from amp_graph.errors import AmpGraphError
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.crossing import has_left
 from amp_graph.training.engine import OUTSIDE, backward_pass, sent
+from amp_graph.training.held_scale import ChosenNumbers, HeldScale
 from amp_graph.training.loss_scale import LossScale
 from amp_graph.training.transforms import unbatched
 from amp_graph.watched import FirstNonfinite
@@ -76,6 +77,7 @@ class Caution:
 
     def __init__(self) -> None:
         self.chosen: dict[int, dict[torch.device, Factors]] = {}
+        self._numbers = ChosenNumbers()
 
     def factor(
         self, scale: Watched, gradient: Tensor, again: bool, of_gradient: bool = False
@@ -98,6 +100,15 @@ class Caution:
     def inverse(self, scale: Watched, device: torch.device) -> Tensor:
         """1/S."""
         return self._factors_on(scale, device)[1]
+
+    def held_on(self, scale: Any, devices: Sequence[torch.device]) -> HeldScale:
+        """S for a graph that reads it itself. What a checkpoint runs again has it at once: what
+        it is run for has got its gradient."""
+        held = self._numbers.held(scale, devices)
+        if self.rules():
+            for device, memory in zip(devices, held.chosen, strict=True):
+                memory.copy_(self._factors_on(scale, device)[0])
+        return held
 
     def rules(self) -> bool:
         """Whether it was chosen for the pass that is running."""
@@ -167,3 +178,6 @@ class Exposed:
 
     def inverse(self, device: torch.device) -> Tensor:
         return self.caution.inverse(self.scale, device)
+
+    def held_on(self, devices: Sequence[torch.device]) -> HeldScale:
+        return self.caution.held_on(self, devices)

@@ -8,7 +8,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from amp_graph.training.engine import OUTSIDE, backward_pass, check_and_unscale_
+from amp_graph.training.engine import OUTSIDE, backward_pass, check_and_unscale_, look_at_
 from amp_graph.training.memory import Memories
 
 _address, _version = Tensor.data_ptr, attrgetter("_version")  # in C, for all at once
@@ -33,25 +33,28 @@ class CheckedGradients:
 
     def unscale_(self, gradients: list[Tensor], inverse: Tensor) -> None:
         """Multiply fresh gradients, all on one device, by 1/S, and check them, in one pass."""
-        check = self._check_on(inverse)
+        check = self._check_on(inverse.device)
         check_and_unscale_(gradients, check.found_inf, inverse)
-        try:
-            made = [*zip(map(_address, gradients), map(_version, gradients), strict=True)]
-        except RuntimeError:  # inference tensors have no versions
-            return
-        check.gradients |= made
-        check.memories.add(gradients)
+        check.note(gradients)
 
-    def _check_on(self, inverse: Tensor) -> _Check:
+    def look_at(self, gradients: list[Tensor]) -> None:
+        """Check gradients, all on one device, as they lie in `.grad` now."""
+        if not gradients:
+            return
+        check = self._check_on(gradients[0].device)
+        look_at_(gradients, check.found_inf)
+        check.note(gradients)
+
+    def _check_on(self, device: torch.device) -> _Check:
         """That of the backward pass which is running, or a new one."""
-        made_in = backward_pass(), inverse.device
+        made_in = backward_pass(), device
         for check in self._checks if made_in[0] != OUTSIDE else ():
             if check.made_in == made_in:
                 return check
         if len(self._checks) >= self._enough:
             self._checks = [check for check in self._checks if check.memories.are_alive()]
             self._enough = 2 * len(self._checks) + 1
-        check = _Check(made_in, torch.zeros_like(inverse))
+        check = _Check(made_in, torch.zeros((), dtype=torch.float32, device=device))
         self._checks.append(check)  # beside those that other devices' threads append
         return check
 
@@ -92,3 +95,12 @@ class _Check:
         self.found_inf = found_inf
         self.gradients: dict[int, int] = {}  # versions by address
         self.memories = Memories()
+
+    def note(self, gradients: Sequence[Tensor]) -> None:
+        """These were checked, as they are."""
+        try:
+            made = [*zip(map(_address, gradients), map(_version, gradients), strict=True)]
+        except RuntimeError:  # inference tensors have no versions
+            return
+        self.gradients |= made
+        self.memories.add(gradients)

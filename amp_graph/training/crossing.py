@@ -21,7 +21,8 @@ from torch.autograd import Function
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from amp_graph.training.engine import OUTSIDE, backward_pass, check_and_unscale_
+from amp_graph.training.engine import OUTSIDE, backward_pass, check_and_unscale_, look_at_
+from amp_graph.training.held_scale import HeldScale
 from amp_graph.training.scale import Scale
 from amp_graph.training.transforms import applied, are_plain, for_all
 from amp_graph.uncaptured import never_captured
@@ -68,9 +69,28 @@ def leave_wide_(scale: Scale | None, results: list[Any], positions: Iterable[int
         results[i] = wide[id(result)]
 
 
+def enter_unscaled(scale: Scale, tensor: Tensor) -> Tensor:
+    """Hand a tensor in whose gradient the graph divides by S itself."""
+    entered: Tensor = applied(_EnterUnscaled, scale, tensor)
+    return entered
+
+
+def leave_scaled_(held: HeldScale, results: list[Any], positions: Iterable[int]) -> None:
+    """Hand results out, each in its place, whose gradients the graph multiplies by S itself, which
+    is chosen when they come in. One that is there twice stays one."""
+    left: dict[int, Tensor] = {}
+    for i in positions:
+        result = results[i]
+        if not result.requires_grad:
+            continue
+        if id(result) not in left:
+            left[id(result)] = applied(_LeaveScaled, held, result)
+        results[i] = left[id(result)]
+
+
 def has_left(node: Any) -> bool:
     """Whether an autograd node is that of a result which has left a graph."""
-    return isinstance(node, _Leave._backward_cls)
+    return isinstance(node, (_Leave._backward_cls, _LeaveScaled._backward_cls))
 
 
 def write_back(scale: Scale, written: Tensor, value: Tensor) -> None:
@@ -102,9 +122,7 @@ class _EnterInput(Function):
     def forward(ctx: Any, scale: Scale, value: Tensor, tensor: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.dtype = scale, tensor.dtype
-        node: Any = tensor.grad_fn
-        # It comes from a graph of the same model, or goes to what runs again in a backward pass.
-        ctx.is_own = (has_left(node) and node.scale is scale) or backward_pass() != OUTSIDE
+        ctx.is_own = _is_own(scale, tensor)
         return value.detach()
 
     @staticmethod
@@ -134,6 +152,38 @@ class _Leave(Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
         incoming = None if gradient is None else _come_in(ctx.scale, gradient, ctx.dtype)
         return None, incoming, None, None
+
+
+class _EnterUnscaled(Function):
+    @staticmethod
+    def forward(ctx: Any, scale: Scale, tensor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.scale, ctx.is_own = scale, _is_own(scale, tensor)
+        return tensor.detach()
+
+    @staticmethod
+    @not_captured
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
+        if gradient is not None and not ctx.is_own and are_plain([gradient]):
+            spill = ctx.scale.spill_on(gradient.device)
+            if spill is not None:
+                look_at_([gradient], spill)
+        return None, gradient
+
+
+class _LeaveScaled(Function):
+    @staticmethod
+    def forward(ctx: Any, held: HeldScale, value: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.held, ctx.scale = held, held.scale
+        return value.detach()
+
+    @staticmethod
+    @not_captured
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
+        if gradient is not None:
+            ctx.held.choose(gradient, torch.is_grad_enabled())
+        return None, gradient
 
 
 class _WriteBack(Function):
@@ -177,6 +227,13 @@ class _Cross(Function):
         incoming = gradient * ctx.factor if again else gradient
         factor = ctx.factor * ctx.scale.factor(incoming, again, of_gradient=True)
         return _cross(gradient, factor, ctx.dtype, ctx.scale, True), None, None, None, None
+
+
+def _is_own(scale: Scale, tensor: Tensor) -> bool:
+    """Whether a gradient of it goes to a graph of the same model, out of which it came, or to what
+    runs again in a backward pass."""
+    node: Any = tensor.grad_fn
+    return (has_left(node) and node.scale is scale) or backward_pass() != OUTSIDE
 
 
 def _come_in(scale: Scale, gradient: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,7 +61,20 @@ def any_of(flags: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def writes_unseen(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
     """Around writes of the values that are there already."""
-    return _unsafe_preserve_version_counter(tuple(t for t in tensors if not t.is_inference()))
+    if any(map(Tensor.is_inference, tensors)):  # these count none
+        tensors = [t for t in tensors if not t.is_inference()]
+    return _unsafe_preserve_version_counter((*tensors,))
+
+
+def look_at_(gradients: Sequence[Tensor], flag: Tensor) -> None:
+    """Set a flag if there is an infinity or NaN among gradients, on the same device, by the call
+    that unscales, times 1. Autograd may have saved them, and one may be a single number expanded,
+    which nobody writes to."""
+    given = [*gradients]
+    if 0 in chain.from_iterable(map(Tensor.stride, given)):
+        given = [g.contiguous() if 0 in g.stride() else g for g in given]
+    with writes_unseen(given):
+        check_and_unscale_(given, flag, torch.ones_like(flag))
 
 
 def is_captured(device: torch.device) -> bool:

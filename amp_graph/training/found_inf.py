@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -15,11 +16,12 @@ from amp_graph.training.engine import (
     any_of,
     check_and_unscale_,
     has_process_group,
+    look_at_,
     sent,
-    writes_unseen,
 )
 
-_grad, _layout, _dtype = attrgetter("grad"), attrgetter("layout"), attrgetter("dtype")
+_grad, _layout = attrgetter("grad"), attrgetter("layout")
+_device, _dtype = attrgetter("device"), attrgetter("dtype")
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -88,24 +90,15 @@ def _look_into(
 ) -> list[Tensor]:
     """One of the flags for those of each device, and others where there is none yet."""
     on_device = {flag.device: flag for flag in flags}
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, _), group in groups.items():
+    kinds = [*zip(map(_device, gradients), map(_dtype, gradients), strict=True)]
+    for kind in dict.fromkeys(kinds):
+        device, group = kind[0], [*compress(gradients, map(kind.__eq__, kinds))]
         flag = on_device.get(device)
         if flag is None:
             flag = on_device[device] = torch.zeros((), dtype=torch.float32, device=device)
         if inverse is None:
-            _only_read(group, flag)
+            look_at_(group, flag)
         else:
             factor = sent(inverse, device)
             check_and_unscale_(group, flag, factor)
     return [*dict.fromkeys((*flags, *on_device.values()))]
-
-
-def _only_read(gradients: Sequence[Tensor], flag: Tensor) -> None:
-    """Check gradients by the call that unscales, times 1. Autograd may have saved them, and one may
-    be a single number expanded, which nobody writes to."""
-    given = [g.contiguous() if 0 in g.stride() else g for g in gradients]
-    with writes_unseen(given):
-        check_and_unscale_(given, flag, torch.ones_like(flag))

@@ -27,12 +27,15 @@ from amp_graph.training.caution import Caution, Exposed, Factors, are_wanted
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.engine import OUTSIDE, backward_pass, is_captured, sent
 from amp_graph.training.explicit_scalers import is_grad_scaler_around
+from amp_graph.training.held_scale import HeldScale
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, number, save_state
 from amp_graph.training.outcome import Outcome
+from amp_graph.training.readback import Readback
 from amp_graph.training.spills import Spills
 from amp_graph.watched import FirstNonfinite
 
 _serials = itertools.count()
+is_anomaly_enabled: Callable[[], bool] = torch.is_anomaly_enabled
 LISTS = 16  # of parameters, about which answers are kept
 
 
@@ -65,7 +68,7 @@ class GraphScale:
         self._parameters = weakref.WeakMethod(parameters)
         self._entered = WeakTensorKeyDictionary()  # parameters of others that graphs read
         self._known: dict[tuple[int, ...], _Owned] = {}
-        self._skipped = _Readback()
+        self._skipped = Readback()
 
     def __repr__(self) -> str:
         off = "" if self.is_on() else ", off under a GradScaler"
@@ -77,11 +80,16 @@ class GraphScale:
     def is_watched(self) -> bool:
         """Whether an optimizer will skip a step if the gradients of a pass that runs now overflow:
         not if it has judged them already, and takes more gradients in its step (AdaHessian)."""
-        return self.has_optimizer and not self._is_pending
+        return self._may_overflow() and not self._is_pending
+
+    def _may_overflow(self) -> bool:
+        """Whether gradients of parameters may, of which a step would be skipped: not where autograd
+        raises for each that is not finite (`torch.autograd.detect_anomaly`)."""
+        return self.has_optimizer and not is_anomaly_enabled()
 
     def factor(self, gradient: Tensor, again: bool, of_gradient: bool = False) -> Tensor:
         """S for a gradient that comes in, on its device, written to when a round ends."""
-        is_watched = self.is_watched() if of_gradient else self.has_optimizer
+        is_watched = self.is_watched() if of_gradient else self._may_overflow()
         if again or not is_watched or (self._alone.chosen and self._alone.rules()):
             return self._alone.factor(self, gradient, again, of_gradient)
         return self.factors_on(gradient.device)[0]
@@ -91,6 +99,12 @@ class GraphScale:
         if self._alone.chosen and self._alone.rules():
             return self._alone.inverse(self, device)
         return (self._factors.get(device) or self.factors_on(device))[1]
+
+    def held_on(self, devices: Sequence[torch.device]) -> HeldScale:
+        """S for a graph that reads it itself."""
+        if not self._may_overflow():
+            return self._alone.held_on(self, devices)
+        return HeldScale(self, [self.factors_on(device)[0].data for device in devices])
 
     def factors_on(self, device: torch.device) -> Factors:
         """S and 1/S as they are in this round."""
@@ -109,7 +123,8 @@ class GraphScale:
         of a backward pass, is not asked about."""
         if inputs and not self._is_exposed and backward_pass() == OUTSIDE:
             self._is_exposed = are_wanted(inputs)
-        return Exposed(self, self._exposed) if self._is_exposed else self
+        is_exposed = self._is_exposed or (self._exposed.chosen and self._exposed.rules())
+        return Exposed(self, self._exposed) if is_exposed else self
 
     def enter(self, parameters: Iterable[Tensor]) -> None:
         self._known.clear()
@@ -243,7 +258,7 @@ class GraphScale:
         self.config, self._state = config, state.copy(self._found_inf.device)
         self._is_pending = self._counts = False
         self.spills.clear()
-        self._skipped = _Readback(math.inf)
+        self._skipped = Readback(math.inf)
         self._forget_factors()
 
     def _forget_factors(self) -> None:
@@ -263,35 +278,3 @@ class _Owned:
     def is_for(self, given: Sequence[Tensor]) -> bool:
         """Whether these are the same objects, none of which was made where another had been."""
         return all(map(is_, map(call, self.parameters), given))
-
-
-class _Readback:
-    """The latest value of a device's counter that has arrived on the host, without waiting.
-
-    A counter that grows by one per round, at most, cannot reach a limit before as many rounds as
-    are missing; until then it is not read.
-
-    rounds: since it was 0.
-    """
-
-    def __init__(self, rounds: float = 0) -> None:
-        self.latest = 0
-        self._rounds = rounds  # since it was read
-        self._sent: tuple[Tensor, Any] | None = None
-
-    def follow(self, counter: Tensor, limit: int | None) -> None:
-        if is_captured(counter.device):
-            return
-        self._rounds += 1
-        if self._sent is not None and self._sent[1].query():
-            self.latest, self._sent = int(self._sent[0]), None
-        if limit is None or self._sent is not None or self._rounds < limit - self.latest:
-            return
-        self._rounds = 0
-        if counter.device.type == "cpu":
-            self.latest = int(counter)
-        else:
-            arrived = torch.Event(counter.device)
-            value = counter.to("cpu", non_blocking=True)
-            arrived.record()
-            self._sent = value, arrived

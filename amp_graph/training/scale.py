@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.training.checked_gradients import CheckedGradients
+from amp_graph.training.held_scale import HeldScale
 from amp_graph.watched import FirstNonfinite
 
 
@@ -32,6 +33,9 @@ class Scale(Protocol):
 
     def inverse(self, device: torch.device) -> Tensor:
         """1/S, 0-dimensional, float32."""
+
+    def held_on(self, devices: Sequence[torch.device]) -> HeldScale:
+        """S on each of these devices, for a graph that reads it itself, in its backward pass."""
 
     @property
     def checked(self) -> CheckedGradients:
