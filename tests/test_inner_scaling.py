@@ -91,6 +91,19 @@ class Frozen(Normed):
         self.first.requires_grad_(False)
 
 
+class Rotated(nn.Module):
+    """With a part that is not recorded, as rotary embeddings are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            angles = self.first(x).sin()
+        return self.last(torch.tanh(self.first(x)) * angles)
+
+
 MODELS = {
     "mlp": (Mlp, X, 4),
     "tied words": (lambda: Words(True), IDS, 2),
@@ -98,6 +111,7 @@ MODELS = {
     "several results": (Several, X, 6),
     "batch norm": (Normed, X, 5),
     "frozen": (Frozen, X, 4),
+    "not recorded in part": (Rotated, X, 4),
 }
 
 

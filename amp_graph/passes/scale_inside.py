@@ -25,7 +25,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_graph.graphs.aten import storages, tensors_of, written_operands
-from amp_graph.graphs.grad_modes import grad_modes
+from amp_graph.graphs.grad_modes import mode_after
 from amp_graph.ir import NodeFacts
 from amp_graph.passes.lift_results import last_casts
 from amp_graph.training.inner_scaling import ENTER, LEAVE, Inside
@@ -72,7 +72,7 @@ class _Crossing:
 
 def _crossing(module: fx.GraphModule, trained: Collection[int]) -> _Crossing | None:
     """None if something stands in the way."""
-    if not torch.is_grad_enabled() or grad_modes(module.graph):
+    if not torch.is_grad_enabled() or mode_after(module.graph) is False:
         return None
     inputs = module.graph.find_nodes(op="placeholder")
     entering = {n: i for i, n in enumerate(inputs) if i in trained and n.users}
