@@ -8,7 +8,7 @@ loss scale is one, too, with operators that multiply gradients by it (`training.
 
 This happens inside of Dynamo's call of its backend, where `torch.compile` calls Inductor as well:
 guards, symbolic sizes and fake tensors are those of that capture. The boundary of the graph, where
-weights are refreshed and gradients scaled, stays outside.
+weights that are kept are refreshed and gradients checked, stays outside.
 
 Names of PyTorch used here that are not documented; seen to work on 2.11, 2.13 and 2.15:
 
