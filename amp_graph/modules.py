@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -182,6 +183,12 @@ def living(references: Iterable[Callable[[], T | None]]) -> list[T]:
     """What weak references are to that is not gone. `keyrefs` and `valuerefs` of weak dictionaries
     give these at once; going through a `WeakSet` fails if another thread adds to it meanwhile."""
     return [found for reference in references if (found := reference()) is not None]
+
+
+def are_still(references: Iterable[Callable[[], T | None]], objects: Iterable[T]) -> bool:
+    """Whether weak references are to these very objects, as many of them, none of which was made
+    where another had been."""
+    return all(map(operator.is_, map(operator.call, references), objects))
 
 
 def weak_method(method: Run) -> Run:

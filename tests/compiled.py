@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from training import distance, gradients
 
 import amp_graph
@@ -69,3 +69,13 @@ class Buffered(nn.Module):
         y = self.linear(x)
         x.mul_(2)
         return y, x[1:]
+
+
+def compiled(model: nn.Module, **options: Any) -> nn.Module:
+    """The model converted, in float16."""
+    return amp_graph.convert(model, policy=Policy("float16", compiler="inductor", **options))
+
+
+def count(graphs: list[fx.GraphModule], target: Any) -> int:
+    """How many nodes call a target."""
+    return sum(node.target is target for graph in graphs for node in graph.graph.nodes)

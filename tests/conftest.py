@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 from amp_graph.autopatch import Installation, Settings, install
 from amp_graph.training import optimizers
@@ -99,3 +100,17 @@ def traced(monkeypatch) -> None:
         return as_for_inductor(graph, inputs)
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+
+
+@pytest.fixture
+def graphs(traced, monkeypatch) -> list[fx.GraphModule]:
+    """What is handed over to Inductor."""
+    seen = []
+    compile_fx = torch._inductor.compile_fx.compile_fx
+
+    def look(graph: fx.GraphModule, *args: Any, **options: Any) -> Any:
+        seen.append(graph)
+        return compile_fx(graph, *args, **options)
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", look)
+    return seen

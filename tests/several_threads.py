@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from training import FLOAT16, distance
+from training import X as BATCH
 
 import amp_graph
 from amp_graph.training.boundary import Boundary, Interface
@@ -73,3 +75,20 @@ def computing_with(store: LowPrecisionWeights) -> Callable[[Tensor], Tensor]:
     interface = Interface(weights=[(0, torch.bfloat16)])
     graph = Boundary(lambda parameter, low: [low], interface, store, None)
     return lambda parameter: torch.no_grad()(graph)(parameter)[0]
+
+
+def gone_wrong_beside_one_another(plain: nn.Module, model: nn.Module) -> list[float]:
+    """Of two threads that take small and large gradients of an `Mlp` at once, the sizes of those
+    that are not the plain one's."""
+    wrong: list[float] = []
+
+    def beside(k: int) -> None:
+        size = (1e-3, 1e3)[k]
+        (expected,) = torch.autograd.grad((plain(BATCH) * size).sum(), [plain.second.weight])
+        for _ in range(50):
+            (found,) = torch.autograd.grad((model(BATCH) * size).sum(), [model.second.weight])
+            wrong.extend([size] if distance(found, expected) > FLOAT16 else [])
+
+    raised = [error for error in at_once(2, beside) if error is not None]
+    assert not raised, raised
+    return wrong

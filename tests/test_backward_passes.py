@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from itertools import groupby
 
 import pytest
 import torch
+from several_threads import gone_wrong_beside_one_another
 from torch import Tensor, nn
 from torch.optim import SGD
-from training import FLOAT16, Mlp, X, assert_same_gradients, distance, scaled, twins
+from training import Mlp, X, assert_same_gradients, scaled, twins
 
 import amp_graph
 
@@ -85,19 +85,7 @@ def test_backward_passes_inside_of_one_another_and_beside_have_scales_of_their_o
         each(x).sum().mul(1e-3).backward()
     assert_same_gradients(model, plain)
 
-    def beside(size: float) -> None:
-        (expected,) = torch.autograd.grad((plain(X) * size).sum(), [plain.second.weight])
-        for _ in range(50):
-            (found,) = torch.autograd.grad((model(X) * size).sum(), [model.second.weight])
-            wrong.extend([size] if distance(found, expected) > FLOAT16 else [])
-
-    wrong: list[float] = []
-    threads = [threading.Thread(target=beside, args=(size,)) for size in (1e-3, 1e3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert not gone_wrong_beside_one_another(plain, model)
 
 
 def test_a_pass_outlives_many_that_begin_after_it() -> None:

@@ -23,6 +23,7 @@ from amp_graph.modules import Run, without_autocast
 from amp_graph.training.boundary import Boundary, Interface
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.inner_boundary import InnerBoundary
+from amp_graph.training.inner_scaling import Inside
 from amp_graph.training.weights import LowPrecisionWeights
 from amp_graph.watched import run_watched
 
@@ -60,10 +61,10 @@ class Assembler:
         devices = executable.devices
         run = without_autocast(self._run(index, plan, executable), devices)
         watched = without_autocast(partial(run_watched, executable.graph, plan.facts), devices)
-        scale = self._scale_for(plan.dtype)
-        if executable.inside is not None:
-            return InnerBoundary(run, executable.inside, scale, watched)
-        return Boundary(run, executable.interface, self._weights, scale, watched)
+        scale, interface = self._scale_for(plan.dtype), executable.interface
+        if isinstance(interface, Inside):
+            return InnerBoundary(run, interface, scale, watched)
+        return Boundary(run, interface, self._weights, scale, watched)
 
     def _run(self, index: int, plan: Plan, executable: Executable) -> Run:
         """The emitted graph compiled, if it was; by operator, if that failed or its first run

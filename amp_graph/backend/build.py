@@ -42,18 +42,16 @@ class Executable:
     """An emitted graph, ready to run.
 
     graph: of operators, in the form that runs by itself.
-    interface: what it takes and returns.
+    interface: what it takes and returns; or, if it scales by itself, what it scales.
     devices: the kinds of device that it computes on.
     compiled: None if it was not asked for or, as `uncompiled` says, failed.
-    inside: what it scales by itself, if it does.
     """
 
     graph: fx.GraphModule
-    interface: Interface
+    interface: Interface | Inside
     devices: frozenset[str]
     compiled: Run | None
     uncompiled: str
-    inside: Inside | None
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ class Builder:
                 raise
             except Exception as error:
                 uncompiled = in_words(error)
-        interface = Interface(
+        interface = lifted.inside or Interface(
             lifted.weights,
             parameters,
             written_inputs(plan),
@@ -123,9 +121,7 @@ class Builder:
             records=_records_some(lifted.graph),
             ends_recording=mode_after(lifted.graph.graph),
         )
-        return Executable(
-            by_operator, interface, lifted.devices, compiled, uncompiled, lifted.inside
-        )
+        return Executable(by_operator, interface, lifted.devices, compiled, uncompiled)
 
 
 def written_inputs(plan: Plan) -> frozenset[int]:

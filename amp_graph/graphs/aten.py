@@ -72,6 +72,13 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     return [v for v in tree_leaves(value) if isinstance(v, torch.Tensor)]
 
 
+def results_of(module: fx.GraphModule) -> list[Any]:
+    """What a graph of Dynamo's returns: nodes and constants."""
+    (output,) = module.graph.find_nodes(op="output")
+    results: Any = output.args[0]
+    return list(results)
+
+
 def device_of(node: fx.Node) -> str:
     """The kind of device that a node computes on."""
     return next(

@@ -12,22 +12,19 @@ which neither writes nor keeps the product in float32.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import fx
 
-from amp_graph.graphs.aten import CAST, written_operands
+from amp_graph.graphs.aten import CAST, results_of, written_operands
 from amp_graph.graphs.grad_modes import grad_modes
 
 
 def lift_results(module: fx.GraphModule) -> tuple[fx.GraphModule, frozenset[int]]:
     """Return the graph without casts of low precision to float32 that are only returned, and the
     positions of what is to become float32 instead. The module itself if there are none."""
-    (output,) = module.graph.find_nodes(op="output")
-    results: Any = output.args[0]
-    casts = {*last_casts(module, output)}
-    positions = frozenset(i for i, result in enumerate(results) if result in casts)
+    casts = {*last_casts(module)}
+    positions = frozenset(i for i, result in enumerate(results_of(module)) if result in casts)
     if not positions:
         return module, positions
     graph = fx.Graph()
@@ -40,16 +37,16 @@ def lift_results(module: fx.GraphModule) -> tuple[fx.GraphModule, frozenset[int]
     return fx.GraphModule(module, graph, class_name=type(module).__name__), positions
 
 
-def last_casts(module: fx.GraphModule, output: fx.Node) -> Iterator[fx.Node]:
+def last_casts(module: fx.GraphModule) -> Iterator[fx.Node]:
     """Those after which nothing is written to, which they might have read before, and which are
     recorded if what comes after the graph is."""
-    results: Any = output.args[0]
     if grad_modes(module.graph):
         return
+    results = results_of(module)
     for node in reversed(module.graph.nodes):
         if any(True for _ in written_operands(module, node)):
             return
-        if node.target is CAST and [*node.users] == [output] and node in results:
+        if node.target is CAST and node in results and len(node.users) == 1:
             is_from_low = node.args[0].meta["val"].dtype in (torch.float16, torch.bfloat16)
             if is_from_low and node.kwargs == {"dtype": torch.float32}:
                 yield node

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from amp_graph.graphs.aten import storages, tensors_of, written_operands
+from amp_graph.graphs.aten import results_of, storages, tensors_of, written_operands
 from amp_graph.graphs.grad_modes import mode_after
 from amp_graph.ir import NodeFacts
 from amp_graph.passes.lift_results import last_casts
@@ -49,7 +49,7 @@ def scale_inside(
     inside = Inside(
         tuple(i for i, is_parameter in are_parameters.items() if is_parameter),
         tuple(i for i, is_parameter in are_parameters.items() if not is_parameter),
-        tuple(i for i, node in enumerate(_results(module)) if node in crossing.leaving),
+        tuple(i for i, node in enumerate(results_of(module)) if node in crossing.leaving),
         crossing.devices,
     )
     return fx.GraphModule(module, graph, class_name=type(module).__name__), inside
@@ -79,14 +79,14 @@ def _crossing(module: fx.GraphModule, trained: Collection[int]) -> _Crossing | N
     carrying = _carrying(module, entering)
     if not entering or carrying is None:
         return None
-    results = [node for node in _results(module) if tensors_of(node)]
+    results = [node for node in results_of(module) if tensors_of(node)]
     leaving = [n for n in dict.fromkeys(results) if n in carrying and _has_gradient(n)]
     crossing = (*entering, *leaving)
     held_by = Counter(key for node in (*inputs, *{*results}) for key in storages(node))
     are_alone = all(held_by[key] == 1 for node in crossing for key in storages(node))
     if not are_alone or not all(map(_is_plain, crossing)):
         return None
-    casts = {*last_casts(module, *_output(module))}.intersection(leaving)
+    casts = {*last_casts(module)}.intersection(leaving)
     return _Crossing(entering, leaving, casts)
 
 
@@ -105,16 +105,6 @@ def _carrying(module: fx.GraphModule, entering: Container[fx.Node]) -> Container
         if not filled.isdisjoint(storages(node)):
             carrying.add(node)
     return carrying if filled.isdisjoint(outside) else None
-
-
-def _results(module: fx.GraphModule) -> list[fx.Node]:
-    (output,) = _output(module)
-    results: Any = output.args[0]
-    return list(results)
-
-
-def _output(module: fx.GraphModule) -> list[fx.Node]:
-    return module.graph.find_nodes(op="output")
 
 
 def _device(node: fx.Node) -> torch.device:
@@ -189,7 +179,7 @@ class _Rewriting:
     def _return_results(self) -> None:
         left = {node: self._left(node) for node in self._crossing.leaving}
         copies: dict[Any, fx.Node] = self._copies | left
-        self._graph.output(tuple(copies.get(r, r) for r in _results(self._module)))
+        self._graph.output(tuple(copies.get(r, r) for r in results_of(self._module)))
 
     def _left(self, node: fx.Node) -> fx.Node:
         value = node.all_input_nodes[0] if node in self._crossing.casts else node

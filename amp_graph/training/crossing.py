@@ -210,7 +210,7 @@ class _Cross(Function):
     def forward(
         value: Tensor, factor: Tensor, dtype: torch.dtype, scale: Scale, is_coming_in: bool
     ) -> Tensor:
-        return _times(value, factor, dtype)
+        return times(value, factor, dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -240,7 +240,7 @@ def _come_in(scale: Scale, gradient: Tensor, dtype: torch.dtype) -> Tensor:
     again = torch.is_grad_enabled()
     factor = scale.factor(gradient, again)
     if not again:
-        return _times(gradient, factor, dtype)
+        return times(gradient, factor, dtype)
     return _cross(gradient, factor.clone(), dtype, scale, True)
 
 
@@ -258,11 +258,11 @@ def _cross(
     value: Tensor, factor: Tensor, dtype: torch.dtype, scale: Scale, is_coming_in: bool
 ) -> Tensor:
     if not torch.is_grad_enabled():
-        return _times(value, factor, dtype)
+        return times(value, factor, dtype)
     return for_all(lambda v: _apply(_Cross, v, factor, dtype, scale, is_coming_in), value)
 
 
-def _times(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def times(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """The product in at least float32: S and 1/S are beyond what float16 holds."""
     if value.dtype is dtype is torch.float32:
         return value * factor

@@ -15,7 +15,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import call, is_
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_graph.errors import OverflowAbort
+from amp_graph.modules import are_still
 from amp_graph.training.caution import Caution, Exposed, Factors, are_wanted
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.engine import OUTSIDE, backward_pass, is_captured, sent
@@ -35,7 +35,6 @@ from amp_graph.training.spills import Spills
 from amp_graph.watched import FirstNonfinite
 
 _serials = itertools.count()
-is_anomaly_enabled: Callable[[], bool] = torch.is_anomaly_enabled
 LISTS = 16  # of parameters, about which answers are kept
 
 
@@ -85,7 +84,7 @@ class GraphScale:
     def _may_overflow(self) -> bool:
         """Whether gradients of parameters may, of which a step would be skipped: not where autograd
         raises for each that is not finite (`torch.autograd.detect_anomaly`)."""
-        return self.has_optimizer and not is_anomaly_enabled()
+        return self.has_optimizer and not torch.is_anomaly_enabled()
 
     def factor(self, gradient: Tensor, again: bool, of_gradient: bool = False) -> Tensor:
         """S for a gradient that comes in, on its device, written to when a round ends."""
@@ -276,5 +275,4 @@ class _Owned:
     are_own: list[bool]
 
     def is_for(self, given: Sequence[Tensor]) -> bool:
-        """Whether these are the same objects, none of which was made where another had been."""
-        return all(map(is_, map(call, self.parameters), given))
+        return are_still(self.parameters, given)

@@ -13,13 +13,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
-from operator import attrgetter, call, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from amp_graph.modules import are_still
 from amp_graph.training.crossing import enter_unscaled, leave_scaled_, not_captured
 from amp_graph.training.engine import has_process_group
 from amp_graph.training.entrances import picker
@@ -72,7 +73,7 @@ class InnerBoundary:
 
     def _enter(self, scale: Scale, parameters: Sequence[Tensor]) -> None:
         known = self._known
-        if len(known) != len(parameters) or not all(map(is_, map(call, known), parameters)):
+        if len(known) != len(parameters) or not are_still(known, parameters):
             scale.enter(parameters)
             self._known = [*map(weakref.ref, parameters)]
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from amp_graph.training.crossing import times
+
 
 @dataclass(frozen=True)
 class Inside:
@@ -49,7 +51,7 @@ class _Enter(Function):
         ended = None if end is None else torch.zeros_like(end)
         if gradient is None:
             return None, None, ended
-        return _times(gradient, scale.reciprocal(), gradient.dtype), None, ended
+        return times(gradient, scale.reciprocal(), gradient.dtype), None, ended
 
 
 class _Leave(Function):
@@ -63,13 +65,7 @@ class _Leave(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
         (scale,) = ctx.saved_tensors
-        return None if gradient is None else _times(gradient, scale, ctx.dtype), None, None
-
-
-def _times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product in at least float32: S and 1/S are beyond what float16 holds."""
-    wide = torch.promote_types(gradient.dtype, torch.float32)
-    return (gradient.to(wide) * factor).to(dtype)
+        return None if gradient is None else times(gradient, scale, ctx.dtype), None, None
 
 
 _library = torch.library.Library("amp_graph", "FRAGMENT")  # for as long as the operators are there

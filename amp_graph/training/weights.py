@@ -16,7 +16,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
-from operator import attrgetter, call, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from amp_graph.graphs.aten import SET_GRAD_ENABLED
+from amp_graph.modules import are_still
 from amp_graph.training.engine import copy_all_
 from amp_graph.training.traces import Traces
 
@@ -89,8 +90,7 @@ class GraphWeights:
         """Whether the copies are of these: the same objects, of the same shapes. A graph is for one
         device, and for strides that follow from the shapes."""
         return (
-            all(map(is_, map(call, self._parameters), parameters))
-            and [*map(_shape, parameters)] == self._shapes
+            are_still(self._parameters, parameters) and [*map(_shape, parameters)] == self._shapes
         )
 
     def refreshed(self, parameters: Sequence[Tensor], recorded: bool = True) -> list[Tensor]:
