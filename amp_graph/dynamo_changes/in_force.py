@@ -22,6 +22,7 @@ from amp_graph.dynamo_changes.namespaces import own_names
 from amp_graph.dynamo_changes.repeated_hooks import repeated_hooks_as_one
 from amp_graph.dynamo_changes.retained_gradients import retained_gradients_end_graphs
 from amp_graph.dynamo_changes.tensor_indices import tensor_indices_known
+from amp_graph.dynamo_changes.unneeded_masks import unneeded_masks_left_out
 from amp_graph.dynamo_changes.unread_gradients import gradients_unread
 from amp_graph.graphs.recurrent import recurrent_layers_whole
 
@@ -46,6 +47,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     hidden_names_found,
     hooks_keep_dtypes,
     gradients_unread,
+    unneeded_masks_left_out,
 )
 
 

@@ -1,0 +1,220 @@
+"""Attention of transformers is captured with a mask only where the model would have made one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from grappler import captured_plans
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    ViTConfig,
+    ViTModel,
+)
+from transformers.masking_utils import find_packed_sequence_indices
+
+import amp_graph
+from amp_graph.dynamo_changes.unneeded_masks import unneeded_masks_left_out
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "initializer_range": 0.4,  # attention is not even then
+}
+WORDS = SIZES | {"vocab_size": 11, "num_key_value_heads": 1, "use_cache": False}
+IDS = torch.arange(24).view(2, 12) % 11
+FULL = torch.ones(2, 12, dtype=torch.int64)
+PADDED = FULL.clone()
+PADDED[1, 8:] = 0
+PACKED = torch.tensor([*range(5), *range(7)]).expand(2, -1)
+IMAGES = torch.linspace(-1, 1, 3 * 64).view(1, 3, 8, 8)
+NARROW = {"sliding_window": 4}
+PATCHES = {"image_size": 8, "patch_size": 4}
+
+
+def llama(**given: Any) -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**WORDS | given))
+
+
+def bert() -> nn.Module:
+    return BertModel(BertConfig(**SIZES, vocab_size=11))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
+    "llama": (llama, {"input_ids": IDS}),
+    "with a cache": (lambda: llama(use_cache=True), {"input_ids": IDS}),
+    "full": (llama, {"input_ids": IDS, "attention_mask": FULL}),
+    "padded": (llama, {"input_ids": IDS, "attention_mask": PADDED}),
+    "packed": (llama, {"input_ids": IDS, "position_ids": PACKED}),
+    "window": (lambda: MistralForCausalLM(MistralConfig(**WORDS | NARROW)), {"input_ids": IDS}),
+    "full window": (
+        lambda: MistralForCausalLM(MistralConfig(**WORDS | NARROW)),
+        {"input_ids": IDS, "attention_mask": FULL},
+    ),
+    "bert": (bert, {"input_ids": IDS}),
+    "full bert": (bert, {"input_ids": IDS, "attention_mask": FULL}),
+    "padded bert": (bert, {"input_ids": IDS, "attention_mask": PADDED}),
+    "vit": (
+        lambda: ViTModel(ViTConfig(**SIZES, image_size=8, patch_size=4)),
+        {"pixel_values": IMAGES},
+    ),
+}
+
+
+def masks_of_calls(monkeypatch: Any, model: nn.Module, batch: dict[str, Tensor]) -> list[Any]:
+    """Of each call of attention, whether it has a mask, and what it says of causality."""
+    seen = []
+    attention = F.scaled_dot_product_attention
+
+    def recording(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **kwargs: Any) -> Tensor:
+        seen.append((attn_mask is not None, bool(kwargs.get("is_causal", False))))
+        return attention(q, k, v, attn_mask, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(F, "scaled_dot_product_attention", recording)
+        model(**batch)
+    return seen
+
+
+def masks_in_graphs(model: nn.Module, batch: dict[str, Tensor]) -> list[Any]:
+    seen = []
+    for graph, _ in captured_plans(model, (), batch, "bfloat16"):
+        for node in graph.graph.nodes:
+            if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+                mask, _, is_causal = [*node.args[3:], *(None, 0.0, False)[len(node.args) - 3 :]]
+                seen.append((mask is not None, is_causal))
+    return seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_masks_are_those_of_the_model(name, monkeypatch) -> None:
+    make, batch = CASES[name]
+    model = make().eval()
+    expected = masks_of_calls(monkeypatch, model, batch)
+    assert len(expected) == 2
+    with torch.no_grad():
+        assert masks_in_graphs(model, batch) == expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_the_model(name) -> None:
+    make, batch = CASES[name]
+    model = make().eval()
+    expected = model(**batch)[0]
+    found = amp_graph.convert(model, policy="bfloat16")(**batch)[0]
+    assert (found - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_sizes_that_change_need_no_mask_either() -> None:
+    seen = []
+    model = llama()
+    for rows, length in ((2, 12), (1, 12), (2, 8), (3, 9)):
+        ids = torch.ones(rows, length, dtype=torch.int64)
+        seen.append(masks_in_graphs(model, {"input_ids": ids}))
+    assert {call for calls in seen for call in calls} == {(False, True)}
+    assert seen[-1] == []  # captured for any size by then
+
+
+@pytest.mark.parametrize("make", [llama, bert])
+def test_a_mask_is_looked_at_until_one_is_not_full(make) -> None:
+    model = make().eval()
+    converted = amp_graph.convert(copy.deepcopy(model), policy="bfloat16")
+    captured = []
+    for mask in (FULL, FULL.bool(), FULL, PADDED, FULL, PADDED.flip(0), FULL):
+        batch = {"input_ids": IDS, "attention_mask": mask}
+        kept = mask.bool() if make is bert else torch.ones(2, 12, dtype=torch.bool)
+        expected, found = (m(**batch)[0][kept] for m in (model, converted))
+        assert (found - expected).norm() <= 0.02 * expected.norm()
+        captured.append(len(amp_graph.plans(converted)))
+    assert captured == [1, 2, 2, 3, 3, 3, 3]
+
+
+def test_a_mask_that_was_written_into_is_not_taken_for_full() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = bert()
+
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            mask[1, 8:] = 0
+            return self.inner(input_ids=ids, attention_mask=mask)[0]
+
+    model = Masked().eval()
+    expected = model(IDS, FULL.clone())
+    found = amp_graph.convert(model, policy="bfloat16")(IDS, FULL.clone())
+    assert (found - expected).norm() <= 0.02 * expected.norm()
+    unmasked = amp_graph.restore(model).inner(input_ids=IDS)[0]
+    assert (unmasked - expected).norm() > 0.02 * expected.norm()  # it makes a difference
+
+
+STEPS: dict[str, Callable[[Tensor], Any]] = {
+    "plus a number": lambda p: p + 3,
+    "plus ones": lambda p: p + torch.ones_like(p),
+    "plus itself": lambda p: p + p,
+    "minus a number": lambda p: p - 1,
+    "times": lambda p: p * 2,
+    "times in place": lambda p: p.mul_(2),
+    "set": lambda p: _set(p),
+    "set in a view": lambda p: (_set(p[..., 2:]), p)[1],
+    "set beside": lambda p: (p.mul_(3), p)[1],
+    "unsqueezed": lambda p: p.unsqueeze(0),
+    "unsqueezed last": lambda p: p.unsqueeze(-1),
+    "indexed": lambda p: p[None, :],
+    "indexed in part": lambda p: p[None, ::2] if p.dim() == 1 else p[:, ::2],
+    "expanded": lambda p: p.expand(2, -1) if p.dim() < 3 else p,
+    "expanded last": lambda p: p[..., :1].expand(*p.shape),
+    "flipped": lambda p: p.flip(-1),
+    "clamped": lambda p: p.clamp(max=3),
+}
+
+
+def _set(p: Tensor) -> Tensor:
+    p[..., 1:3] = 0
+    return p
+
+
+SIMPLE = {"plus a number", "unsqueezed", "indexed", "expanded"}
+STARTS = (lambda: torch.arange(6), lambda: torch.arange(2, 8), lambda: torch.arange(0, 12, 2))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(STARTS), st.lists(st.sampled_from([*STEPS]), max_size=4))
+def test_no_packed_sequence_is_overlooked(start, names) -> None:
+    def is_one_sequence(x: Tensor) -> Tensor:
+        positions = start()
+        for name in names:
+            positions = STEPS[name](positions)
+        if positions.dim() == 1:
+            positions = positions[None]
+        return x + 1 if find_packed_sequence_indices(positions) is None else x
+
+    torch._dynamo.reset()
+    x = torch.zeros(1)
+    try:
+        expected = is_one_sequence(x)
+    except RuntimeError:  # a size that does not fit
+        return
+    with unneeded_masks_left_out():
+        found = torch.compile(is_one_sequence, backend="eager")(x)
+    assert found <= expected
+    if (
+        not set(names) - {"plus a number", "unsqueezed", "indexed", "expanded"}
+        and start is not STARTS[2]
+    ):
+        assert found == expected
