@@ -1,4 +1,4 @@
-"""Masks of `nn.Transformer`: captured in one graph, and applied whatever they hold."""
+"""Masks of `nn.Transformer`: left out if they are causal, and applied if they are not."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from attention_masks import in_graphs, in_model
 from torch import Tensor, fx, nn
-from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables import UserFunctionVariable
+from torch.nn.modules.transformer import _detect_is_causal_mask as DETECT
 
 import amp_graph
 from amp_graph.capture.dynamo import settings
-from amp_graph.dynamo_changes.causal_masks import DETECT, masks_unread
+from amp_graph.dynamo_changes.causal_masks import causal_masks_known
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -123,19 +125,92 @@ def assert_all_converted(model: nn.Module, graphs: int) -> None:
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_one_graph_serves_all_masks_of_a_kind(make: Callable[[], nn.Module]) -> None:
+def test_a_mask_is_looked_at_until_one_is_not_causal(make: Callable[[], nn.Module]) -> None:
     models = pair(make)
-    for number, (mode, padded) in enumerate(CALLS, 1):
-        for mask in (causal(LENGTH), band(LENGTH), causal(LENGTH)):
+    for before, (mode, padded) in enumerate(CALLS):
+        masks = causal(LENGTH), causal(LENGTH), band(LENGTH), causal(LENGTH), band(LENGTH)
+        for mask, graphs in zip(masks, (1, 1, 2, 2, 2), strict=True):
             compare(models, mask, padded, mode)
-        assert_all_converted(models[1], graphs=number)
+            assert_all_converted(models[1], graphs=2 * before + graphs)
+
+
+def test_one_graph_serves_all_masks_from_the_first_that_is_not_causal() -> None:
+    models = pair(Encoder)
+    for mask in (band(LENGTH), causal(LENGTH), band(LENGTH)):
+        compare(models, mask, False, "train")
+    assert_all_converted(models[1], graphs=1)
 
 
 def test_boolean_masks() -> None:
     models = pair(Encoder)
-    for mask in (causal(LENGTH) < 0, band(LENGTH) < 0):
+    for mask in (causal(LENGTH) < 0, band(LENGTH) < 0, causal(LENGTH) < 0):
         compare(models, mask, False, "train")
-    assert_all_converted(models[1], graphs=1)
+    assert_all_converted(models[1], graphs=2)
+
+
+class Makes(Encoder):
+    """Makes its mask by itself, and writes into it if it is told to."""
+
+    def __init__(self, write: bool) -> None:
+        super().__init__()
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = causal(x.shape[1])
+        if self.write:
+            mask[2:, 0] = float("-inf")
+        return super().forward(x, mask)
+
+
+class Owns(Encoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", causal(LENGTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x, self.mask)
+
+
+class Writes(Encoder):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        mask[2:, 0] = float("-inf")
+        return super().forward(x, mask)
+
+
+class Shorter(Encoder):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x, mask[:LENGTH, :LENGTH])
+
+
+CAUSAL = causal(LENGTH)
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], bool]] = {
+    "given": (Encoder, (CAUSAL,), False),
+    "given as booleans": (Encoder, (CAUSAL < 0,), False),
+    "made": (lambda: Makes(False), (), False),
+    "its own": (Owns, (), False),
+    "of a decoder": (Decoder, (CAUSAL,), False),
+    "strict": (Encoder, (CAUSAL.tril(1) + band(LENGTH),), True),
+    "the other way": (Encoder, (CAUSAL.mT.contiguous(),), True),
+    "finite": (Encoder, (CAUSAL.nan_to_num(neginf=-1e4),), True),
+    "made and written": (lambda: Makes(True), (), True),
+    "given and written": (Writes, (CAUSAL,), True),
+    "a part": (Shorter, (causal(2 * LENGTH),), True),  # where the model looks as well
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_masks_are_left_out_where_the_model_leaves_them_out(name: str) -> None:
+    make, masks, is_kept = CASES[name]
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(3, LENGTH, 16)
+    expected = in_model(model, x, *[m.clone() for m in masks])
+    found = in_graphs(copy.deepcopy(model), x, *[m.clone() for m in masks])
+    if is_kept:
+        assert found and not any(causal for _, causal in found)
+    else:
+        assert found == expected
+    results = [m(x, *[k.clone() for k in masks]) for m in (model, amp_graph.convert(model))]
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0.06)
 
 
 def test_one_graph_serves_all_lengths_after_the_first() -> None:
@@ -147,16 +222,14 @@ def test_one_graph_serves_all_lengths_after_the_first() -> None:
 
 def test_what_the_caller_says_of_a_mask_holds() -> None:
     with settings():
-        for said in (None, False, True):
+        for said in (False, True):
             call = torch.compile(lambda mask, said: (mask + 1, DETECT(mask, said)), backend="eager")
-            assert call(causal(3), said)[1] is (said is True)
+            assert call(causal(3), said)[1] is call(band(3), said)[1] is said
 
 
 def test_a_compiler_of_the_user_looks_into_masks_as_ever() -> None:
     model = amp_graph.convert(Encoder(), policy="bfloat16")
     model(torch.randn(3, LENGTH, 16), causal(LENGTH))
-    assert id(DETECT) not in VariableBuilder._id_dispatch()
-
     looked: list[fx.GraphModule] = []
 
     def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
@@ -168,12 +241,8 @@ def test_a_compiler_of_the_user_looks_into_masks_as_ever() -> None:
     assert looked
 
 
-def test_another_stand_in_is_put_back() -> None:
-    known = VariableBuilder._id_dispatch()
-    other = known[id(DETECT)] = object()
-    try:
-        with pytest.raises(KeyError), masks_unread(), masks_unread():
-            raise KeyError
-        assert known[id(DETECT)] is other
-    finally:
-        del known[id(DETECT)]
+def test_what_dynamo_did_before_is_put_back() -> None:
+    before = UserFunctionVariable.call_function
+    with causal_masks_known(), causal_masks_known():
+        assert UserFunctionVariable.call_function is not before
+    assert UserFunctionVariable.call_function is before

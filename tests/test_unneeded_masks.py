@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from grappler import captured_plans
+from attention_masks import in_graphs, in_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import (
     BertConfig,
     BertModel,
@@ -77,39 +76,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
 }
 
 
-def masks_of_calls(monkeypatch: Any, model: nn.Module, batch: dict[str, Tensor]) -> list[Any]:
-    """Of each call of attention, whether it has a mask, and what it says of causality."""
-    seen = []
-    attention = F.scaled_dot_product_attention
-
-    def recording(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **kwargs: Any) -> Tensor:
-        seen.append((attn_mask is not None, bool(kwargs.get("is_causal", False))))
-        return attention(q, k, v, attn_mask, **kwargs)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(F, "scaled_dot_product_attention", recording)
-        model(**batch)
-    return seen
-
-
-def masks_in_graphs(model: nn.Module, batch: dict[str, Tensor]) -> list[Any]:
-    seen = []
-    for graph, _ in captured_plans(model, (), batch, "bfloat16"):
-        for node in graph.graph.nodes:
-            if node.target is torch.ops.aten.scaled_dot_product_attention.default:
-                mask, _, is_causal = [*node.args[3:], *(None, 0.0, False)[len(node.args) - 3 :]]
-                seen.append((mask is not None, is_causal))
-    return seen
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_masks_are_those_of_the_model(name, monkeypatch) -> None:
+def test_masks_are_those_of_the_model(name) -> None:
     make, batch = CASES[name]
     model = make().eval()
-    expected = masks_of_calls(monkeypatch, model, batch)
+    expected = in_model(model, **batch)
     assert len(expected) == 2
     with torch.no_grad():
-        assert masks_in_graphs(model, batch) == expected
+        assert in_graphs(model, **batch) == expected
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -126,7 +100,7 @@ def test_sizes_that_change_need_no_mask_either() -> None:
     model = llama()
     for rows, length in ((2, 12), (1, 12), (2, 8), (3, 9)):
         ids = torch.ones(rows, length, dtype=torch.int64)
-        seen.append(masks_in_graphs(model, {"input_ids": ids}))
+        seen.append(in_graphs(model, input_ids=ids))
     assert {call for calls in seen for call in calls} == {(False, True)}
     assert seen[-1] == []  # captured for any size by then
 

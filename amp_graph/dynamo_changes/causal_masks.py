@@ -1,45 +1,85 @@
-"""Masks of `nn.Transformer` are applied as given while a model is captured.
+"""Whether a mask of `nn.Transformer` is the causal one is found while it is captured.
 
-    encoder(x, mask)   ->   attention(q, k, v, mask) in each layer, whatever the mask holds
+    encoder(x, mask)   ->   attention(q, k, v, is_causal=True) in each layer, or with the mask
 
-Encoder and decoder look into a mask whether it is the causal one, for which attention has a kernel
-without a mask. The answer depends on data, so that the graph would break inside torch.nn, whose
-code Dynamo does not capture by itself. To the same result the mask may be applied either way.
-
-Dynamo is told what to call instead of that function. The function itself stays where it is: to
-replace it would fail the guards that Dynamo makes for it, in every call.
+Encoder and decoder look into a mask for that, since attention has a kernel for it without a mask.
+The answer depends on data, so that the graph would break inside torch.nn, whose code Dynamo does
+not capture by itself. Here a mask that was made by `generate_square_subsequent_mask` is known, and
+one that the graph takes is looked at, which a guard does from then on. Any other, and all those
+that come once one was not causal, are applied as given, to the same result.
 
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
-    torch.nn.modules.transformer._detect_is_causal_mask
-    torch._dynamo.variables.builder.VariableBuilder._id_dispatch    what an object is to Dynamo
-    torch._dynamo.variables.UserFunctionVariable                    a function to capture
+    torch.nn.modules.transformer._detect_is_causal_mask     what it asks
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
-from torch import Tensor
-from torch._dynamo.variables import UserFunctionVariable
-from torch._dynamo.variables.builder import VariableBuilder
-from torch.nn.modules.transformer import _detect_is_causal_mask as DETECT
+import torch
+from torch import Tensor, fx
+from torch._dynamo.variables import ConstantVariable
 
-from amp_graph.dynamo_changes.replaced import with_entries
-
-
-def masks_unread() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo captures `is_said_to_be_causal` where the model looks into a mask."""
-    return with_entries(VariableBuilder._id_dispatch(), {id(DETECT): _stand_in})
-
-
-def _stand_in(builder: VariableBuilder, detect: Any) -> UserFunctionVariable:
-    return UserFunctionVariable(is_said_to_be_causal)  # type: ignore[arg-type]
+from amp_graph.dynamo_changes.known_calls import (
+    Find,
+    asked_instead,
+    calls_known,
+    is_written,
+    looked_at,
+)
 
 
-def is_said_to_be_causal(
-    mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
-) -> bool:
-    """Whether the caller says so; not whether the mask is."""
-    return is_causal is True
+def causal_masks_known() -> contextlib.AbstractContextManager[None]:
+    """Within, Dynamo captures `found_causal` where the model looks into a mask."""
+    return calls_known(FINDS)
+
+
+def found_causal(mask: Tensor, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Whether the caller says that it is causal, or, where nothing is said, whether it is, of that
+    size."""
+    if is_causal is not None:
+        return is_causal is True
+    length = mask.size(-1)
+    is_square = mask.dim() == 2 and mask.size(0) == length and (size is None or size == length)
+    return is_square and hides_what_follows(mask)
+
+
+def hides_what_follows(mask: Tensor) -> bool:
+    """Whether a square matrix of booleans, or of numbers to add, is the causal mask. The host waits
+    for the answer."""
+    hidden = True if mask.dtype is torch.bool else -math.inf
+    return torch.equal(mask, torch.full_like(mask, hidden).triu(1))
+
+
+def _is_causal(frame: Any, mask: Any) -> Any:
+    is_made = _is_made_causal(mask.as_proxy().node)
+    return ConstantVariable.create(True) if is_made else LOOK(frame, mask)
+
+
+def _is_made_causal(node: fx.Node) -> bool:
+    if node.target is not torch.triu or is_written(node):
+        return False
+    full, *rest = node.args
+    is_above = [*rest, *node.kwargs.values()] == [1]
+    assert isinstance(full, fx.Node)
+    return is_above and full.target is torch.full and full.args[1:] == (-math.inf,)
+
+
+def _given(node: fx.Node) -> fx.Node:
+    """Before booleans became numbers to add."""
+    if node.target == "masked_fill_" and node.args[2:] == (-math.inf,):
+        zeros, mask = node.args[:2]
+        assert isinstance(zeros, fx.Node) and isinstance(mask, fx.Node)
+        if zeros.target is torch.zeros_like and not is_written(node):
+            return mask
+    return node
+
+
+LOOK = looked_at(hides_what_follows, "it is the causal mask", _given)
+FINDS: dict[tuple[str, str], Find] = {
+    ("torch.nn.modules.transformer", "_detect_is_causal_mask"): asked_instead(found_causal),
+    (__name__, "hides_what_follows"): _is_causal,
+}

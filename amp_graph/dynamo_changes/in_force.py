@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from amp_graph.dynamo_changes.asked_gradients import asked_gradients_kept_inside
 from amp_graph.dynamo_changes.attention_calls import attention_calls_settled
-from amp_graph.dynamo_changes.causal_masks import masks_unread
+from amp_graph.dynamo_changes.causal_masks import causal_masks_known
 from amp_graph.dynamo_changes.checkpoint_sequences import checkpoint_sequences_known
 from amp_graph.dynamo_changes.checkpointed_writes import checkpointed_writes_inside
 from amp_graph.dynamo_changes.context_variables import context_variables_known
@@ -28,7 +28,7 @@ from amp_graph.graphs.recurrent import recurrent_layers_whole
 
 CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     recurrent_layers_whole,
-    masks_unread,
+    causal_masks_known,
     attention_calls_settled,
     quiet_logs,
     locations_untold,

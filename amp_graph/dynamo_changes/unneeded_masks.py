@@ -15,12 +15,10 @@ On 2.11 Dynamo takes every capture for `torch.export`, for which masks are made 
 
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
-    torch._dynamo.variables.UserFunctionVariable.call_function, .fn      a function to capture
     torch._dynamo.variables.TensorVariable.as_proxy, .dtype, .ndim       a value of the graph
-    torch._dynamo.variables.builder.GraphArg.source, .example   behind a placeholder's "grapharg"
     torch._dynamo.variables.torch.tracing_state_functions                what Dynamo says of itself
 
-Of transformers, 5.17 and 5.23: the functions of `KNOWN`. Versions without them make masks as they
+Of transformers, 5.17 and 5.23: the functions of `FINDS`. Versions without them make masks as they
 did.
 """
 
@@ -28,28 +26,29 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo.variables import ConstantVariable, TensorVariable, UserFunctionVariable
+from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables.torch import tracing_state_functions
 
-from amp_graph.dynamo_changes.own_guards import hold_while
-from amp_graph.dynamo_changes.replaced import method_inside, with_entries
-
-WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul)
+from amp_graph.dynamo_changes.known_calls import (
+    Find,
+    asked_instead,
+    calls_known,
+    is_written,
+    looked_at,
+)
+from amp_graph.dynamo_changes.replaced import with_entries
 
 
 @contextlib.contextmanager
 def unneeded_masks_left_out() -> Iterator[None]:
     """Within, Dynamo captures no mask that transformers makes only because it is captured."""
     not_exporting = {torch.compiler.is_exporting: False}
-    with (
-        with_entries(tracing_state_functions(), not_exporting),
-        method_inside(UserFunctionVariable, "call_function", _call),
-    ):
+    with with_entries(tracing_state_functions(), not_exporting), calls_known(FINDS):
         yield
 
 
@@ -65,54 +64,25 @@ def leaves_out_bidirectional(mask: Tensor, keys: int, window: int | None = None)
 
 
 def is_full(mask: Tensor) -> bool:
-    """Whether nothing is masked, as far as that may be known. The host waits for the answer."""
-    if type(mask) is not Tensor or mask.is_meta:
-        return False
-    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False
+    """Whether nothing is masked. The host waits for the answer."""
     return bool(mask.all())
 
 
-def _call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
-    find = KNOWN.get((function.fn.__module__, function.fn.__name__))
-    found = find(frame, *args) if find is not None and args and not kwargs else None
-    return method(function, frame, args, kwargs) if found is None else found
-
-
 def _traces(frame: Any, value: Any) -> Any:
-    value = value.realize()
     is_none = value.is_python_constant() and value.as_python_constant() is None
     return ConstantVariable.create(False) if is_none else None
 
 
 def _packed(frame: Any, positions: Any) -> Any:
-    positions = positions.realize()
     if isinstance(positions, TensorVariable) and positions.ndim == 2 and _counts_up(positions):
         return ConstantVariable.create(None)
     return None
 
 
-def _ask(function: Any) -> Callable[..., Any]:
-    """Ask this instead of the model's own function, of a mask that is given."""
-
-    def found(frame: Any, mask: Any, *rest: Any) -> Any:
-        if not isinstance(mask.realize(), TensorVariable):
-            return None
-        return UserFunctionVariable(function).call_function(frame, [mask, *rest], {})
-
-    return found
-
-
-def _is_full(frame: Any, mask: Any) -> Any:
-    """Known of an input of the graph, also if it was cast."""
-    node = mask.realize().as_proxy().node
-    while node.target == "to" and not _is_written(node):
-        node = node.args[0]
-    given = node.meta.get("grapharg") if node.op == "placeholder" else None
-    if given is None or _is_written(node) or not is_full(given.example):
-        return ConstantVariable.create(False)
-    hold_while(is_full, given.source, "no zeros in it")
-    return ConstantVariable.create(True)
+def _before_casts(node: fx.Node) -> fx.Node:
+    while node.target == "to" and not is_written(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _counts_up(value: Any) -> bool:
@@ -124,9 +94,7 @@ def _counts_up(value: Any) -> bool:
         if not _keeps_steps(node):
             return False
         node = node.args[0]
-    return (
-        len(node.args) <= 2 and not node.kwargs.keys() & {"step", "out"} and not _is_written(node)
-    )
+    return len(node.args) <= 2 and not node.kwargs.keys() & {"step", "out"} and not is_written(node)
 
 
 def _keeps_steps(node: fx.Node) -> bool:
@@ -144,23 +112,11 @@ def _keeps_steps(node: fx.Node) -> bool:
     return False
 
 
-def _is_written(node: fx.Node) -> bool:
-    """Whether anything was written so far into what it returns, or was made of it."""
-    for user in node.users:
-        name = user.target if isinstance(user.target, str) else ""
-        if name.endswith("_") and not name.endswith("__"):
-            return True
-        if user.target in WRITES or "out" in user.kwargs or _is_written(user):
-            return True
-    return False
-
-
-# What is found where a model calls these, by module and name, or None.
 MASKS = "transformers.masking_utils"
-KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
+FINDS: dict[tuple[str, str], Find] = {
     ("transformers.utils.import_utils", "is_tracing"): _traces,
     (MASKS, "find_packed_sequence_indices"): _packed,
-    (MASKS, "_ignore_causal_mask_sdpa"): _ask(leaves_out_causal),
-    (MASKS, "_ignore_bidirectional_mask_sdpa"): _ask(leaves_out_bidirectional),
-    (__name__, "is_full"): _is_full,
+    (MASKS, "_ignore_causal_mask_sdpa"): asked_instead(leaves_out_causal),
+    (MASKS, "_ignore_bidirectional_mask_sdpa"): asked_instead(leaves_out_bidirectional),
+    (__name__, "is_full"): looked_at(is_full, "no zeros in it", _before_casts),
 }

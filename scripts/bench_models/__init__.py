@@ -30,6 +30,7 @@ WORKLOADS: dict[str, Factory] = {
     "waveglow": others.waveglow,
     "dcgan": images.dcgan,
     "llama": published.llama,
+    "llama with a mask": published.llama_masked,
     "mixtral": published.mixtral,
     "vit": published.vit,
 }

@@ -17,6 +17,20 @@ def llama(device: str, large: bool) -> Workload:
     return _decoder(LlamaForCausalLM(LlamaConfig(**_sizes(large))), device, large)
 
 
+def llama_masked(device: str, large: bool) -> Workload:
+    """The same on longer sequences, with the attention mask that data collators give, all ones."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rows, length, words = (4, 2048, 32000) if large else (2, 256, 1000)
+    ids = torch.randint(0, words, (rows, length), device=device)
+    mask = torch.ones_like(ids)
+
+    def loss(m: nn.Module) -> torch.Tensor:
+        return m(ids, attention_mask=mask, labels=ids).loss
+
+    return Workload(LlamaForCausalLM(LlamaConfig(**_sizes(large))), loss)
+
+
 def mixtral(device: str, large: bool) -> Workload:
     """The same with two of several experts for each token."""
     from transformers import MixtralConfig, MixtralForCausalLM

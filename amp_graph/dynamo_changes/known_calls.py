@@ -1,0 +1,106 @@
+"""Calls of functions whose answer is known while they are captured, though it depends on data.
+
+Of a value that the graph takes as an input, Dynamo has the tensor that was given. What is found out
+of that one becomes a guard, which looks at each that is given later.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+
+    torch._dynamo.variables.UserFunctionVariable.call_function, .fn      a function to capture
+    torch._dynamo.variables.TensorVariable.as_proxy                      a value of the graph
+    torch._dynamo.variables.builder.GraphArg.source, .example   behind a placeholder's "grapharg"
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.variables import ConstantVariable, TensorVariable, UserFunctionVariable
+
+from amp_graph.dynamo_changes.own_guards import hold_while
+from amp_graph.dynamo_changes.replaced import method_inside
+
+# Given the frame and the arguments, what a call returns, or None where it is captured as it is.
+Find = Callable[..., Any]
+
+WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul)
+LIKE = (torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like)  # of its shape alone
+
+
+def calls_known(finds: Mapping[tuple[str, str], Find]) -> contextlib.AbstractContextManager[None]:
+    """Within, Dynamo finds what functions return, by module and name, called without keywords."""
+
+    def call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+        find = finds.get((function.fn.__module__, function.fn.__name__))
+        if find is not None and args and not kwargs:
+            found = find(frame, *[value.realize() for value in args])
+            if found is not None:
+                return found
+        return method(function, frame, args, kwargs)
+
+    return method_inside(UserFunctionVariable, "call_function", call)
+
+
+def asked_instead(function: Any) -> Find:
+    """Ask this function, if the first argument is a tensor."""
+
+    def find(frame: Any, value: Any, *rest: Any) -> Any:
+        if not isinstance(value, TensorVariable):
+            return None
+        return UserFunctionVariable(function).call_function(frame, [value, *rest], {})
+
+    return find
+
+
+def looked_at(
+    condition: Callable[[Tensor], bool], said: str, source: Callable[[fx.Node], fx.Node]
+) -> Find:
+    """Whether a condition holds of an input of the graph, and as long as it does: `source` finds
+    where a value comes from. False of other values, and where nobody may look."""
+
+    @functools.wraps(condition)
+    def holds(value: Any) -> bool:
+        return _may_look(value) and condition(value)
+
+    def find(frame: Any, value: Any) -> Any:
+        node = source(value.as_proxy().node)
+        given = node.meta.get("grapharg") if node.op == "placeholder" else None
+        if given is None or is_written(node) or not holds(given.example):
+            return ConstantVariable.create(False)
+        hold_while(holds, given.source, said)
+        return ConstantVariable.create(True)
+
+    return find
+
+
+def is_written(node: fx.Node) -> bool:
+    """Whether anything was written so far into what it returns, or was made of it."""
+    made, seen = [node], {node}
+    while made:
+        value = made.pop()
+        for user in value.users:
+            into = user.args[:1] == (value,) and _writes(user.target)
+            if into or "out" in user.kwargs:
+                return True
+            if user not in seen and user.target not in LIKE:
+                seen.add(user)
+                made.append(user)
+    return False
+
+
+def _writes(target: Any) -> bool:
+    if isinstance(target, str):
+        return target.endswith("_") and not target.endswith("__")
+    return target in WRITES
+
+
+def _may_look(value: Any) -> bool:
+    """Not into one without numbers, nor while a CUDA graph is recorded, for other numbers."""
+    if type(value) is not Tensor or value.is_meta:
+        return False
+    return not (value.is_cuda and torch.cuda.is_current_stream_capturing())
