@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import (
     MistralForCausalLM,
     ViTConfig,
     ViTModel,
+    masking_utils,
 )
 from transformers.masking_utils import find_packed_sequence_indices
 
@@ -95,6 +97,7 @@ def test_results_are_those_of_the_model(name) -> None:
     assert (found - expected).norm() <= 0.02 * expected.norm()
 
 
+@pytest.mark.filterwarnings("ignore:.*is converted already")  # in_graphs converts it each time
 def test_sizes_that_change_need_no_mask_either() -> None:
     seen = []
     model = llama()
@@ -119,22 +122,53 @@ def test_a_mask_is_looked_at_until_one_is_not_full(make) -> None:
     assert captured == [1, 2, 2, 3, 3, 3, 3]
 
 
-def test_a_mask_that_was_written_into_is_not_taken_for_full() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = bert()
+class Masked(nn.Module):
+    def __init__(self, hide: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.hide = bert(), hide
 
-        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-            mask[1, 8:] = 0
-            return self.inner(input_ids=ids, attention_mask=mask)[0]
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        self.hide(mask)
+        return self.inner(input_ids=ids, attention_mask=mask)[0]
 
-    model = Masked().eval()
+
+def _in_place(mask: Tensor) -> None:
+    mask &= PADDED
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "set": lambda mask: operator.setitem(mask, (1, slice(8, None)), 0),
+    "method": lambda mask: mask.mul_(PADDED),
+    "operator": _in_place,
+    "of a view": lambda mask: mask[1:].logical_and_(PADDED[1:]),
+    "by out": lambda mask: torch.mul(mask, PADDED, out=mask),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_mask_that_was_written_into_is_not_taken_for_full(write: str) -> None:
+    model = Masked(WRITES[write]).eval()
     expected = model(IDS, FULL.clone())
     found = amp_graph.convert(model, policy="bfloat16")(IDS, FULL.clone())
     assert (found - expected).norm() <= 0.02 * expected.norm()
     unmasked = amp_graph.restore(model).inner(input_ids=IDS)[0]
     assert (unmasked - expected).norm() > 0.02 * expected.norm()  # it makes a difference
+
+
+def test_a_function_of_another_version_is_asked_itself(monkeypatch) -> None:
+    """As transformers had it in 4.56, where the window came fifth."""
+
+    def older(padding_mask: Any, query_length: int, kv_length: int, offset: int, size: int) -> bool:
+        return False
+
+    older.__module__, older.__name__ = masking_utils.__name__, "_ignore_causal_mask_sdpa"
+    monkeypatch.setattr(masking_utils, older.__name__, older)
+
+    def call(mask: Tensor) -> tuple[Tensor, bool]:
+        return mask + 1, masking_utils._ignore_causal_mask_sdpa(mask, 12, 12, 0, 4)
+
+    with unneeded_masks_left_out():
+        assert torch.compile(call, backend="eager")(FULL)[1] is False
 
 
 STEPS: dict[str, Callable[[Tensor], Any]] = {

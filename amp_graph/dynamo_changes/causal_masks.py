@@ -54,27 +54,24 @@ def hides_what_follows(mask: Tensor) -> bool:
     return torch.equal(mask, torch.full_like(mask, hidden).triu(1))
 
 
-def _is_causal(frame: Any, mask: Any) -> Any:
+def _is_causal(code: Any, frame: Any, mask: Any) -> Any:
     is_made = _is_made_causal(mask.as_proxy().node)
-    return ConstantVariable.create(True) if is_made else LOOK(frame, mask)
+    return ConstantVariable.create(True) if is_made else LOOK(code, frame, mask)
 
 
 def _is_made_causal(node: fx.Node) -> bool:
-    if node.target is not torch.triu or is_written(node):
-        return False
-    full, *rest = node.args
-    is_above = [*rest, *node.kwargs.values()] == [1]
-    assert isinstance(full, fx.Node)
-    return is_above and full.target is torch.full and full.args[1:] == (-math.inf,)
+    match node.target, *node.args, *node.kwargs.values():
+        case torch.triu, fx.Node(target=torch.full, args=(_, hidden)) as full, 1:
+            return bool(hidden == -math.inf) and not is_written(full)
+    return False
 
 
 def _given(node: fx.Node) -> fx.Node:
     """Before booleans became numbers to add."""
-    if node.target == "masked_fill_" and node.args[2:] == (-math.inf,):
-        zeros, mask = node.args[:2]
-        assert isinstance(zeros, fx.Node) and isinstance(mask, fx.Node)
-        if zeros.target is torch.zeros_like and not is_written(node):
-            return mask
+    match node.target, *node.args:
+        case "masked_fill_", fx.Node(target=torch.zeros_like) as zeros, fx.Node() as mask, hidden:
+            if hidden == -math.inf and len(zeros.users) == 1 and not is_written(node):
+                return mask
     return node
 
 

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -25,10 +26,25 @@ from torch._dynamo.variables import ConstantVariable, TensorVariable, UserFuncti
 from amp_graph.dynamo_changes.own_guards import hold_while
 from amp_graph.dynamo_changes.replaced import method_inside
 
-# Given the frame and the arguments, what a call returns, or None where it is captured as it is.
+# What a call returns, given the function, the frame and the arguments, or None to capture it.
 Find = Callable[..., Any]
 
-WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul)
+WRITES = (
+    operator.setitem,
+    operator.iadd,
+    operator.iand,
+    operator.ifloordiv,
+    operator.ilshift,
+    operator.imatmul,
+    operator.imod,
+    operator.imul,
+    operator.ior,
+    operator.ipow,
+    operator.irshift,
+    operator.isub,
+    operator.itruediv,
+    operator.ixor,
+)
 LIKE = (torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like)  # of its shape alone
 
 
@@ -36,9 +52,10 @@ def calls_known(finds: Mapping[tuple[str, str], Find]) -> contextlib.AbstractCon
     """Within, Dynamo finds what functions return, by module and name, called without keywords."""
 
     def call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
-        find = finds.get((function.fn.__module__, function.fn.__name__))
+        code = function.fn
+        find = finds.get((code.__module__, code.__name__))
         if find is not None and args and not kwargs:
-            found = find(frame, *[value.realize() for value in args])
+            found = find(code, frame, *[value.realize() for value in args])
             if found is not None:
                 return found
         return method(function, frame, args, kwargs)
@@ -46,13 +63,15 @@ def calls_known(finds: Mapping[tuple[str, str], Find]) -> contextlib.AbstractCon
     return method_inside(UserFunctionVariable, "call_function", call)
 
 
-def asked_instead(function: Any) -> Find:
-    """Ask this function, if the first argument is a tensor."""
+def asked_instead(stand_in: Any) -> Find:
+    """Ask this function, which has the same parameters, if the first argument is a tensor. One of
+    another version, with others, is asked itself."""
 
-    def find(frame: Any, value: Any, *rest: Any) -> Any:
-        if not isinstance(value, TensorVariable):
+    def find(code: Any, frame: Any, value: Any, *rest: Any) -> Any:
+        is_known = [*signature(code).parameters] == [*signature(stand_in).parameters]
+        if not is_known or not isinstance(value, TensorVariable):
             return None
-        return UserFunctionVariable(function).call_function(frame, [value, *rest], {})
+        return UserFunctionVariable(stand_in).call_function(frame, [value, *rest], {})
 
     return find
 
@@ -67,7 +86,7 @@ def looked_at(
     def holds(value: Any) -> bool:
         return _may_look(value) and condition(value)
 
-    def find(frame: Any, value: Any) -> Any:
+    def find(code: Any, frame: Any, value: Any) -> Any:
         node = source(value.as_proxy().node)
         given = node.meta.get("grapharg") if node.op == "placeholder" else None
         if given is None or is_written(node) or not holds(given.example):
@@ -85,7 +104,7 @@ def is_written(node: fx.Node) -> bool:
         value = made.pop()
         for user in value.users:
             into = user.args[:1] == (value,) and _writes(user.target)
-            if into or "out" in user.kwargs:
+            if into or user.kwargs.keys() & {"out", "inplace"}:
                 return True
             if user not in seen and user.target not in LIKE:
                 seen.add(user)
@@ -94,9 +113,9 @@ def is_written(node: fx.Node) -> bool:
 
 
 def _writes(target: Any) -> bool:
-    if isinstance(target, str):
-        return target.endswith("_") and not target.endswith("__")
-    return target in WRITES
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    is_named_so = name.endswith("_") and not name.endswith("__")
+    return target in WRITES or (is_named_so and target not in (operator.and_, operator.or_))
 
 
 def _may_look(value: Any) -> bool:

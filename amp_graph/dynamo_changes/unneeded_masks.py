@@ -53,14 +53,25 @@ def unneeded_masks_left_out() -> Iterator[None]:
 
 
 def leaves_out_causal(
-    mask: Tensor, queries: int, keys: int, q_offset: int, kv_offset: int, window: int | None = None
+    padding_mask: Tensor,
+    q_length: int,
+    kv_length: int,
+    q_offset: int,
+    kv_offset: int,
+    local_attention_size: int | None = None,
 ) -> bool:
     """Whether attention that is causal needs no mask beside `is_causal=True`."""
-    return queries == keys and (window is None or keys < window) and is_full(mask)
+    return q_length == kv_length and leaves_out_bidirectional(
+        padding_mask, kv_length, local_attention_size
+    )
 
 
-def leaves_out_bidirectional(mask: Tensor, keys: int, window: int | None = None) -> bool:
-    return (window is None or keys < window) and is_full(mask)
+def leaves_out_bidirectional(
+    padding_mask: Tensor, kv_length: int, local_attention_size: int | None = None
+) -> bool:
+    """Whether other attention needs none."""
+    is_local = local_attention_size is not None and kv_length >= local_attention_size
+    return not is_local and is_full(padding_mask)
 
 
 def is_full(mask: Tensor) -> bool:
@@ -68,12 +79,12 @@ def is_full(mask: Tensor) -> bool:
     return bool(mask.all())
 
 
-def _traces(frame: Any, value: Any) -> Any:
+def _traces(code: Any, frame: Any, value: Any) -> Any:
     is_none = value.is_python_constant() and value.as_python_constant() is None
     return ConstantVariable.create(False) if is_none else None
 
 
-def _packed(frame: Any, positions: Any) -> Any:
+def _packed(code: Any, frame: Any, positions: Any) -> Any:
     if isinstance(positions, TensorVariable) and positions.ndim == 2 and _counts_up(positions):
         return ConstantVariable.create(None)
     return None
