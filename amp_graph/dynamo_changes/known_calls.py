@@ -3,7 +3,7 @@
 Of a value that the graph takes as an input, Dynamo has the tensor that was given. What is found out
 of that one becomes a guard, which looks at each that is given later.
 
-Private names of PyTorch used here; seen to work on 2.11 and 2.13:
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
     torch._dynamo.variables.UserFunctionVariable.call_function, .fn      a function to capture
     torch._dynamo.variables.TensorVariable.as_proxy                      a value of the graph

@@ -13,7 +13,7 @@ model does, until one is not full; what is captured for that one is right for al
 
 On 2.11 Dynamo takes every capture for `torch.export`, for which masks are made as well.
 
-Private names of PyTorch used here; seen to work on 2.11 and 2.13:
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
     torch._dynamo.variables.TensorVariable.as_proxy, .dtype, .ndim       a value of the graph
     torch._dynamo.variables.torch.tracing_state_functions                what Dynamo says of itself
