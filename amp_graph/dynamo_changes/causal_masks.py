@@ -23,13 +23,8 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.variables import ConstantVariable
 
-from amp_graph.dynamo_changes.known_calls import (
-    Find,
-    asked_instead,
-    calls_known,
-    is_written,
-    looked_at,
-)
+from amp_graph.dynamo_changes.known_calls import Find, asked_instead, calls_known, looked_at
+from amp_graph.graphs.writes import is_as_made
 
 
 def causal_masks_known() -> contextlib.AbstractContextManager[None]:
@@ -62,15 +57,15 @@ def _is_causal(code: Any, frame: Any, mask: Any) -> Any:
 def _is_made_causal(node: fx.Node) -> bool:
     match node.target, *node.args, *node.kwargs.values():
         case torch.triu, fx.Node(target=torch.full, args=(_, hidden)) as full, 1:
-            return bool(hidden == -math.inf) and not is_written(full)
+            return bool(hidden == -math.inf) and is_as_made(full) and is_as_made(node)
     return False
 
 
 def _given(node: fx.Node) -> fx.Node:
     """Before booleans became numbers to add."""
     match node.target, *node.args:
-        case "masked_fill_", fx.Node(target=torch.zeros_like) as zeros, fx.Node() as mask, hidden:
-            if hidden == -math.inf and len(zeros.users) == 1 and not is_written(node):
+        case "masked_fill_", fx.Node(target=torch.zeros_like), fx.Node() as mask, hidden:
+            if hidden == -math.inf and is_as_made(node):
                 return mask
     return node
 

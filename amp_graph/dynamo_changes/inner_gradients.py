@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import operator
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,11 +46,10 @@ from amp_graph.errors import CaptureError
 from amp_graph.graphs.cuts import run_in_parts
 from amp_graph.graphs.lines import called_at
 from amp_graph.graphs.vmap import begins_of_transforms
+from amp_graph.graphs.writes import memory, writes_by_memory
 from amp_graph.modules import Run
 
 ENDED_AT = re.compile(r"autograd\.grad|\bbackward\(|\bretain_grad\(")
-OPERATORS = {n for n in vars(operator) if n.startswith("i") and n[1:] in vars(operator)}
-IN_PLACE = {"setitem", *OPERATORS, "__setitem__", *(f"__{n}__" for n in OPERATORS)}
 TAKING = {"backward", "retain_grad"}
 LIBRARIES = ("torch", "numpy", "builtins")  # take no gradient by a value of the model's
 MANY = 1000  # functions that are looked at
@@ -112,17 +110,17 @@ def cuts(graph: fx.Graph) -> list[fx.Node]:
     is made of it, where both require gradients. As few as do: a part goes on up to the first node
     that reads one of the results before it."""
     place = {node: i for i, node in enumerate(graph.nodes)}
-    written = _written(graph)
+    written = writes_by_memory(graph)
     results = [n for n in graph.output_node().all_input_nodes if _requires_grad(n)]
     results = [n for n in results if n.op not in ("placeholder", "get_attr")]
-    inputs = [n for n in graph.find_nodes(op="placeholder") if _memory(n) in written]
+    inputs = [n for n in graph.find_nodes(op="placeholder") if memory(n) in written]
     results += filter(_requires_grad, inputs)  # as they are afterwards
     if len(results) < 2:
         return []
     leading = _leading_to(results, written)
     # As it is returned, a result is there when it was last written to.
-    done = {n: max(map(place.__getitem__, [n, *written.get(_memory(n), ())])) for n in results}
-    done |= {n: done[x] for x in inputs if x in done for n in place if _memory(n) == _memory(x)}
+    done = {n: max(map(place.__getitem__, [n, *written.get(memory(n), ())])) for n in results}
+    done |= {n: done[x] for x in inputs if x in done for n in place if memory(n) == memory(x)}
     begins = begins_of_transforms(graph)
     found: list[fx.Node] = []
     since = -1
@@ -145,24 +143,9 @@ def _leading_to(results: list[fx.Node], written: Mapping[int, list[fx.Node]]) ->
         node = new.pop()
         if node not in seen and _requires_grad(node):
             seen.add(node)
-            writes = written.get(_memory(node), ())
+            writes = written.get(memory(node), ())
             found.update([node, *writes])
             new += [n for each in (node, *writes) for n in each.all_input_nodes]
-    return found
-
-
-def _written(graph: fx.Graph) -> dict[int, list[fx.Node]]:
-    """By the memory of values, the nodes that by their names write into it."""
-    found: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
-        target: Any = node.target
-        name = target if isinstance(target, str) else str(getattr(target, "__name__", ""))
-        operand: Any = node.kwargs.get("out")
-        is_named = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-        if node.op != "placeholder" and (is_named or node.kwargs.get("inplace") is True):
-            operand = next(iter(node.args), None)
-        if isinstance(operand, fx.Node) and _memory(operand):
-            found.setdefault(_memory(operand), []).append(node)
     return found
 
 
@@ -170,14 +153,6 @@ def _requires_grad(node: fx.Node) -> bool:
     values = [v for v in tree_leaves(node.meta.get("example_value")) if isinstance(v, Tensor)]
     # Those of a transform that has ended say no, whatever they said in it.
     return any(v.requires_grad or not isinstance(v, FakeTensor) for v in values)
-
-
-def _memory(node: fx.Node) -> int:
-    """A key of the memory that a value lives in, 0 if it has none of its own."""
-    value = node.meta.get("example_value")
-    if type(value) is not FakeTensor or value.layout is not torch.strided or value.is_nested:
-        return 0
-    return int(value.untyped_storage()._cdata)
 
 
 def takes_gradients(model: nn.Module) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any
@@ -25,27 +24,10 @@ from torch._dynamo.variables import ConstantVariable, TensorVariable, UserFuncti
 
 from amp_graph.dynamo_changes.own_guards import hold_while
 from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.graphs.writes import is_as_made
 
 # What a call returns, given the function, the frame and the arguments, or None to capture it.
 Find = Callable[..., Any]
-
-WRITES = (
-    operator.setitem,
-    operator.iadd,
-    operator.iand,
-    operator.ifloordiv,
-    operator.ilshift,
-    operator.imatmul,
-    operator.imod,
-    operator.imul,
-    operator.ior,
-    operator.ipow,
-    operator.irshift,
-    operator.isub,
-    operator.itruediv,
-    operator.ixor,
-)
-LIKE = (torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like)  # of its shape alone
 
 
 def calls_known(finds: Mapping[tuple[str, str], Find]) -> contextlib.AbstractContextManager[None]:
@@ -89,33 +71,12 @@ def looked_at(
     def find(code: Any, frame: Any, value: Any) -> Any:
         node = source(value.as_proxy().node)
         given = node.meta.get("grapharg") if node.op == "placeholder" else None
-        if given is None or is_written(node) or not holds(given.example):
+        if given is None or not is_as_made(node) or not holds(given.example):
             return ConstantVariable.create(False)
         hold_while(holds, given.source, said)
         return ConstantVariable.create(True)
 
     return find
-
-
-def is_written(node: fx.Node) -> bool:
-    """Whether anything was written so far into what it returns, or was made of it."""
-    made, seen = [node], {node}
-    while made:
-        value = made.pop()
-        for user in value.users:
-            into = user.args[:1] == (value,) and _writes(user.target)
-            if into or user.kwargs.keys() & {"out", "inplace"}:
-                return True
-            if user not in seen and user.target not in LIKE:
-                seen.add(user)
-                made.append(user)
-    return False
-
-
-def _writes(target: Any) -> bool:
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    is_named_so = name.endswith("_") and not name.endswith("__")
-    return target in WRITES or (is_named_so and target not in (operator.and_, operator.or_))
 
 
 def _may_look(value: Any) -> bool:

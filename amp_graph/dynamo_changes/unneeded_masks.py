@@ -34,14 +34,9 @@ from torch import Tensor, fx
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables.torch import tracing_state_functions
 
-from amp_graph.dynamo_changes.known_calls import (
-    Find,
-    asked_instead,
-    calls_known,
-    is_written,
-    looked_at,
-)
+from amp_graph.dynamo_changes.known_calls import Find, asked_instead, calls_known, looked_at
 from amp_graph.dynamo_changes.replaced import with_entries
+from amp_graph.graphs.writes import is_as_made
 
 
 @contextlib.contextmanager
@@ -91,7 +86,7 @@ def _packed(code: Any, frame: Any, positions: Any) -> Any:
 
 
 def _before_casts(node: fx.Node) -> fx.Node:
-    while node.target == "to" and not is_written(node):
+    while node.target == "to" and is_as_made(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -101,11 +96,13 @@ def _counts_up(value: Any) -> bool:
     if value.dtype is not torch.int64:
         return False
     node = value.as_proxy().node
-    while node.target is not torch.arange:
+    while is_as_made(node):
+        if node.target is torch.arange:
+            return len(node.args) <= 2 and not node.kwargs.keys() & {"step", "out"}
         if not _keeps_steps(node):
             return False
         node = node.args[0]
-    return len(node.args) <= 2 and not node.kwargs.keys() & {"step", "out"} and not is_written(node)
+    return False
 
 
 def _keeps_steps(node: fx.Node) -> bool:

@@ -21,14 +21,8 @@ def llama_masked(device: str, large: bool) -> Workload:
     """The same on longer sequences, with the attention mask that data collators give, all ones."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    rows, length, words = (4, 2048, 32000) if large else (2, 256, 1000)
-    ids = torch.randint(0, words, (rows, length), device=device)
-    mask = torch.ones_like(ids)
-
-    def loss(m: nn.Module) -> torch.Tensor:
-        return m(ids, attention_mask=mask, labels=ids).loss
-
-    return Workload(LlamaForCausalLM(LlamaConfig(**_sizes(large))), loss)
+    model = LlamaForCausalLM(LlamaConfig(**_sizes(large)))
+    return _decoder(model, device, large, (4, 2048) if large else (2, 256), is_masked=True)
 
 
 def mixtral(device: str, large: bool) -> Workload:
@@ -71,11 +65,18 @@ def _sizes(large: bool) -> dict[str, Any]:
     }
 
 
-def _decoder(model: nn.Module, device: str, large: bool) -> Workload:
-    batch, length = (8, 512) if large else (4, 128)
-    ids = torch.randint(0, 32000 if large else 1000, (batch, length), device=device)
+def _decoder(
+    model: nn.Module,
+    device: str,
+    large: bool,
+    shape: tuple[int, int] | None = None,
+    is_masked: bool = False,
+) -> Workload:
+    shape = shape or ((8, 512) if large else (4, 128))
+    ids = torch.randint(0, 32000 if large else 1000, shape, device=device)
+    given = {"attention_mask": torch.ones_like(ids)} if is_masked else {}
 
     def loss(m: nn.Module) -> torch.Tensor:
-        return m(ids, labels=ids).loss
+        return m(ids, labels=ids, **given).loss
 
     return Workload(model, loss)
