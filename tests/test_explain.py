@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import builtins
 import logging
 import logging.handlers
 import re
@@ -234,6 +235,21 @@ def test_a_notebook_shows_names_as_text() -> None:
     model(torch.randn(4, 8))
     html = amp_graph.explain(model)._repr_html_()
     assert "<script>" not in html and "&lt;script&gt;alert(1)" in html
+
+
+def test_the_text_of_a_report_is_the_same_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich finds out by this name of IPython's that it is in one, and displays what it prints;
+    IPython asks for colours."""
+
+    class ZMQInteractiveShell:
+        pass
+
+    model = amp_graph.convert(Net())
+    model(torch.randn(4, 8))
+    text = str(amp_graph.explain(model))
+    monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert str(amp_graph.explain(model)) == text and "In low precision, by module" in text
 
 
 def test_what_there_is_no_report_of() -> None:

@@ -10,9 +10,13 @@ from rich.table import Table
 
 
 def without_colors(shown: RenderableType, width: int) -> str:
-    """What a terminal of so many columns would show, as plain text that ends in a newline."""
+    """What a terminal of so many columns would show, as plain text that ends in a newline: in a
+    notebook too, where Rich displays what it is to print, and under `FORCE_COLOR`."""
     text = io.StringIO()
-    Console(file=text, width=width, no_color=True, highlight=False).print(shown)
+    console = Console(
+        file=text, width=width, highlight=False, force_terminal=False, force_jupyter=False
+    )
+    console.print(shown)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
