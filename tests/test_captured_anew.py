@@ -8,6 +8,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -192,24 +193,51 @@ def test_the_shapes_of_another_model_make_none_dynamic() -> None:
         assert sizes and all(isinstance(size, int) for size in sizes)
 
 
-class Noisy(nn.Module):
-    """The operator that `generator=None` chooses takes no symbolic sizes (torch 2.13)."""
-
-    def __init__(self) -> None:
+class Adding(nn.Module):
+    def __init__(self, make: Callable[[torch.Size], Tensor]) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
+        self.layer, self.make = nn.Linear(4, 4), make
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x + torch.randn(x.shape, generator=None))
+        return self.layer(x + self.make(x.shape))
+
+
+SIZES = (2, 3, 4, 3)
+
+
+@torch.library.custom_op("amp_graph_test::noise", mutates_args=())
+def noise(rows: int) -> Tensor:
+    return torch.randn(rows, 4)
+
+
+@noise.register_fake
+def _(rows: int) -> Tensor:
+    assert isinstance(rows, int), "takes no symbolic sizes"
+    return torch.empty(rows, 4)
 
 
 def test_a_model_that_takes_no_symbolic_sizes_is_captured_at_each() -> None:
-    model, sizes = amp_graph.convert(Noisy()), (2, 3, 4, 3)
-    for size in sizes:
+    model = amp_graph.convert(Adding(lambda shape: noise(shape[0])))
+    for size in SIZES:
         model(torch.randn(size, 4))
     plans = amp_graph.plans(model)
-    assert len(plans) == len(set(sizes))
+    assert len(plans) == len(set(SIZES))
     assert all(plan.low and not plan.fallback for plan in plans)
+
+
+@pytest.mark.parametrize("draw", [torch.randn, torch.rand, partial(torch.normal, 0.0, 1.0)])
+def test_no_generator_is_none_that_needs_known_sizes(draw: Callable[..., Tensor]) -> None:
+    """As `diffusers` draws noise."""
+    plain = Adding(lambda shape: draw(shape, generator=None))
+    model = amp_graph.convert(copy.deepcopy(plain))
+    for size in SIZES:
+        x = torch.randn(size, 4)
+        results = []
+        for each in plain, model:
+            torch.manual_seed(0)
+            results.append(each(x))
+        torch.testing.assert_close(*results, rtol=0.02, atol=0.02)
+    assert len(amp_graph.plans(model)) == 2  # of the first size, and of any
 
 
 def assign(kind: type[nn.Module], forward: Any) -> None:

@@ -81,7 +81,7 @@ SETTINGS: dict[str, Any] = {
 
 # For what it cannot capture: that is often where a number or a size that depends on data is asked
 # for its value, of which it tells in many ways. Or, in a later call, at an operator that takes no
-# symbolic sizes, such as `torch.randn(x.shape, generator=None)` (torch 2.13).
+# symbolic sizes, such as one of the user's own.
 BREAK_AT_DATA = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
 EACH_SIZE_APART = {**BREAK_AT_DATA, "automatic_dynamic_shapes": False}
 

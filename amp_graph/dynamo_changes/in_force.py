@@ -19,6 +19,7 @@ from amp_graph.dynamo_changes.known_values import known_values
 from amp_graph.dynamo_changes.logs import locations_untold, quiet_logs
 from amp_graph.dynamo_changes.modes_apart import modes_above_autograd_apart
 from amp_graph.dynamo_changes.namespaces import own_names
+from amp_graph.dynamo_changes.no_generators import no_generators_left_out
 from amp_graph.dynamo_changes.repeated_hooks import repeated_hooks_as_one
 from amp_graph.dynamo_changes.retained_gradients import retained_gradients_end_graphs
 from amp_graph.dynamo_changes.tensor_indices import tensor_indices_known
@@ -48,6 +49,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     hooks_keep_dtypes,
     gradients_unread,
     unneeded_masks_left_out,
+    no_generators_left_out,
 )
 
 

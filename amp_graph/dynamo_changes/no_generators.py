@@ -1,0 +1,34 @@
+"""A generator that is None is left out.
+
+    torch.randn(x.shape, generator=None)    ->    torch.randn(x.shape)
+
+Random numbers that are drawn with the one or the other are the same, but the first form takes no
+symbolic sizes (2.11 to 2.14), so that a model would be captured anew for each size of a batch.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+
+    torch._dynamo.variables.TorchInGraphFunctionVariable.call_function
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from torch._dynamo.variables import TorchInGraphFunctionVariable
+
+from amp_graph.dynamo_changes.replaced import method_inside
+
+
+def no_generators_left_out() -> contextlib.AbstractContextManager[None]:
+    """Within, Dynamo captures such calls without."""
+    return method_inside(TorchInGraphFunctionVariable, "call_function", _call)
+
+
+def _call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    generator = kwargs.get("generator")
+    if generator is not None:
+        generator = generator.realize()
+        if generator.is_python_constant() and generator.as_python_constant() is None:
+            kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+    return method(function, frame, args, kwargs)
