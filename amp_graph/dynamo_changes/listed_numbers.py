@@ -1,0 +1,104 @@
+"""A tensor of numbers from a list, which may be others in the next call.
+
+    torch.tensor(lengths)       a number that has changed is a symbol to Dynamo
+    torch.as_tensor(lengths)    here it is a constant, so that each list would be captured apart;
+    torch.LongTensor(lengths)   these are captured like the first
+
+Each symbol takes milliseconds. Where there are many, such as samples that a model draws by
+`random`, the graph ends, and Python makes the tensor.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+
+    torch._dynamo.exc.unimplemented                            to end a graph
+    torch._dynamo.variables.TorchInGraphFunctionVariable, UserDefinedClassVariable
+                                                               .call_function, .value
+    torch._dynamo.variables.ListVariable, TupleVariable .items
+    torch._dynamo.variables.tensor.SymNodeVariable, UnspecializedPythonVariable
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.variables import (
+    ListVariable,
+    TorchInGraphFunctionVariable,
+    TupleVariable,
+    UserDefinedClassVariable,
+    VariableTracker,
+)
+from torch._dynamo.variables.tensor import SymNodeVariable, UnspecializedPythonVariable
+
+from amp_graph.dynamo_changes.replaced import method_inside
+
+MANY = 256
+OPTIONS = {"dtype", "device"}  # of all of these functions
+LEGACY = frozenset(
+    {
+        torch.Tensor,
+        torch.FloatTensor,
+        torch.DoubleTensor,
+        torch.HalfTensor,
+        torch.BFloat16Tensor,
+        torch.LongTensor,
+        torch.IntTensor,
+        torch.ShortTensor,
+        torch.CharTensor,
+        torch.ByteTensor,
+        torch.BoolTensor,
+    }
+)
+
+
+@contextlib.contextmanager
+def listed_numbers_known() -> Iterator[None]:
+    """Within, Dynamo captures such tensors."""
+    with (
+        method_inside(TorchInGraphFunctionVariable, "call_function", _call),
+        method_inside(UserDefinedClassVariable, "call_function", _make),
+    ):
+        yield
+
+
+def _call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    is_tensor = function.value is torch.tensor
+    is_other = function.value in (torch.as_tensor, torch.asarray) and kwargs.keys() <= OPTIONS
+    if (is_tensor or is_other) and len(args) == 1 and _has_symbols(args[0]):
+        function = TorchInGraphFunctionVariable(torch.tensor)
+    return method(function, frame, args, kwargs)
+
+
+def _make(method: Any, kind: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    if kind.value in LEGACY and len(args) == 1 and not kwargs and _has_symbols(args[0]):
+        like = kind.value()
+        options = {"dtype": like.dtype, "device": like.device}
+        kwargs = {name: VariableTracker.build(frame, value) for name, value in options.items()}
+        return TorchInGraphFunctionVariable(torch.tensor).call_function(frame, args, kwargs)
+    return method(kind, frame, args, kwargs)
+
+
+def _has_symbols(data: Any) -> bool:
+    """Whether there are any in a list, or in lists in it. Ends the graph if there are many."""
+    found = sum(1 for _ in islice(_symbols(data), MANY))
+    if found == MANY:
+        unimplemented(
+            gb_type="a tensor of many numbers that change",
+            context=f"{MANY} or more",
+            explanation="Python makes it",
+            hints=[],
+        )
+    return found > 0
+
+
+def _symbols(data: Any) -> Iterator[Any]:
+    value = data.realize()
+    if isinstance(value, ListVariable | TupleVariable):
+        for item in value.items:
+            yield from _symbols(item)
+    elif isinstance(value, SymNodeVariable | UnspecializedPythonVariable):
+        yield value

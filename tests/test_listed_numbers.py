@@ -1,0 +1,78 @@
+"""Tensors made of lists of Python numbers, which are others in each call: lengths, samples."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_graph
+from amp_graph.dynamo_changes.listed_numbers import MANY
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+X = torch.randn(4, 8)
+MAKE: dict[str, Callable[[Any], Tensor]] = {
+    "tensor": torch.tensor,
+    "as_tensor": torch.as_tensor,
+    "as_tensor with a dtype": lambda numbers: torch.as_tensor(numbers, dtype=torch.float64),
+    "asarray": lambda numbers: torch.asarray(numbers, dtype=torch.float16),
+    "Tensor": torch.Tensor,
+    "FloatTensor": torch.FloatTensor,
+    "LongTensor": torch.LongTensor,
+    "IntTensor of pairs": lambda numbers: torch.IntTensor([numbers, (1, 2, 3)]),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, make: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.make = nn.Linear(8, 8), make
+
+    def forward(self, x: Tensor, numbers: Any) -> tuple[Tensor, Tensor]:
+        x = self.layer(x)
+        made = self.make(numbers)
+        return self.layer(x * made.float().mean()), made
+
+
+def lists(kind: type, length: int) -> list[list[Any]]:
+    drawn = random.Random(0)
+    return [[kind(drawn.uniform(1, 1e6)) for _ in range(length)] for _ in range(6)]
+
+
+@pytest.mark.parametrize("kind", [int, float])
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE.keys())
+def test_numbers_that_change_are_captured_once_more(
+    make: Callable[[Any], Tensor], kind: type
+) -> None:
+    model = amp_graph.convert(Net(make), policy="bfloat16")
+    for numbers in lists(kind, 3):
+        result, made = model(X, numbers)
+        assert made.dtype is make(numbers).dtype
+        torch.testing.assert_close(made, make(numbers))
+        result.sum().backward()
+    assert len(amp_graph.plans(model)) == 2
+
+
+@pytest.mark.parametrize("make", [torch.tensor, torch.LongTensor])
+def test_python_makes_tensors_of_many_numbers(make: Callable[[Any], Tensor]) -> None:
+    model = amp_graph.convert(Net(make), policy="bfloat16")
+    counts = []
+    for numbers in lists(int, MANY + 50):
+        result, made = model(X, numbers)
+        assert torch.equal(made, make(numbers))
+        result.sum().backward()
+        counts.append(len(amp_graph.plans(model)))
+    assert counts[-1] == counts[-3]
+    assert all(len(plan.facts) < MANY for plan in amp_graph.plans(model))
+
+
+def test_numbers_that_do_not_change_end_no_graph() -> None:
+    model = amp_graph.convert(Net(torch.tensor), policy="bfloat16")
+    (numbers, *_) = lists(int, MANY + 50)
+    for _ in range(3):
+        model(X, numbers)
+    assert len(amp_graph.plans(model)) == 1
