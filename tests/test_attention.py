@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -231,7 +233,21 @@ def test_what_is_to_stay_in_float32_stays_whole() -> None:
     assert is_whole(rewritten(trace(lambda *t: whole(*t, dropout_p=0.1), half)))
 
 
-def test_a_choice_of_kernels_in_the_model_is_kept(reduced_in_low: None) -> None:
+def only_math() -> AbstractContextManager[None]:
+    """As before there was `sdpa_kernel`."""
+    return torch.backends.cuda.sdp_kernel(
+        enable_flash=False, enable_mem_efficient=False, enable_cudnn=False
+    )
+
+
+CHOICES = {"sdpa_kernel": partial(sdpa_kernel, SDPBackend.MATH), "sdp_kernel": only_math}
+
+
+@pytest.mark.filterwarnings("ignore:.*sdp_kernel.. is deprecated:FutureWarning")
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES.keys())
+def test_a_choice_of_kernels_in_the_model_is_kept(
+    choice: Callable[[], AbstractContextManager[None]], reduced_in_low: None
+) -> None:
     class Chosen(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -239,7 +255,7 @@ def test_a_choice_of_kernels_in_the_model_is_kept(reduced_in_low: None) -> None:
 
         def forward(self, *given: torch.Tensor) -> torch.Tensor:
             query, key, value = given
-            with sdpa_kernel(SDPBackend.MATH):
+            with choice():
                 scores = whole(query @ self.weight, key @ self.weight, value)
             return whole(scores, key, value)
 

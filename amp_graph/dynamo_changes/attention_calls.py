@@ -12,10 +12,15 @@ So calls `nn.Transformer` a mask that was made where masks are made by default: 
 be causal and drops it, where a capture applies masks as given (`causal_masks`). Here it is moved to
 the rest.
 
+    with torch.backends.cuda.sdp_kernel(enable_math=False):     deprecated, and unknown to Dynamo
+
+So a model chose kernels before there was `sdpa_kernel`, which Dynamo captures.
+
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
     torch._dynamo.variables.TorchInGraphFunctionVariable.call_function, .value
     torch._dynamo.variables.TensorVariable.device, .call_method
+    torch._dynamo.variables.UserFunctionVariable.call_function
     torch._dynamo.variables.tensor.SymNodeVariable.sym_num, .evaluate_expr
     torch.fx.experimental.symbolic_shapes.has_free_unbacked_symbols
 """
@@ -31,10 +36,12 @@ from torch._dynamo.variables import (
     ConstantVariable,
     TensorVariable,
     TorchInGraphFunctionVariable,
+    UserFunctionVariable,
     VariableTracker,
 )
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 
 from amp_graph.dynamo_changes.replaced import method_inside
@@ -44,6 +51,8 @@ ARGUMENTS: dict[Any, tuple[str, ...]] = {
     multi_head_attention_forward: tuple(signature(multi_head_attention_forward).parameters),
 }
 
+OLD_CHOICE = getattr(torch.backends.cuda, "sdp_kernel", object())  # until it is removed
+
 
 def attention_calls_settled() -> contextlib.AbstractContextManager[None]:
     """Within, Dynamo captures such calls."""
@@ -51,6 +60,9 @@ def attention_calls_settled() -> contextlib.AbstractContextManager[None]:
 
 
 def _call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    if function.value is OLD_CHOICE:
+        choose: Any = _choose_kernels
+        return UserFunctionVariable(choose).call_function(frame, args, kwargs)
     names = ARGUMENTS.get(function.value)
     if names is not None:
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -64,6 +76,21 @@ def _call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any
         args = [*(settled.get(name, v) for name, v in named), *args[len(names) :]]
         kwargs = {n: settled.get(n, v) for n, v in kwargs.items()}
     return method(function, frame, args, kwargs)
+
+
+def _choose_kernels(
+    enable_flash: bool = True,
+    enable_math: bool = True,
+    enable_mem_efficient: bool = True,
+    enable_cudnn: bool = True,
+) -> contextlib.AbstractContextManager[None]:
+    chosen = (
+        (enable_flash, SDPBackend.FLASH_ATTENTION),
+        (enable_mem_efficient, SDPBackend.EFFICIENT_ATTENTION),
+        (enable_math, SDPBackend.MATH),
+        (enable_cudnn, SDPBackend.CUDNN_ATTENTION),
+    )
+    return sdpa_kernel([kernel for is_enabled, kernel in chosen if is_enabled])
 
 
 def _decided(flag: Any) -> Any:
