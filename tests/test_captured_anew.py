@@ -240,6 +240,32 @@ def test_no_generator_is_none_that_needs_known_sizes(draw: Callable[..., Tensor]
     assert len(amp_graph.plans(model)) == 2  # of the first size, and of any
 
 
+HANDED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "dictionary": lambda batch, y: {"name": batch["name"], "ids": batch["ids"], "y": y},
+    "tuple": lambda batch, y: (batch["name"], [batch["ids"], y], y),
+    "list": lambda batch, y: [batch["ids"], {1: batch["name"], 2: y}, y],
+}
+
+
+@pytest.mark.parametrize("hold", HANDED.values(), ids=HANDED.keys())
+def test_what_is_only_handed_through_may_change(hold: Callable[[Any, Tensor], Any]) -> None:
+    class Handing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 8)
+
+        def forward(self, x: Tensor, batch: dict[str, Any]) -> Any:
+            return hold(batch, self.layer(x))
+
+    model = amp_graph.convert(Handing())
+    for i in range(4):
+        batch = {"name": f"image {i}", "ids": [f"{i}", str(i + 1)]}
+        result = model(X, batch)
+        y = result["y"] if isinstance(result, dict) else result[-1]
+        assert result == hold(batch, y)
+    assert len(amp_graph.plans(model)) == 1
+
+
 def assign(kind: type[nn.Module], forward: Any) -> None:
     kind.forward = forward
 

@@ -12,6 +12,7 @@ from amp_graph.dynamo_changes.checkpoint_sequences import checkpoint_sequences_k
 from amp_graph.dynamo_changes.checkpointed_writes import checkpointed_writes_inside
 from amp_graph.dynamo_changes.context_variables import context_variables_known
 from amp_graph.dynamo_changes.given_twice import given_once
+from amp_graph.dynamo_changes.handed_through import handed_through_unread
 from amp_graph.dynamo_changes.hidden_names import hidden_names_found
 from amp_graph.dynamo_changes.inner_gradients import gradients_end_graphs
 from amp_graph.dynamo_changes.input_hooks import hooks_keep_dtypes
@@ -52,6 +53,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     unneeded_masks_left_out,
     no_generators_left_out,
     listed_numbers_known,
+    handed_through_unread,
 )
 
 

@@ -1,0 +1,50 @@
+"""What a model only hands through, such as the names of its samples, tells no two calls apart.
+
+    return {"name": batch["name"], "logits": self.head(x)}
+
+Dynamo takes such a value from where it was given, without a look at it. But before that it asks of
+what the code has made to hold it, a dictionary, list or tuple, whether that is a constant, item by
+item until one is none; what it reads is guarded, so that each name would be captured by itself.
+Here tensors are asked first, which are none.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+
+    torch._dynamo.variables.ConstDictVariable, BaseListVariable .items, .as_python_constant
+    torch._dynamo.variables.base.AsPythonConstantNotImplementedError
+    torch._dynamo.variables.TensorVariable                       a value of the graph
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch._dynamo.variables import BaseListVariable, ConstDictVariable, TensorVariable
+from torch._dynamo.variables.base import AsPythonConstantNotImplementedError
+
+from amp_graph.dynamo_changes.replaced import method_inside
+
+
+@contextlib.contextmanager
+def handed_through_unread() -> Iterator[None]:
+    """Within, Dynamo reads no more of what holds a tensor."""
+    with (
+        method_inside(ConstDictVariable, "as_python_constant", _of_dictionary),
+        method_inside(BaseListVariable, "as_python_constant", _of_list),
+    ):
+        yield
+
+
+def _of_dictionary(method: Any, held: Any) -> Any:
+    return _asked(method, held, held.items.values())
+
+
+def _of_list(method: Any, held: Any) -> Any:
+    return _asked(method, held, held.items)
+
+
+def _asked(method: Any, held: Any, items: Any) -> Any:
+    if any(item.is_realized() and isinstance(item.realize(), TensorVariable) for item in items):
+        raise AsPythonConstantNotImplementedError(held)
+    return method(held)
