@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 import random
 import warnings
 from collections.abc import Callable
@@ -238,6 +239,37 @@ def test_no_generator_is_none_that_needs_known_sizes(draw: Callable[..., Tensor]
             results.append(each(x))
         torch.testing.assert_close(*results, rtol=0.02, atol=0.02)
     assert len(amp_graph.plans(model)) == 2  # of the first size, and of any
+
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "exp": lambda t: math.exp(-t / 3),
+    "sigmoid": lambda t: 1 / (1 + math.exp(2 - t)),
+    "log": math.log,
+    "log10": lambda t: math.log10(t) + 1,
+    "pow": lambda t: math.pow(0.9, t),
+}
+
+
+@pytest.mark.parametrize("kind", [int, float])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_what_is_scheduled_is_captured_once_more(
+    schedule: Callable[[float], float], kind: type
+) -> None:
+    class Scheduled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.step = nn.Linear(16, 8), kind(1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, float, Tensor]:
+            self.step += 1
+            by = schedule(self.step)
+            return self.layer(x), by, torch.tensor(by, dtype=torch.float64)
+
+    model = amp_graph.convert(Scheduled())
+    for step in range(2, 8):
+        _, by, made = model(X)
+        assert by == made.item() == pytest.approx(schedule(kind(step)), rel=1e-14)
+    assert len(amp_graph.plans(model)) <= 3
 
 
 HANDED: dict[str, Callable[[Any, Tensor], Any]] = {

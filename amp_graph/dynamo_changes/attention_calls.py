@@ -44,7 +44,7 @@ from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 
-from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import calls_inside
 
 ARGUMENTS: dict[Any, tuple[str, ...]] = {
     scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
@@ -56,26 +56,28 @@ OLD_CHOICE = getattr(torch.backends.cuda, "sdp_kernel", object())  # until it is
 
 def attention_calls_settled() -> contextlib.AbstractContextManager[None]:
     """Within, Dynamo captures such calls."""
-    return method_inside(TorchInGraphFunctionVariable, "call_function", _call)
+    changes = dict.fromkeys(ARGUMENTS, _attend) | {OLD_CHOICE: _choose}
+    return calls_inside(TorchInGraphFunctionVariable, changes)
 
 
-def _call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
-    if function.value is OLD_CHOICE:
-        choose: Any = _choose_kernels
-        return UserFunctionVariable(choose).call_function(frame, args, kwargs)
-    names = ARGUMENTS.get(function.value)
-    if names is not None:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        query, mask, flag = (given.get(name) for name in ("query", "attn_mask", "is_causal"))
-        settled = {}
-        if mask is not None:
-            settled["attn_mask"] = _beside(query, mask.realize(), frame)
-        if flag is not None:
-            settled["is_causal"] = _decided(flag.realize())
-        named = zip(names, args, strict=False)
-        args = [*(settled.get(name, v) for name, v in named), *args[len(names) :]]
-        kwargs = {n: settled.get(n, v) for n, v in kwargs.items()}
+def _attend(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    names = ARGUMENTS[function.value]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    query, mask, flag = (given.get(name) for name in ("query", "attn_mask", "is_causal"))
+    settled = {}
+    if mask is not None:
+        settled["attn_mask"] = _beside(query, mask.realize(), frame)
+    if flag is not None:
+        settled["is_causal"] = _decided(flag.realize())
+    named = zip(names, args, strict=False)
+    args = [*(settled.get(name, v) for name, v in named), *args[len(names) :]]
+    kwargs = {n: settled.get(n, v) for n, v in kwargs.items()}
     return method(function, frame, args, kwargs)
+
+
+def _choose(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    choose: Any = _choose_kernels
+    return UserFunctionVariable(choose).call_function(frame, args, kwargs)
 
 
 def _choose_kernels(

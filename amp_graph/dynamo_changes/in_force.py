@@ -24,6 +24,7 @@ from amp_graph.dynamo_changes.namespaces import own_names
 from amp_graph.dynamo_changes.no_generators import no_generators_left_out
 from amp_graph.dynamo_changes.repeated_hooks import repeated_hooks_as_one
 from amp_graph.dynamo_changes.retained_gradients import retained_gradients_end_graphs
+from amp_graph.dynamo_changes.symbolic_math import symbolic_math_known
 from amp_graph.dynamo_changes.tensor_indices import tensor_indices_known
 from amp_graph.dynamo_changes.unneeded_masks import unneeded_masks_left_out
 from amp_graph.dynamo_changes.unread_gradients import gradients_unread
@@ -54,6 +55,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     no_generators_left_out,
     listed_numbers_known,
     handed_through_unread,
+    symbolic_math_known,
 )
 
 

@@ -34,24 +34,23 @@ from torch._dynamo.variables import (
 )
 from torch._dynamo.variables.tensor import SymNodeVariable, UnspecializedPythonVariable
 
-from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import calls_inside
 
 MANY = 256
-OPTIONS = {"dtype", "device"}  # of all of these functions
-LEGACY = frozenset(
-    {
-        torch.Tensor,
-        torch.FloatTensor,
-        torch.DoubleTensor,
-        torch.HalfTensor,
-        torch.BFloat16Tensor,
-        torch.LongTensor,
-        torch.IntTensor,
-        torch.ShortTensor,
-        torch.CharTensor,
-        torch.ByteTensor,
-        torch.BoolTensor,
-    }
+MAKING = (torch.tensor, torch.as_tensor, torch.asarray)
+OPTIONS = {"dtype", "device"}  # of all of these
+LEGACY = (
+    torch.Tensor,
+    torch.FloatTensor,
+    torch.DoubleTensor,
+    torch.HalfTensor,
+    torch.BFloat16Tensor,
+    torch.LongTensor,
+    torch.IntTensor,
+    torch.ShortTensor,
+    torch.CharTensor,
+    torch.ByteTensor,
+    torch.BoolTensor,
 )
 
 
@@ -59,27 +58,26 @@ LEGACY = frozenset(
 def listed_numbers_known() -> Iterator[None]:
     """Within, Dynamo captures such tensors."""
     with (
-        method_inside(TorchInGraphFunctionVariable, "call_function", _call),
-        method_inside(UserDefinedClassVariable, "call_function", _make),
+        calls_inside(TorchInGraphFunctionVariable, dict.fromkeys(MAKING, _call)),
+        calls_inside(UserDefinedClassVariable, dict.fromkeys(LEGACY, _make)),
     ):
         yield
 
 
 def _call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
-    is_tensor = function.value is torch.tensor
-    is_other = function.value in (torch.as_tensor, torch.asarray) and kwargs.keys() <= OPTIONS
-    if (is_tensor or is_other) and len(args) == 1 and _has_symbols(args[0]):
+    is_alike = function.value is torch.tensor or kwargs.keys() <= OPTIONS
+    if is_alike and len(args) == 1 and _has_symbols(args[0]):
         function = TorchInGraphFunctionVariable(torch.tensor)
     return method(function, frame, args, kwargs)
 
 
 def _make(method: Any, kind: Any, frame: Any, args: Any, kwargs: Any) -> Any:
-    if kind.value in LEGACY and len(args) == 1 and not kwargs and _has_symbols(args[0]):
-        like = kind.value()
-        options = {"dtype": like.dtype, "device": like.device}
-        kwargs = {name: VariableTracker.build(frame, value) for name, value in options.items()}
-        return TorchInGraphFunctionVariable(torch.tensor).call_function(frame, args, kwargs)
-    return method(kind, frame, args, kwargs)
+    if len(args) != 1 or kwargs or not _has_symbols(args[0]):
+        return method(kind, frame, args, kwargs)
+    like = kind.value()
+    options = {"dtype": like.dtype, "device": like.device}
+    kwargs = {name: VariableTracker.build(frame, value) for name, value in options.items()}
+    return TorchInGraphFunctionVariable(torch.tensor).call_function(frame, args, kwargs)
 
 
 def _has_symbols(data: Any) -> bool:

@@ -15,14 +15,17 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import torch
 from torch._dynamo.variables import TorchInGraphFunctionVariable
 
-from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import calls_inside
+
+DRAWING = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal)
 
 
 def no_generators_left_out() -> contextlib.AbstractContextManager[None]:
     """Within, Dynamo captures such calls without."""
-    return method_inside(TorchInGraphFunctionVariable, "call_function", _call)
+    return calls_inside(TorchInGraphFunctionVariable, dict.fromkeys(DRAWING, _call))
 
 
 def _call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
     VariableBuilder.install_guards, .source    of Dynamo, for what a model uses
+    VariableTracker.call_function, .value      a function, and to capture a call of it
 """
 
 from __future__ import annotations
@@ -32,6 +33,22 @@ def method_inside(kind: type | ModuleType, name: str, around: Callable[..., Any]
             delattr(kind, name)
         else:
             setattr(kind, name, own)
+
+
+def calls_inside(
+    kind: type, changes: Mapping[Any, Callable[..., Any]]
+) -> contextlib.AbstractContextManager[None]:
+    """Within, Dynamo captures a call of a function, which it knows as a variable of this kind, by
+    what `changes` has for that function, as for a method: `change(method, variable, frame, args,
+    kwargs)`."""
+
+    def call(method: Any, variable: Any, *called: Any) -> Any:
+        change = changes.get(variable.value)
+        if change is None:
+            return method(variable, *called)
+        return change(method, variable, *called)
+
+    return method_inside(kind, "call_function", call)
 
 
 @contextlib.contextmanager
