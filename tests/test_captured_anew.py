@@ -245,6 +245,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "exp": lambda t: math.exp(-t / 3),
     "sigmoid": lambda t: 1 / (1 + math.exp(2 - t)),
     "log": math.log,
+    "log to a base": lambda t: math.log(t, 3) + math.log(3, t),
     "log10": lambda t: math.log10(t) + 1,
     "pow": lambda t: math.pow(0.9, t),
 }
@@ -270,6 +271,23 @@ def test_what_is_scheduled_is_captured_once_more(
         _, by, made = model(X)
         assert by == made.item() == pytest.approx(schedule(kind(step)), rel=1e-14)
     assert len(amp_graph.plans(model)) <= 3
+
+
+def test_a_number_without_a_logarithm_is_an_error_that_the_model_may_catch() -> None:
+    class Catching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 8)
+
+        def forward(self, x: Tensor, number: float) -> tuple[Tensor, float]:
+            try:
+                return self.layer(x), math.log(number)
+            except ValueError:
+                return self.layer(x), math.pow(number, 2.0)
+
+    model = amp_graph.convert(Catching())
+    for number in (2.0, 3.0, -1.5, 0.0, 2.5):
+        assert model(X, number)[1] == pytest.approx(math.log(number) if number > 0 else number**2)
 
 
 HANDED: dict[str, Callable[[Any, Tensor], Any]] = {

@@ -32,24 +32,35 @@ def symbolic_math_known() -> contextlib.AbstractContextManager[None]:
 
 
 def _call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
-    *others, last = (number.realize() for number in args)
-    # A power of a negative number may be an error, and `**` makes a complex one.
-    is_known = all(n.is_python_constant() and n.as_python_constant() > 0 for n in others)
-    if isinstance(last, SymNodeVariable) and is_known:
+    numbers = [number.realize() for number in args]
+    changes = any(isinstance(number, SymNodeVariable) for number in numbers)
+    # A power of a negative number may be an error, where `**` makes a complex one.
+    if changes and (function.value is not math.pow or _is_positive(numbers[0])):
         return UserFunctionVariable(SPELLED[function.value]).call_function(frame, args, kwargs)
     return method(function, frame, args, kwargs)
+
+
+def _is_positive(number: Any) -> bool:
+    is_constant: bool = number.is_python_constant()
+    return is_constant and number.as_python_constant() > 0
 
 
 def _exp(x: float) -> Any:
     return math.e ** float(x)
 
 
-def _log(x: float) -> Any:
-    return math.log2(x) / math.log2(math.e)
+def _log(x: float, base: float = math.e) -> Any:
+    return _log2(x) / _log2(base)
 
 
 def _log10(x: float) -> Any:
-    return math.log2(x) / math.log2(10)
+    return _log2(x) / math.log2(10)
+
+
+def _log2(x: float) -> Any:
+    if x <= 0:  # a guard: raised by the graph itself, the model could not catch it
+        raise ValueError("math domain error")
+    return math.log2(x)
 
 
 def _pow(x: float, y: float) -> Any:
