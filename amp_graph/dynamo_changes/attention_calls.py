@@ -20,7 +20,7 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
     torch._dynamo.variables.TorchInGraphFunctionVariable.call_function, .value
     torch._dynamo.variables.TensorVariable.device, .call_method
-    torch._dynamo.variables.UserFunctionVariable.call_function
+    torch._dynamo.variables.UserFunctionVariable.call_function      on 2.14, not yet on 2.15
     torch._dynamo.variables.tensor.SymNodeVariable.sym_num, .evaluate_expr
     torch.fx.experimental.symbolic_shapes.has_free_unbacked_symbols
 """

@@ -9,8 +9,7 @@ Here tensors are asked first, which are none.
 
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
-    torch._dynamo.variables.ConstDictVariable, BaseListVariable .items, .as_python_constant
-    torch._dynamo.variables.base.AsPythonConstantNotImplementedError
+    torch._dynamo.variables.ConstDictVariable, BaseListVariable .items, .is_python_constant
     torch._dynamo.variables.TensorVariable                       a value of the graph
 """
 
@@ -21,7 +20,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch._dynamo.variables import BaseListVariable, ConstDictVariable, TensorVariable
-from torch._dynamo.variables.base import AsPythonConstantNotImplementedError
 
 from amp_graph.dynamo_changes.replaced import method_inside
 
@@ -30,21 +28,19 @@ from amp_graph.dynamo_changes.replaced import method_inside
 def handed_through_unread() -> Iterator[None]:
     """Within, Dynamo reads no more of what holds a tensor."""
     with (
-        method_inside(ConstDictVariable, "as_python_constant", _of_dictionary),
-        method_inside(BaseListVariable, "as_python_constant", _of_list),
+        method_inside(ConstDictVariable, "is_python_constant", _of_dictionary),
+        method_inside(BaseListVariable, "is_python_constant", _of_list),
     ):
         yield
 
 
 def _of_dictionary(method: Any, held: Any) -> Any:
-    return _asked(method, held, held.items.values())
+    return not _holds_tensors(held.items.values()) and method(held)
 
 
 def _of_list(method: Any, held: Any) -> Any:
-    return _asked(method, held, held.items)
+    return not _holds_tensors(held.items) and method(held)
 
 
-def _asked(method: Any, held: Any, items: Any) -> Any:
-    if any(item.is_realized() and isinstance(item.realize(), TensorVariable) for item in items):
-        raise AsPythonConstantNotImplementedError(held)
-    return method(held)
+def _holds_tensors(items: Any) -> bool:
+    return any(item.is_realized() and isinstance(item.realize(), TensorVariable) for item in items)
