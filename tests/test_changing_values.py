@@ -68,9 +68,7 @@ def test_no_generator_is_none_that_needs_known_sizes(draw: Callable[..., Tensor]
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "exp": lambda t: math.exp(-t / 3),
     "sigmoid": lambda t: 1 / (1 + math.exp(2 - t)),
-    "log": math.log,
-    "log to a base": lambda t: math.log(t, 3) + math.log(3, t),
-    "log10": lambda t: math.log10(t) + 1,
+    "log": lambda t: math.log(t / 2),
     "pow": lambda t: math.pow(0.9, t),
 }
 
@@ -95,6 +93,31 @@ def test_what_is_scheduled_is_captured_once_more(
         _, by, made = model(X)
         assert by == made.item() == pytest.approx(schedule(kind(step)), rel=1e-14)
     assert len(amp_graph.plans(model)) <= 3
+
+
+LEVELS: dict[str, Callable[[int], int]] = {
+    "a ratio": lambda n: int(math.log(n) / math.log(10)),
+    "to a base": lambda n: math.ceil(math.log(n, 3)),
+    "of a float to a base": lambda n: math.ceil(math.log(n / 2, 3)),
+    "log10": lambda n: math.floor(math.log10(n)),
+    "exp": lambda n: int(math.exp(n % 30)),
+    "pow": lambda n: math.ceil(math.pow(10, n % 9)),
+}
+
+
+@pytest.mark.parametrize("levels", LEVELS.values(), ids=LEVELS.keys())
+def test_numbers_of_levels_are_exact(levels: Callable[[int], int]) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 8)
+
+        def forward(self, x: Tensor, number: int) -> tuple[Tensor, int]:
+            return self.layer(x), levels(number)
+
+    model = amp_graph.convert(Counting())
+    for number in (7, 8, 10, 100, 243, 486, 1000, 10**9):
+        assert model(X, number)[1] == levels(number)
 
 
 def test_a_number_without_a_logarithm_is_an_error_that_the_model_may_catch() -> None:

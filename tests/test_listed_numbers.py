@@ -76,3 +76,43 @@ def test_numbers_that_do_not_change_end_no_graph() -> None:
     for _ in range(3):
         model(X, numbers)
     assert len(amp_graph.plans(model)) == 1
+
+
+SIZED: dict[str, Callable[[Tensor], Tensor]] = {
+    "a size": lambda x: torch.FloatTensor(x.size()).normal_(),
+    "a shape": lambda x: torch.Tensor(x.shape).normal_(),
+    "a part of one": lambda x: torch.Tensor(x.shape[:1]).normal_(),
+    "integers": lambda x: torch.LongTensor(x.size()).fill_(5),
+    "one number": lambda x: torch.FloatTensor(x.size(0)).uniform_(),
+    "two numbers": lambda x: torch.Tensor(x.size(0), 3).normal_(),
+    "a size as data": lambda x: torch.as_tensor(x.size()),
+    "a list of sizes as data": lambda x: torch.LongTensor([x.size(0), x.size(1)]),
+    "new": lambda x: x.data.new(x.size()).normal_(),
+}
+
+
+@pytest.mark.parametrize("make", SIZED.values(), ids=SIZED.keys())
+def test_sizes_are_no_data(make: Callable[[Tensor], Tensor]) -> None:
+    """As older VAEs draw noise. Dynamo makes a tensor of a size's numbers."""
+
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.layer(x)
+            return y, make(y)
+
+    model = amp_graph.convert(Sized(), policy="bfloat16")
+    for rows in (4, 5, 6, 3):
+        x = torch.randn(rows, 8)
+        torch.manual_seed(0)
+        _, made = model(x)
+        drawn = torch.rand(1)
+        torch.manual_seed(0)
+        expected = make(x)
+        assert made.dtype is expected.dtype
+        assert torch.equal(made, expected)
+        assert torch.equal(drawn, torch.rand(1))
+    assert len(amp_graph.plans(model)) == 2

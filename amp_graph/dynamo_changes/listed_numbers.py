@@ -7,19 +7,23 @@
 Each symbol takes milliseconds. Where there are many, such as samples that a model draws by
 `random`, the graph ends, and Python makes the tensor.
 
+    torch.FloatTensor(x.size())     for the constructors of a type a size is a size, and no data,
+                                    as which Dynamo captures it (torch 2.11 to 2.14)
+
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
     torch._dynamo.exc.unimplemented                            to end a graph
     torch._dynamo.variables.TorchInGraphFunctionVariable, UserDefinedClassVariable
                                                                .call_function, .value
     torch._dynamo.variables.ListVariable, TupleVariable .items
+    torch._dynamo.variables.lists.SizeVariable
     torch._dynamo.variables.tensor.SymNodeVariable, UnspecializedPythonVariable
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -32,6 +36,7 @@ from torch._dynamo.variables import (
     UserDefinedClassVariable,
     VariableTracker,
 )
+from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, UnspecializedPythonVariable
 
 from amp_graph.dynamo_changes.replaced import calls_inside
@@ -39,18 +44,11 @@ from amp_graph.dynamo_changes.replaced import calls_inside
 MANY = 256
 MAKING = (torch.tensor, torch.as_tensor, torch.asarray)
 OPTIONS = {"dtype", "device"}  # of all of these
+SEQUENCES = ListVariable | TupleVariable
+NUMBERS = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
 LEGACY = (
     torch.Tensor,
-    torch.FloatTensor,
-    torch.DoubleTensor,
-    torch.HalfTensor,
-    torch.BFloat16Tensor,
-    torch.LongTensor,
-    torch.IntTensor,
-    torch.ShortTensor,
-    torch.CharTensor,
-    torch.ByteTensor,
-    torch.BoolTensor,
+    *(getattr(place, f"{number}Tensor") for place in (torch, torch.cuda) for number in NUMBERS),
 )
 
 
@@ -72,12 +70,19 @@ def _call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any
 
 
 def _make(method: Any, kind: Any, frame: Any, args: Any, kwargs: Any) -> Any:
-    if len(args) != 1 or kwargs or not _has_symbols(args[0]):
+    made_by: Callable[..., Any] | None = None
+    if len(args) == 1 and not kwargs:
+        given = args[0].realize()
+        if isinstance(given, SizeVariable):
+            made_by = torch.empty
+        elif isinstance(given, SEQUENCES) and _has_symbols(given):
+            made_by = torch.tensor
+    if made_by is None:
         return method(kind, frame, args, kwargs)
     like = kind.value()
     options = {"dtype": like.dtype, "device": like.device}
     kwargs = {name: VariableTracker.build(frame, value) for name, value in options.items()}
-    return TorchInGraphFunctionVariable(torch.tensor).call_function(frame, args, kwargs)
+    return TorchInGraphFunctionVariable(made_by).call_function(frame, args, kwargs)
 
 
 def _has_symbols(data: Any) -> bool:
@@ -95,7 +100,7 @@ def _has_symbols(data: Any) -> bool:
 
 def _symbols(data: Any) -> Iterator[Any]:
     value = data.realize()
-    if isinstance(value, ListVariable | TupleVariable):
+    if isinstance(value, SEQUENCES):
         for item in value.items:
             yield from _symbols(item)
     elif isinstance(value, SymNodeVariable | UnspecializedPythonVariable):

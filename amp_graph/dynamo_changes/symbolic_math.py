@@ -4,9 +4,13 @@
 
 Such a number is a symbol to Dynamo, which knows roots, sines and the logarithm to base 2 of
 symbols, but not these, so that each number would be captured by itself. Here they are spelled in
-what it knows, which changes the last digits of a float64 at most.
+what it knows:
 
     exp(x) = e ** x      log(x) = log2(x) / log2(e)      pow(2, x) = 2 ** x
+
+The last digits of a logarithm may be others by that, which a model that counts its levels would
+see: int(log(n) / log(3)). So those of integers, to a base or to base 10 stay as they are, each
+captured by itself.
 
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
@@ -34,10 +38,16 @@ def symbolic_math_known() -> contextlib.AbstractContextManager[None]:
 def _call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
     numbers = [number.realize() for number in args]
     changes = any(isinstance(number, SymNodeVariable) for number in numbers)
-    # A power of a negative number may be an error, where `**` makes a complex one.
-    if changes and (function.value is not math.pow or _is_positive(numbers[0])):
+    if changes and _may_be_spelled(function.value, *numbers):
         return UserFunctionVariable(SPELLED[function.value]).call_function(frame, args, kwargs)
     return method(function, frame, args, kwargs)
+
+
+def _may_be_spelled(function: Any, number: Any, *others: Any) -> bool:
+    if function is math.log:
+        return not others and number.python_type() is float
+    # A power of a negative number may be an error, where `**` makes a complex one.
+    return function is not math.pow or _is_positive(number)
 
 
 def _is_positive(number: Any) -> bool:
@@ -49,27 +59,14 @@ def _exp(x: float) -> Any:
     return math.e ** float(x)
 
 
-def _log(x: float, base: float = math.e) -> Any:
-    return _log2(x) / _log2(base)
-
-
-def _log10(x: float) -> Any:
-    return _log2(x) / math.log2(10)
-
-
-def _log2(x: float) -> Any:
+def _log(x: float) -> Any:
     if x <= 0:  # a guard: raised by the graph itself, the model could not catch it
         raise ValueError("math domain error")
-    return math.log2(x)
+    return math.log2(x) / math.log2(math.e)
 
 
 def _pow(x: float, y: float) -> Any:
     return float(x) ** float(y)
 
 
-SPELLED: dict[Any, Any] = {
-    math.exp: _exp,
-    math.log: _log,
-    math.log10: _log10,
-    math.pow: _pow,
-}
+SPELLED: dict[Any, Any] = {math.exp: _exp, math.log: _log, math.pow: _pow}
