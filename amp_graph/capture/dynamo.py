@@ -11,6 +11,7 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     torch._dynamo.disallow_in_graph, torch._VF._pad_packed_sequence
                                              what ends a graph
     torch._dynamo.exc.TorchDynamoException, FailOnRecompileLimitHit
+    torch._dynamo.types.ConvertFrameReturn   what it says of a frame
     torch._C._len_torch_dispatch_stack       whether there are dispatch modes
 """
 
@@ -32,6 +33,7 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import convert_frame, disallow_in_graph
 from torch._dynamo.eval_frame import cached_backends
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.types import ConvertFrameReturn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from amp_graph.capture.frames import Attempt
@@ -40,6 +42,7 @@ from amp_graph.capture.surroundings import (
     under_dispatch_modes,
 )
 from amp_graph.dynamo_changes.in_force import changes_in_force
+from amp_graph.dynamo_changes.left_to_python import is_coroutine
 from amp_graph.dynamo_changes.replaced import with_entries
 from amp_graph.dynamo_changes.said_once import SaidOnce
 from amp_graph.errors import CaptureError
@@ -211,6 +214,8 @@ def _inside_of(capturing: Capturing, capture: Callable[..., Any]) -> Callable[..
     around each call of a model would cost more than looking up its graph."""
 
     def capture_inside(frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_coroutine(frame.f_code):
+            return ConvertFrameReturn()  # which leaves it alone
         with capturing(frame.f_code) as attempt:
             result = capture(frame, *args, **kwargs)
             attempt.is_left = result.guarded_code is None

@@ -17,6 +17,7 @@ from amp_graph.dynamo_changes.hidden_names import hidden_names_found
 from amp_graph.dynamo_changes.inner_gradients import gradients_end_graphs
 from amp_graph.dynamo_changes.input_hooks import hooks_keep_dtypes
 from amp_graph.dynamo_changes.known_values import known_values
+from amp_graph.dynamo_changes.left_to_python import some_calls_left_to_python
 from amp_graph.dynamo_changes.listed_numbers import listed_numbers_known
 from amp_graph.dynamo_changes.logs import locations_untold, quiet_logs
 from amp_graph.dynamo_changes.modes_apart import modes_above_autograd_apart
@@ -56,6 +57,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     listed_numbers_known,
     handed_through_unread,
     symbolic_math_known,
+    some_calls_left_to_python,
 )
 
 

@@ -1,0 +1,96 @@
+"""Calls of functions that Dynamo captures otherwise than Python runs them end the graph instead.
+
+    torch.set_default_dtype(torch.float64)     a setting of the process; captured, it would be made
+    torch.use_deterministic_algorithms(True)   once, as the graph is retraced, and never again
+    asyncio.run(self.encode(x))                a coroutine, which Dynamo runs where it is made
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+
+    torch._C._set_*                            what settings are made by
+    torch._dynamo.exc.unimplemented            to end a graph
+    torch._dynamo.variables.TorchInGraphFunctionVariable.call_function
+    torch._dynamo.variables.functions.BaseUserFunctionVariable.call_function, .get_code
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.variables import TorchInGraphFunctionVariable
+from torch._dynamo.variables.functions import BaseUserFunctionVariable
+
+from amp_graph.dynamo_changes.replaced import calls_inside, method_inside
+
+NAMES = {
+    torch: (
+        "set_default_dtype",
+        "set_default_tensor_type",
+        "set_deterministic_debug_mode",
+        "set_float32_matmul_precision",
+        "set_warn_always",
+        "use_deterministic_algorithms",
+    ),
+    torch.backends.cuda: (
+        "allow_fp16_bf16_reduction_math_sdp",
+        "enable_cudnn_sdp",
+        "enable_flash_sdp",
+        "enable_math_sdp",
+        "enable_mem_efficient_sdp",
+        "preferred_blas_library",
+        "preferred_linalg_library",
+    ),
+    torch.backends.cudnn: ("set_flags",),
+    torch.backends.mkldnn: ("set_flags",),
+    torch.cuda: ("set_sync_debug_mode",),
+}
+PREFIXES = (
+    "_set_blas_preferred",
+    "_set_cublas_",
+    "_set_cudnn_",
+    "_set_default_",
+    "_set_deterministic_",
+    "_set_float32_",
+    "_set_linalg_preferred",
+    "_set_math_sdp_",
+    "_set_mkldnn_",
+    "_set_nnpack_",
+    "_set_sdp_use_",
+    "_set_warnAlways",
+)
+SETTERS = [getattr(place, name) for place, names in NAMES.items() for name in names]
+SETTERS += [getattr(torch._C, name) for name in dir(torch._C) if name.startswith(PREFIXES)]
+
+
+@contextlib.contextmanager
+def some_calls_left_to_python() -> Iterator[None]:
+    """Within, Dynamo ends a graph at them."""
+    with (
+        calls_inside(TorchInGraphFunctionVariable, dict.fromkeys(SETTERS, _set)),
+        method_inside(BaseUserFunctionVariable, "call_function", _call),
+    ):
+        yield
+
+
+def is_coroutine(code: types.CodeType) -> bool:
+    """Whether Python suspends frames of this code, at which Dynamo would end the process."""
+    return bool(code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR))
+
+
+def _set(method: Any, function: Any, *called: Any) -> None:
+    _end_graph("a setting of the process", function.value)
+
+
+def _call(method: Any, function: Any, *called: Any) -> Any:
+    if is_coroutine(function.get_code()):
+        _end_graph("a coroutine", function)
+    return method(function, *called)
+
+
+def _end_graph(what: str, which: Any) -> None:
+    unimplemented(gb_type=what, context=str(which), explanation="it is left to Python", hints=[])
