@@ -208,6 +208,8 @@ class Captures:
         _now.frame = Frame(*ids, is_first, own_regions.is_in_region())
         try:
             frames = called.frames
+            # In this order: `counted` reads what Dynamo counts for all threads, of which one at a
+            # time is inside of `settings`.
             with settings(chosen, self._said_once), frames.counted(code) as attempt:
                 if is_first and self.entered != _now.known:
                     raise CapturedMeanwhile
