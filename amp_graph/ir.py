@@ -94,6 +94,7 @@ class NodeFacts:
     terms: of a product of matrices, how many products of two numbers an element is the sum of.
     called: of an input, what people call it: the path of a parameter or buffer in the model
         ("head.fc.weight"), the argument of the call.
+    sums: how many numbers its kernel, or the kernel of a gradient, may add up in their precision.
     fixed: why the node must run as captured, or "".
     source, code: the line of the user's code that it came from, and that line's text.
     """
@@ -123,6 +124,7 @@ class NodeFacts:
     user_cast: bool = False
     scalars: tuple[float, ...] = ()
     terms: int | None = None
+    sums: int = 1
     fixed: str = ""
     called: str = ""
     module_path: str = ""

@@ -27,6 +27,7 @@ WORDS = {
     "angle of": "multiplies few coordinates, and {node} reads the last digits of a large result",
     "position for": "says where something is, and {node} looks there, which takes all digits",
     "looked up often": "looks up {node} so often that gradients would not add up in {dtype}",
+    "adds up": "its kernels add up as many as {because} numbers in {dtype}",
     "read by many": "has {because} readers, whose gradients would be added up in {dtype}",
     "result of": "is one result of {node}",
     "shares memory with": "shares memory with {node}, and one piece of memory has one precision",

@@ -37,6 +37,7 @@ from amp_graph.graphs.aten import (
     written_operands,
 )
 from amp_graph.graphs.fake import largest_number, size_hint
+from amp_graph.graphs.kernel_sums import added_up
 from amp_graph.graphs.lines import called_at, place_of
 from amp_graph.graphs.products import terms_of
 from amp_graph.ir import Color, NodeFacts, TensorFacts
@@ -89,6 +90,7 @@ def _facts(
         user_cast=_is_user_cast(node),
         scalars=tuple(_scalars(node, listing)),
         terms=terms_of(node),
+        sums=added_up(node),
         fixed=region or _fixed(node),
         called=node.meta.get("called", ""),
         module_path=node.meta.get("module_path", ""),

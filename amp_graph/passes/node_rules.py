@@ -11,7 +11,14 @@ from amp_graph.ir import FREE, Color, NodeFacts, Paint
 from amp_graph.passes.scene import NodeRule, Scene, adds_few_terms
 from amp_graph.passes.wrong_kernels import without_wrong_kernel
 
-LOOKUPS = frozenset({"aten.index.Tensor", "aten.embedding.default"})
+LOOKUPS = frozenset(
+    {
+        "aten.index.Tensor",
+        "aten._unsafe_index.Tensor",
+        "aten.take.default",
+        "aten.embedding.default",
+    }
+)
 
 
 def fixed_as_captured(scene: Scene, n: int) -> Paint | None:
@@ -142,6 +149,16 @@ def crowded(scene: Scene, n: int) -> Paint | None:
     return Paint(Color.DENY, "looked up often", table.name) if is_crowded else None
 
 
+def many_added(scene: Scene, n: int) -> Paint | None:
+    """Sums that a kernel makes in the precision of its tensors, of more numbers than lose no more
+    than a few roundings do: 64 in bfloat16, 512 in float16."""
+    f = scene.facts[n]
+    is_low = scene.colors[n] in (Color.ALLOW, *FREE)
+    if not is_low or f.sums * torch.finfo(scene.dtype).eps <= 0.5:
+        return None
+    return Paint(Color.DENY, "adds up", f"{f.sums:,}")
+
+
 def listed(scene: Scene, n: int) -> Paint | None:
     """Allow, deny, and operators on no list."""
     color, f = scene.colors[n], scene.facts[n]
@@ -164,5 +181,6 @@ NODE_RULES: tuple[NodeRule, ...] = (
     angles,
     positions,
     crowded,
+    many_added,
     listed,
 )
