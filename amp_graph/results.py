@@ -1,20 +1,20 @@
 """What a model returns, with the tensors in it mapped.
 
-They are in containers, those that are registered with PyTorch as such included, in the fields of
-dataclasses, and in what describes a distribution. What these hold may lead back to them: a node of
-a tree may know its parent.
+They are in containers, those that are registered with PyTorch as such included, and in the
+attributes of objects, such as dataclasses and distributions; not in modules, and not in functions
+and whatever else can be called. What these hold may lead back to them: a node of a tree may know
+its parent.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch.distributions import Distribution
 from torch.utils._pytree import tree_is_leaf, tree_leaves, tree_map
 
 # Containers that can be copied first and filled then, and so may hold themselves.
@@ -43,17 +43,30 @@ class _Mapped:
             new: Any = self._function(value)
         elif not any(self.of(tensor) is not tensor for tensor in _tensors_in(value)):
             new = value
-        elif type(value) in _FILLED:
-            new = self._put(value, copy.copy(value))
-            for key in value if isinstance(value, dict) else range(len(value)):
-                new[key] = self.of(value[key])
-        elif tree_is_leaf(value):  # a distribution, or a dataclass, which may be frozen
-            new = self._put(value, copy.copy(value))
-            for name in _fields(value):
-                object.__setattr__(new, name, self.of(getattr(value, name)))
+        elif tree_is_leaf(value) or type(value) in _FILLED:
+            new = self._of_object(value)
         else:
             new = tree_map(self.of, value, is_leaf=lambda each: each is not value)
         return self._put(value, new)
+
+    def _of_object(self, value: Any) -> Any:
+        """A copy, which is filled once it is known by what the parts lead to. What cannot be copied
+        stays."""
+        try:
+            new = self._put(value, copy.copy(value))
+        except TypeError:
+            new = value
+        if new is value:
+            return value
+        for name, part in _attributes(value).items():
+            if name in getattr(new, "__dict__", ()):
+                new.__dict__[name] = self.of(part)
+            else:
+                object.__setattr__(new, name, self.of(part))  # it may be frozen
+        if isinstance(value, _FILLED):
+            for key in value if isinstance(value, dict) else range(len(value)):
+                new[key] = self.of(value[key])
+        return new
 
     def _put(self, value: Any, new: Any) -> Any:
         # A tuple in a list that it holds was mapped when that was.
@@ -75,17 +88,20 @@ def _tensors_in(value: Any) -> Iterable[torch.Tensor]:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What is directly in a container, a dataclass or a distribution."""
-    if type(value) in _FILLED:
-        return value.values() if isinstance(value, dict) else value
-    if not tree_is_leaf(value):
+    """What is directly in a container or an object."""
+    if not tree_is_leaf(value) and type(value) not in _FILLED:
         return tree_leaves(value, is_leaf=lambda each: each is not value)
-    return [getattr(value, name) for name in _fields(value)]
+    items: Iterable[Any] = ()
+    if isinstance(value, _FILLED):
+        items = value.values() if isinstance(value, dict) else value
+    return [*_attributes(value).values(), *items]
 
 
-def _fields(value: Any) -> list[str]:
-    if isinstance(value, Distribution):
-        return [*vars(value)]
-    if isinstance(value, type) or not dataclasses.is_dataclass(value):
-        return []
-    return [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+def _attributes(value: Any) -> dict[str, Any]:
+    if callable(value) or isinstance(value, ModuleType):
+        return {}
+    slots = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
+    names = (name for each in slots for name in ([each] if isinstance(each, str) else each))
+    own = (name for name in names if name not in ("__dict__", "__weakref__"))
+    in_slots = {name: getattr(value, name) for name in own if hasattr(value, name)}
+    return in_slots | getattr(value, "__dict__", {})

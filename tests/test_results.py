@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +29,30 @@ class Node:
 @dataclasses.dataclass(frozen=True)
 class Frozen:
     value: Any
+
+
+class Values:
+    """As an object that a network of reinforcement learning returns."""
+
+    def __init__(self, values: Any, told: Any = lambda values: values) -> None:
+        self.values, self.told = values, told
+
+
+class Slotted:
+    __slots__ = ("__weakref__", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Options(dict[str, Any]):
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Uncopied(Values):
+    def __copy__(self) -> Any:
+        raise TypeError("there is one")
 
 
 def low(tensor: Tensor) -> Tensor:
@@ -134,3 +160,44 @@ def test_a_distribution_keeps_its_kind() -> None:
     assert type(base) is distributions.TransformedDistribution
     assert base.base_dist.scale.dtype is torch.bfloat16 and normal.scale is one
     assert map_tensors(lambda t: t, normal) is normal
+
+
+OBJECTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "attributes": (Values, lambda r: r.values),
+    "inside of a list": (lambda y: [Values([y])], lambda r: r[0].values[0]),
+    "slots": (Slotted, lambda r: r.value),
+    "a dictionary of its own kind": (lambda y: Options(y=y), lambda r: r.y),
+    "a namespace": (lambda y: SimpleNamespace(y=y), lambda r: r.y),
+}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(("make", "reach"), OBJECTS.values(), ids=OBJECTS.keys())
+def test_objects_come_back_in_float32(make: Any, reach: Any) -> None:
+    """From graphs and from the model's own code under autocast."""
+    model, x = amp_graph.convert(Tree(make), policy="bfloat16"), torch.randn(2, 4)
+    found: list[Any] = []
+    torch.vmap(lambda x: found.append(model(x)) or x)(x)  # under autocast
+    for result in (found[0], model(x), model(x)):
+        assert type(result) is type(make(x))
+        assert reach(result).dtype is torch.float32
+
+
+def test_objects_are_copied_and_what_cannot_be_stays() -> None:
+    x = torch.ones(2)
+    before = Values([x, Options(x=x)], low)
+    after = map_tensors(low, before)
+    assert after.told is low
+    assert after.values[0] is after.values[1].x and after.values[0].dtype is torch.bfloat16
+    assert before.values[0] is x is before.values[1].x
+    for unchanged in (Uncopied(x), nn.Linear(2, 2), partial(low, x), Values):
+        assert map_tensors(low, unchanged) is unchanged
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_an_object_with_a_default_function_is_captured() -> None:
+    model = amp_graph.convert(Tree(Values), policy="bfloat16")
+    for rows in (2, 3, 4):
+        result = model(torch.randn(rows, 4))
+        assert result.told(3) == 3 and result.told is Values(0).told
+    assert all(plan.low for plan in amp_graph.plans(model))

@@ -11,6 +11,7 @@ from amp_graph.dynamo_changes.causal_masks import causal_masks_known
 from amp_graph.dynamo_changes.checkpoint_sequences import checkpoint_sequences_known
 from amp_graph.dynamo_changes.checkpointed_writes import checkpointed_writes_inside
 from amp_graph.dynamo_changes.context_variables import context_variables_known
+from amp_graph.dynamo_changes.default_functions import default_functions_returned
 from amp_graph.dynamo_changes.given_twice import given_once
 from amp_graph.dynamo_changes.handed_through import handed_through_unread
 from amp_graph.dynamo_changes.hidden_names import hidden_names_found
@@ -58,6 +59,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     handed_through_unread,
     symbolic_math_known,
     some_calls_left_to_python,
+    default_functions_returned,
 )
 
 
