@@ -166,7 +166,12 @@ def known_names() -> Names:
 
 def _parse(path: Traversable) -> dict[str, Any]:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ListError(
+            f"{path}: not UTF-8, as TOML has to be: {error.reason} in line {line}. Save it as UTF-8."
+        ) from None
     except tomllib.TOMLDecodeError as error:
         raise ListError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
