@@ -168,7 +168,8 @@ def _parse(path: Traversable) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ListError(
-            f"{path}: not UTF-8, as TOML has to be: {error.reason} in line {line}. Save it as UTF-8."
+            f"{path}: not UTF-8, as TOML has to be: {error.reason} in line {line}. Save it as "
+            "UTF-8."
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise ListError(f"{path}: not valid TOML: {error}") from None

@@ -169,5 +169,7 @@ def test_that_nothing_was_converted_is_told() -> None:
 
 @pytest.mark.parametrize("look", LOOKS)
 def test_a_model_without_parameters_of_which_there_is_no_graph(look: Any) -> None:
-    with pytest.raises(AmpGraphError, match="no floating-point parameters; .* nothing to convert"):
+    with pytest.raises(
+        AmpGraphError, match="no floating-point parameters; there is nothing to convert"
+    ):
         look(nn.Identity(), torch.randn(4, 8), policy="bfloat16")

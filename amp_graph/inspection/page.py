@@ -37,9 +37,10 @@ def _data(model: AnnotatedModel) -> dict[str, Any]:
 def _graph(graph: AnnotatedGraph) -> dict[str, Any]:
     """A graph with the names of those inside it."""
     labels = {n.name: n.label for n in graph.nodes}
-    nodes = [encode(n) | _spelled(n, labels) for n in graph.nodes]
-    bodies = [body.name for body in graph.bodies.values()]
-    return encode(replace(graph, nodes=(), bodies={})) | {"nodes": nodes, "bodies": bodies}
+    table: dict[str, Any] = encode(replace(graph, nodes=(), bodies={}))
+    table["nodes"] = [encode(n) | _spelled(n, labels) for n in graph.nodes]
+    table["bodies"] = [body.name for body in graph.bodies.values()]
+    return table
 
 
 def _spelled(node: AnnotatedNode, labels: dict[str, str]) -> dict[str, str]:
