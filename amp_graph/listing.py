@@ -139,25 +139,31 @@ def _level(name: Any, where: str) -> Level:
 def _check_key(key: str, value: Any, color: Color, where: str) -> None:
     if key not in KEYS:
         raise ListError(f"{where}: unknown key {key!r}.{did_you_mean(key, KEYS)}")
-    if not isinstance(value, KEYS[key]):
-        wanted = " or ".join("table" if k is dict else k.__name__ for k in KEYS[key])
-        raise ListError(f"{where}: {key!r} must be a {wanted}, not {value!r}.")
+    _check_kind(repr(key), value, KEYS[key], where)
     if isinstance(value, dict):
         _check_devices(key, value, where)
-    if isinstance(value, list) and not all(isinstance(item, str) for item in value):
-        raise ListError(f"{where}: {key!r} must hold strings only, not {value!r}.")
     if key in DENY_ONLY and color is not Color.DENY:
         raise ListError(f"{where}: {key!r} means something on the deny list only; remove it.")
+
+
+def _check_kind(key: str, value: Any, kinds: tuple[type, ...], where: str) -> None:
+    if not isinstance(value, kinds):
+        wanted = " or ".join("table" if k is dict else k.__name__ for k in kinds)
+        raise ListError(f"{where}: {key} must be a {wanted}, not {value!r}.")
+    if isinstance(value, list) and not all(isinstance(item, str) for item in value):
+        raise ListError(f"{where}: {key} must hold strings only, not {value!r}.")
 
 
 def _check_devices(key: str, value: Mapping[str, Any], where: str) -> None:
     """What a table has for kinds of devices, and `storage` for low precisions as well."""
     dtypes = [*LOW_DTYPES] if key == "storage" else []
-    for name in value:
+    of_one = tuple(kind for kind in KEYS[key] if kind is not dict)
+    for name, own in value.items():
         if name not in (OTHER_DEVICES, *dtypes) and not _is_device_type(name):
             hint = did_you_mean(name, (OTHER_DEVICES, *dtypes, *autocast_devices()))
             kinds = "type of device, low precision" if dtypes else "type of device"
             raise ListError(f"{where}: {key!r} has {name!r}, which is no {kinds} or 'other'.{hint}")
+        _check_kind(f"{key!r} for {name!r}", own, of_one, where)
 
 
 def _is_device_type(name: str) -> bool:

@@ -98,8 +98,6 @@ class OpLists:
 
     def without(self, color: str, op: str) -> OpLists:
         """These lists with an operator taken off one. Raises ListError if it is not on it."""
-        if color not in COLORS:
-            raise ListError(f"{op!r} cannot be taken off {color!r}: there is no such list")
         name = full_name(op, self.entries) or op
         listing = self.entries.get(name)
         if listing is None or listing.color.value != color:
@@ -166,7 +164,13 @@ def known_names() -> Names:
 
 def _parse(path: Traversable) -> dict[str, Any]:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ListError(
+            f"{path}: not UTF-8, as TOML has to be: {error.reason} in line {line}. Save it as "
+            "UTF-8."
+        ) from None
     except tomllib.TOMLDecodeError as error:
         raise ListError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:

@@ -48,7 +48,7 @@ class Override:
         if self.op is not None:
             known = known_names()
             object.__setattr__(self, "op", full_name(self.op, known) or self.op)
-            _check_operator(self.op, known)
+            check_operator(self.op, f"Override(op={self.op!r})", known)
 
     def matches(self, facts: NodeFacts) -> bool:
         if self.module is not None and not inside(facts.module_path, self.module):
@@ -72,8 +72,9 @@ class Override:
         return ", ".join(f"{k}={v}" for k, v in given.items() if v is not None)
 
 
-def _check_operator(op: str, known: Collection[str]) -> None:
-    """Refuse an operator that no node can have; other libraries' may be registered later."""
+def check_operator(op: str, given: str, known: Collection[str]) -> None:
+    """Refuse an operator that no node can have; other libraries' may be registered later. Raises
+    PolicyError about what was `given`."""
     namespace = re.split(r"\.|::", op)[0]
     is_missing = namespace in ("aten", *PYTHON) and op not in known
     is_bare = namespace == op and f"higher_order.{op}" not in known
@@ -81,7 +82,7 @@ def _check_operator(op: str, known: Collection[str]) -> None:
         last = op.rpartition(".")[2].lower()
         name = op.replace("::", ".") if namespace == "aten" else f"aten.{last}"
         raise PolicyError(
-            f"Override(op={op!r}): torch {torch.__version__} has no operator of this name."
+            f"{given}: torch {torch.__version__} has no operator of this name."
             f"{did_you_mean(name, known)}"
         )
 

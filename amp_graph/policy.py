@@ -17,9 +17,9 @@ import torch
 
 from amp_graph.dtypes import LOW_DTYPES, dtype_name
 from amp_graph.errors import PlanError, PolicyError, did_you_mean
-from amp_graph.ir import Color, Level, NodeFacts
-from amp_graph.oplists import OpLists, UserLists, load_lists
-from amp_graph.override import Override, inside
+from amp_graph.ir import COLORS, Color, Level, NodeFacts
+from amp_graph.oplists import OpLists, UserLists, full_name, known_names, load_lists
+from amp_graph.override import Override, check_operator, inside
 from amp_graph.plans.pins import Saved
 from amp_graph.training.loss_scale import LossScale
 
@@ -86,6 +86,7 @@ class Policy:
         object.__setattr__(self, "lists", _anchored(self.lists))
         for name, kind in (("keep_float32", str), ("overrides", Override), ("removed", tuple)):
             object.__setattr__(self, name, _all_of(kind, name, getattr(self, name)))
+        _check_removed(self.removed)
         if self.output_dtype is not None:
             object.__setattr__(self, "output_dtype", _output_dtype(self.output_dtype))
         if isinstance(self.loss_scale, (int, float)) and not isinstance(self.loss_scale, bool):
@@ -249,6 +250,19 @@ def _all_of(kind: type, name: str, given: Any) -> tuple[Any, ...]:
         if not isinstance(each, kind) or (isinstance(each, tuple) and len(each) != 2):
             raise PolicyError(f"{name} must hold {KINDS[kind]}, not {each!r}")
     return tuple(several)
+
+
+def _check_removed(removed: tuple[tuple[Any, Any], ...]) -> None:
+    """Whether the lists have these operators shows when they are loaded."""
+    known = known_names() if removed else ()
+    for pair in removed:
+        color, op = pair
+        if not isinstance(color, str) or not isinstance(op, str):
+            raise PolicyError(f"removed must hold {KINDS[tuple]}, two strings each, not {pair!r}")
+        if color not in COLORS:
+            lists, hint = ", ".join(COLORS), did_you_mean(color, COLORS)
+            raise PolicyError(f"removed={pair!r}: {color!r} is none of {lists}.{hint}")
+        check_operator(full_name(op, known) or op, f"removed={pair!r}", known)
 
 
 def _low_dtype(dtype: torch.dtype | str) -> torch.dtype:

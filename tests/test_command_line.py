@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import amp_graph
 from amp_graph.__main__ import main
@@ -170,6 +172,16 @@ def test_errors_of_the_models_own_exit_with_2_and_their_traceback(
     assert main(arguments) == 2
     said = capsys.readouterr().err
     assert "Traceback" in said and message in said.splitlines()[-1]
+
+
+def test_what_is_worked_on_is_no_markup(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True)
+    monkeypatch.setattr("amp_graph.commands.command.progress_out", terminal)
+    assert main(["explain", "models_here:absent[/b]"]) == 2
+    said = capsys.readouterr().err
+    assert "has no function 'absent[/b]'" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize("bound", ["nan", "-1", "x"])

@@ -96,6 +96,18 @@ def test_the_files_of_a_dump(tmp_path: Path) -> None:
     assert amp_graph.load_plan(tmp_path / "new" / "folder" / "plan.json") == amp_graph.plans(model)
 
 
+def test_a_used_folder_keeps_no_graphs_of_another_dump(tmp_path: Path) -> None:
+    old = {"graph0.after.svg", "graph1.before.txt", "graph12.after.json", "graph1.after.dot"}
+    mine = {"graph1.txt", "graph01.after.txt", "my graph1.after.txt", "graph1.after.txt.bak"}
+    for name in old | mine:
+        (tmp_path / name).write_text("before")
+    (tmp_path / "graph2.after.txt").mkdir()
+    written = amp_graph.dump(converted("classifier"), tmp_path)
+    there = {path.name for path in tmp_path.iterdir()}
+    assert there == {path.name for path in written} | mine | {"graph2.after.txt"}
+    assert all((tmp_path / name).read_text() == "before" for name in mine)
+
+
 # The fields of ai-edge-model-explorer 0.1.34, which loads one collection. Its Python classes do not
 # have textColor, its page does.
 EXPLORER_NODE = {"id", "label", "namespace", "subgraphIds", "attrs", "incomingEdges", "style"}

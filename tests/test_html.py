@@ -21,6 +21,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.inspection.annotated import AnnotatedGraph, AnnotatedNode
+from amp_graph.inspection.graph_text import call
 from amp_graph.inspection.page import page
 from amp_graph.inspection.source import AnnotatedModel
 from amp_graph.reasons import Reason
@@ -88,6 +89,29 @@ def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
     assert "default-src 'none'" in text
 
 
+def test_what_the_page_shows_is_spelled_as_in_other_views() -> None:
+    node = AnnotatedNode(
+        "mul",
+        "layers.0.mul",
+        "aten.mul.Scalar",
+        "operator",
+        source="net.py:3 in forward",
+        operands=("x",),
+        numbers=(1e-8,),
+        bytes=1048570,
+        flops=999999,
+    )
+    graph = AnnotatedGraph("graph0", "bfloat16", (node,))
+    text = page(AnnotatedModel("Net", "bfloat16", (), (graph,), (graph,), ()))
+    found = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    (shown,) = json.loads(found[1])["graphs"][0]["after"]["nodes"]
+    assert (shown["bytes"], shown["flops"]) == ("1.0 MiB", "1 MFLOP")
+    assert shown["call"] == "layers.0.mul = aten.mul.Scalar(x, 1e-08)" == call(node, {})
+    assert shown["line"] == "net.py:3"
+    assert not re.search(r"KiB|FLOP", text.replace(found[1], "").partition("<script>")[2])
+
+
 @browser
 def test_search_filters_and_reasons(tmp_path: Path) -> None:
     text = page_of(SMALL["precise"].make(), tmp_path, *SMALL["precise"].inputs)
@@ -112,6 +136,8 @@ def test_search_filters_and_reasons(tmp_path: Path) -> None:
         choose(view.byName.get("add"), true);
         seen.why = [...document.querySelectorAll("#detail ol li")].map((r) => r.textContent);
         seen.code = document.querySelector("#detail pre").textContent;
+        seen.facts = document.querySelector("#detail .facts").textContent;
+        seen.call = document.querySelector("#detail .quiet").textContent;
         document.querySelector("#detail ol .link").click();
         seen.followed = document.querySelector("#detail h2").textContent;
         press("ArrowDown");
@@ -130,6 +156,7 @@ def test_search_filters_and_reasons(tmp_path: Path) -> None:
     assert not seen["withoutDeny"]
     assert "float32 for precision" in seen["why"][0]
     assert seen["code"] == "hidden = self.first(x).float().exp() + 1"
+    assert seen["call"] == "add = aten.add.Tensor(exp, 1)" and "stores128 B" in seen["facts"]
     assert seen["followed"] in ("exp", "to") and seen["next"] != seen["followed"]
     assert seen["before"] == 0
     assert seen["place"].startswith("#graph0/")

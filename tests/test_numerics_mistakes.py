@@ -107,3 +107,69 @@ def test_a_single_batch_goes_into_a_list(batch: Any) -> None:
 def test_a_batch_without_samples(look: Any) -> None:
     with pytest.raises(AmpGraphError, match="outputs are empty; give a batch that has samples"):
         look(Net().eval(), torch.randn(0, 8), policy="bfloat16")
+
+
+class Functional(torch.autograd.Function):
+    """Holds what cannot be retraced."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda z: (z**2).sum())(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Functional.apply(self.layer(x))
+
+
+class Whole(Inside):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.func.grad(lambda z: (self.layer(z) ** 2).sum())(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fallback", "nodes"),
+    [
+        (Whole, "graph0: runs under autocast: not retraced", 0),
+        (Inside, "graph0.fwd_body_0: runs in float32: not retraced", 1),
+    ],
+)
+def test_what_cannot_be_looked_into_is_told(
+    kind: type[nn.Module], fallback: str, nodes: int
+) -> None:
+    found = amp_graph.compare(kind(), torch.randn(4, 8), policy="bfloat16")
+    (said,) = found.fallbacks
+    assert said.startswith(fallback) and said.endswith("; not looked into")
+    assert len(found.nodes) == nodes and not found.nothing
+    assert "Fallbacks" in str(found) and fallback in str(found)
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def test_that_nothing_was_converted_is_told() -> None:
+    found = amp_graph.compare(Doubled(), torch.randn(4, 8), policy="bfloat16")
+    assert "Nothing was converted: no operator of it is on the allow list" in str(found)
+    assert not found.fallbacks
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_model_without_parameters_of_which_there_is_no_graph(look: Any) -> None:
+    with pytest.raises(
+        AmpGraphError, match="no floating-point parameters; there is nothing to convert"
+    ):
+        look(nn.Identity(), torch.randn(4, 8), policy="bfloat16")

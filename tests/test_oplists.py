@@ -162,6 +162,11 @@ def test_lookup_takes_the_most_specific_entry(lists, op, group):
     assert lists.lookup(op) is lists.lookup(op)
 
 
+def test_cosine_similarity_is_no_norm_of_a_weight(lists):
+    listing = lists.lookup(ATEN.cosine_similarity.default)
+    assert listing.bounded and "weight" not in listing.why
+
+
 def test_lookup_of_an_unlisted_operator_is_none(lists):
     assert lists.lookup(ATEN.bitwise_and.Tensor) is None
     assert lists.lookup(torch.ops.higher_order.cond) is None

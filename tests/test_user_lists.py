@@ -87,6 +87,10 @@ BAD_LISTS = {
     f"[deny.g]\n{OK}storage = 3": "'storage' must be a str or table, not 3",
     f'[deny.g]\n{OK}storage = {{cpu = "low"}}': "storage is a level",
     f'[deny.g]\n{OK}storage = {{cdua = "max"}}': "'storage' has 'cdua', .*Did you mean 'cuda'?",
+    f'[deny.g]\n{OK}storage = {{cpu = ["max"]}}': "'storage' for 'cpu' must be a str, not",
+    f"[deny.g]\n{OK}storage = {{cpu = 3}}": "'storage' for 'cpu' must be a str, not 3",
+    f'[deny.g]\n{OK}low_args = {{cpu = "self"}}': "'low_args' for 'cpu' must be a list, not 'self'",
+    f"[deny.g]\n{OK}low_args = {{cpu = [3]}}": "'low_args' for 'cpu' must hold strings only",
     f'[deny.g]\n{OK}low_args = {{float16 = ["self"]}}': "'float16', which is no type of device",
     f'[deny.g]\n{OK}low_args = ["othr"]': "has an argument 'othr'. Did you mean 'other'?",
     f'[deny.g]\n{OK}metadata_args = ["nope"]': "none of its operators has an argument 'nope'",
@@ -110,6 +114,22 @@ def test_a_bad_list_is_refused_by_file_and_group(lists, tmp_path, text):
     with pytest.raises(ListError, match=BAD_LISTS[text].replace("?", r"\?")) as error:
         lists.merged(file)
     assert str(error.value).startswith(str(file))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+def test_a_file_in_another_encoding_is_refused(tmp_path, encoding):
+    file = tmp_path / "bad.toml"
+    file.write_text('[deny.g]\nwhy = "größer"\nops = ["aten.mul"]', encoding=encoding)
+    line = 1 if encoding == "utf-16" else 2
+    with pytest.raises(ListError, match=rf"bad\.toml: not UTF-8, .* in line {line}\. Save it as"):
+        Policy(lists=file).load_lists()
+
+
+def test_a_byte_order_mark_is_passed_over(lists, tmp_path):
+    """Editors of Windows write one."""
+    file = tmp_path / "mine.toml"
+    file.write_text(f"[deny.g]\n{OK}", encoding="utf-8-sig")
+    assert lists.merged(file).lookup(ATEN.mul.Tensor).color is Color.DENY
 
 
 def test_an_unreadable_file_and_a_contradiction_between_sources(lists, tmp_path):

@@ -75,7 +75,7 @@ def check_files(*files: str | None) -> None:
 
 def working(description: str) -> Progress:
     """A progress bar on standard error with one task, whose length is not known yet."""
-    columns = (BarColumn(24), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (BarColumn(24), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     progress = Progress(*columns, console=progress_out, transient=True)
     progress.add_task(description, total=None)
     return progress

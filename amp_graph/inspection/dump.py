@@ -10,6 +10,7 @@ model_explorer.json   all graphs for Google's Model Explorer
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from amp_graph.plans.plan_file import save_plan
 
 DRAWN_NODES = 800  # Graphviz takes minutes for more, and nobody can read the drawing
 DRAWING_SECONDS = 60
+OF_A_GRAPH = re.compile(r"graph(0|[1-9][0-9]*)\.(before|after)\.(txt|json|dot|svg)")
 
 Progress = Callable[[str, int, int], None]
 
@@ -39,7 +41,7 @@ def dump(
 ) -> tuple[Path, ...]:
     """Write all views of a converted model into `folder`, made if it is missing, and return the
     files written. `progress` is told each file's name before it is written, how many were
-    before it, and how many there are.
+    before it, and how many there are. Files of graphs that an earlier dump left there are removed.
 
     Raises AmpGraphError if the model is not converted, or has not run, or the folder or
     a file in it cannot be written.
@@ -57,7 +59,16 @@ def dump(
             is_written = write(folder / name)
         if is_written:
             written.append(folder / name)
+    with writing(folder):
+        _remove_others(folder, written)
     return tuple(written)
+
+
+def _remove_others(folder: Path, written: Sequence[Path]) -> None:
+    """Those of the names that a dump gives which this one did not write."""
+    for path in set(folder.iterdir()).difference(written):
+        if OF_A_GRAPH.fullmatch(path.name) and path.is_file():
+            path.unlink()
 
 
 Write = Callable[[Path], bool]

@@ -6,11 +6,14 @@ the script only ever sets text, so a module called `<script>` is shown and not r
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from amp_graph.inspection.annotated import AnnotatedGraph, AnnotatedNode
+from amp_graph.inspection.graph_text import call
 from amp_graph.inspection.report import Figures, report_data
 from amp_graph.inspection.source import AnnotatedModel
-from amp_graph.inspection.spelling import byte_count, percent, plural
+from amp_graph.inspection.spelling import byte_count, flop_count, line_of, percent, plural
 from amp_graph.inspection.template import template
 from amp_graph.plans.plain_json import encode
 
@@ -24,14 +27,30 @@ def page(model: AnnotatedModel) -> str:
 
 def _data(model: AnnotatedModel) -> dict[str, Any]:
     graphs = [
-        {"before": encode(before), "after": encode(after)}
+        {"before": _graph(before), "after": _graph(after)}
         for pair in zip(model.before, model.after, strict=True)
         for before, after in zip(*(g.everything() for g in pair), strict=False)
     ]
-    for graph in graphs:
-        for side in graph.values():
-            side["bodies"] = [body["name"] for body in side.get("bodies", {}).values()]
-    return {"model": model.name, "dtype": model.dtype, "graphs": graphs}
+    return {"model": model.name, "graphs": graphs}
+
+
+def _graph(graph: AnnotatedGraph) -> dict[str, Any]:
+    """A graph with the names of those inside it."""
+    labels = {n.name: n.label for n in graph.nodes}
+    table: dict[str, Any] = encode(replace(graph, nodes=(), bodies={}))
+    table["nodes"] = [encode(n) | _spelled(n, labels) for n in graph.nodes]
+    table["bodies"] = [body.name for body in graph.bodies.values()]
+    return table
+
+
+def _spelled(node: AnnotatedNode, labels: dict[str, str]) -> dict[str, str]:
+    """What the page only shows, spelled as in all views."""
+    return {
+        "call": call(node, labels),
+        "line": line_of(node.source),
+        "bytes": byte_count(node.bytes) if node.bytes else "",
+        "flops": flop_count(node.flops) if node.flops else "",
+    }
 
 
 def _tiles(model: AnnotatedModel) -> list[tuple[str, str, str]]:

@@ -20,13 +20,13 @@ from amp_graph.dtypes import dtype_name
 from amp_graph.errors import AmpGraphError
 from amp_graph.files import writing
 from amp_graph.inspection.spelling import op_name
-from amp_graph.ir import NodeFacts
+from amp_graph.ir import NodeFacts, Plan
 from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import check_loss
 from amp_graph.numerics.rerun import Batch, Loss, Outcome, Rerun, rerun_of
 from amp_graph.numerics.statistics import Statistics, exponents, relative_error, statistics
 from amp_graph.plans.plain_json import encode
-from amp_graph.reasons import dtype_of
+from amp_graph.reasons import dtype_of, why_nothing_is_low
 
 FORMAT = "amp_graph comparison"
 SCHEMA = 1
@@ -72,6 +72,8 @@ class Comparison:
 
     nodes: in order of execution. outputs, loss, gradients: relative errors of the model's outputs,
     its loss and the gradients of its parameters; infinite where one is not finite.
+    fallbacks: the graphs and bodies that run otherwise than asked, and why; of those that were not
+    looked into there are no nodes. nothing: why nothing was converted, if so.
     gradient_exponents: how many gradients (of values and parameters, float32 run, multiplied by
     the loss scale) have each exponent of 2.
     """
@@ -85,6 +87,8 @@ class Comparison:
     nodes: tuple[NodeNumerics, ...]
     gradient_exponents: Mapping[int, int] = field(default_factory=dict)
     gradient_zeros: int = 0
+    fallbacks: tuple[str, ...] = ()
+    nothing: str = ""
 
     def worst(self, count: int = 10) -> tuple[NodeNumerics, ...]:
         """The nodes that do the most harm, worst first."""
@@ -152,11 +156,12 @@ def compare(
     seen = Beside(rerun, kept)
     mixed = rerun.run(batch, loss, seen, mixed=True, loss_scale=loss_scale)
     outputs, lost, gradients = outcome_errors(reference, mixed)
+    plans = rerun.compiler.plans
     for gradient in reference.gradients.values():
         kept.count(gradient * loss_scale)
     return Comparison(
         model=type(model).__name__,
-        dtype=dtype_name(dtype_of(rerun.compiler.plans)),
+        dtype=dtype_name(dtype_of(plans)),
         loss_scale=loss_scale,
         outputs=outputs,
         loss=lost,
@@ -164,7 +169,16 @@ def compare(
         nodes=tuple(seen.nodes()),
         gradient_exponents=dict(sorted(kept.exponents.items())),
         gradient_zeros=kept.zeros,
+        fallbacks=tuple(f for i, plan in enumerate(plans) for f in _fallbacks(f"graph{i}", plan)),
+        nothing="" if any(p.converts for p in plans) else why_nothing_is_low(plans),
     )
+
+
+def _fallbacks(name: str, plan: Plan) -> Iterator[str]:
+    if plan.otherwise is not None:
+        yield f"{name}: {plan.otherwise}{'' if plan.facts else '; not looked into'}"
+    for inside, body in plan.bodies.items():
+        yield from _fallbacks(f"{name}.{inside}", body)
 
 
 def check_drawing(path: str | Path) -> None:

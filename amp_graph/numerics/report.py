@@ -41,6 +41,8 @@ def table(comparison: Comparison, width: int) -> RenderableType:
             f"{_error(comparison.loss)}, of gradients {_error(comparison.gradients)}"
         ),
     ]
+    if comparison.nothing:
+        parts.append(Text(f"Nothing was converted: {comparison.nothing}."))
     first = comparison.first_above(torch.finfo(getattr(torch, comparison.dtype)).eps)
     if first is not None:
         line = line_of(first.source)
@@ -56,6 +58,9 @@ def table(comparison: Comparison, width: int) -> RenderableType:
             Text("\nMost underflow", style="bold"),
             Padding(_nodes(lost, width), (0, 0, 0, 2)),
         ]
+    if comparison.fallbacks:
+        lines = Text("\n".join(comparison.fallbacks))
+        parts += [Text("\nFallbacks", style="bold"), Padding(lines, (0, 0, 0, 2))]
     if comparison.gradient_exponents:
         parts.append(Text(f"\n{_gradients(comparison)}"))
     return Group(*parts)

@@ -5,8 +5,8 @@
     rerun.run(batch, loss, observer, mixed=True)      the graphs as emitted
 
 Both runs see the same random numbers, buffers and attributes are put back after each, and no
-gradient reaches `param.grad`. A graph that cannot be retraced runs unobserved, and so does Python
-code between graphs and the backward pass of a custom autograd function.
+gradient reaches `param.grad`. A graph or body that cannot be retraced runs unobserved, and so does
+Python code between graphs and the backward pass of a custom autograd function.
 """
 
 from __future__ import annotations
@@ -155,7 +155,10 @@ class Rerun:
         return Outcome(outputs, value.detach(), gradients)
 
     def show(self, place: Place, node: fx.Node, value: Any) -> None:
-        """Show a value to the observer, and its gradient when that is known."""
+        """Show a value to the observer, and its gradient when that is known; nothing of a body of
+        which nothing is known."""
+        if not self.plan_at(place).facts:
+            return
         observer = self._observer
         observer.value(place, node, value)
         is_recorded = torch.is_grad_enabled()  # not inside of an autograd function
@@ -174,7 +177,7 @@ class Rerun:
         """The plan of the graph or body that a node is in."""
         plan = self.compiler.plans[place.graph]
         for name in filter(None, place.body.split("/")):
-            plan = plan.bodies[name]
+            plan = plan.bodies.get(name, Plan(plan.dtype))
         return plan
 
 
@@ -197,8 +200,14 @@ def _own_error(model: nn.Module, batch: Batch) -> Exception | None:
 
 
 def _not_captured(model: nn.Module) -> CaptureError:
+    name = type(model).__name__
+    if not any(p.is_floating_point() for p in model.parameters()):
+        return CaptureError(
+            f"{name} has no floating-point parameters; there is nothing to convert, and no graph "
+            f"to look into"
+        )
     return CaptureError(
-        f"{type(model).__name__} cannot be captured, so there is no graph to look into; converted, "
+        f"{name} cannot be captured, so there is no graph to look into; converted, "
         f"it runs its own code under autocast"
     )
 

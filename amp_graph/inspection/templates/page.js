@@ -15,7 +15,6 @@ function load(index, side) {
   view.index = index;
   view.side = side;
   view.graph = data.graphs[index][side];
-  view.graph.nodes ??= [];
   const nodes = view.graph.nodes;
   view.labels = new Map(nodes.map((n) => [n.name, n.label]));
   view.byName = new Map(nodes.map((n) => [n.name, n]));
@@ -52,7 +51,7 @@ function passes(node) {
 function filter() {
   const nodes = view.graph.nodes.filter(passes);
   const all = view.graph.nodes.length;
-  list.show(nodes, view.labels);
+  list.show(nodes);
   get("count").textContent = nodes.length === all
     ? `${all.toLocaleString("en")} nodes`
     : `${nodes.length.toLocaleString("en")} of ${all.toLocaleString("en")} nodes`;

@@ -12,8 +12,7 @@ function showDetail(panel, node, view, go) {
   const color = colorOf(node);
   if (node.color || node.kind === "cast") panel.append(make("span", `badge ${color}`, color));
   panel.append(make("h2", "", node.label));
-  const [name, rest] = call(node, view.labels);
-  panel.append(make("p", "quiet", name + rest));
+  panel.append(make("p", "quiet", node.call));
   panel.append(factsOf(node));
   section(panel, "Why", reasons(node, view, go));
   section(panel, "Casts", casts(node, view, go));
@@ -40,8 +39,8 @@ function factsOf(node) {
   const facts = [
     ["math", node.math], ["storage", node.storage], ["shape", node.shape], ["module", node.module],
     ["operator", node.op],
-    [node.kind === "cast" ? "moves" : "stores", node.bytes ? bytes(node.bytes) : ""],
-    ["computes", node.flops ? flops(node.flops) : ""],
+    [node.kind === "cast" ? "moves" : "stores", node.bytes],
+    ["computes", node.flops],
   ];
   for (const [key, value] of facts) {
     if (value) list.append(make("dt", "", key), make("dd", "", value));
@@ -92,14 +91,14 @@ function casts(node, view, go) {
   for (const name of found) {
     const cast = view.byName.get(name);
     const item = make("li");
-    item.append(link(name, view, go), make("span", "quiet", bytes(cast.bytes || 0)));
+    item.append(link(name, view, go), make("span", "quiet", cast.bytes));
     list.append(item);
   }
   return [list];
 }
 
 function inside(node, view, go) {
-  const names = (view.graph.bodies || []).filter((body) => {
+  const names = view.graph.bodies.filter((body) => {
     const attribute = body.slice(view.graph.name.length + 1);
     return (node.operands || []).includes(attribute) || node.name === attribute;
   });
@@ -115,7 +114,7 @@ function inside(node, view, go) {
 function moduleTree(nodes) {
   const root = { path: "", name: "", low: 0, total: 0, children: new Map() };
   for (const node of nodes) {
-    if (!node.is_float || node.op === "getitem") continue;
+    if (!node.is_float) continue;
     let at = root;
     const parts = node.module ? node.module.split(".") : [];
     const passed = [root];

@@ -17,41 +17,12 @@ function groupOf(node) {
 
 function colorOf(node) { return node.kind === "cast" ? "cast" : node.color || "keep"; }
 
-function lineOf(node) { return (node.source || "").split(" ")[0]; }
-
-function bytes(number) {
-  let size = number, power = 0;
-  while (size >= 1024 && power < 4) { size /= 1024; power++; }
-  return power ? `${size.toFixed(1)} ${["", "KiB", "MiB", "GiB", "TiB"][power]}` : `${size} B`;
-}
-
-function flops(number) {
-  let size = number, power = 0;
-  while (size >= 1000 && power < 5) { size /= 1000; power++; }
-  return `${Number(size.toPrecision(3))} ${["", "k", "M", "G", "T", "P"][power]}FLOP`;
-}
-
-function short(number) {
-  return typeof number === "number" ? String(Number(number.toPrecision(6))) : number;
-}
-
-// The node as a line of code: what it is called, and the call.
-function call(node, labels) {
-  const operands = (node.operands || []).map((name) => labels.get(name) || name);
-  const values = operands.concat((node.numbers || []).map(short)).join(", ");
-  if (node.kind === "output") return ["return", ` ${values}`];
-  if (node.kind !== "operator" && node.kind !== "cast") return [node.label, ` = ${node.kind}`];
-  const operator = node.op === "aten._to_copy" && node.kind === "cast" ? "cast" : node.op;
-  return [node.label, ` = ${operator}(${values})`];
-}
-
 class NodeList {
   constructor(choose) {
     this.scroll = document.getElementById("scroll");
     this.space = document.getElementById("space");
     this.rows = document.getElementById("rows");
     this.nodes = [];
-    this.labels = new Map();
     this.chosen = null;
     this.choose = choose;
     this.waiting = false;
@@ -64,9 +35,8 @@ class NodeList {
     this.scroll.addEventListener("keydown", (event) => this.key(event));
   }
 
-  show(nodes, labels) {
+  show(nodes) {
     this.nodes = nodes;
-    this.labels = labels;
     this.space.style.height = `${nodes.length * ROW}px`;
     this.draw();
   }
@@ -92,10 +62,10 @@ class NodeList {
     row.setAttribute("role", "option");
     row.setAttribute("aria-selected", node === this.chosen);
     const color = colorOf(node);
-    const [name, rest] = call(node, this.labels);
+    const name = node.kind === "output" ? "return" : node.label;
     const code = make("span", "node");
-    code.append(make("b", "", name), rest);
-    code.title = name + rest;
+    code.append(make("b", "", name), node.call.slice(name.length));
+    code.title = node.call;
     const badge = make("span");
     if (node.color || node.kind === "cast") badge.append(make("span", `badge ${color}`, color));
     row.append(
@@ -105,7 +75,7 @@ class NodeList {
       code,
       make("span", "quiet", node.shape || ""),
       this.tail(node.module || ""),
-      this.tail(lineOf(node)),
+      this.tail(node.line),
     );
     row.children[5].title = node.module || "";
     return row;
