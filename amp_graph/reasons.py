@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -58,9 +58,12 @@ def names_a_node(paint: Paint) -> bool:
 
 
 def short_reason(plan: Plan, name: str) -> str:
-    """The rule that decided and what was responsible, in a few words."""
+    """The rule that decided and what was responsible, in a few words and by the names to show."""
     paint = plan.paints.get(name)
-    return "" if paint is None else paint.in_brief
+    if paint is None:
+        return ""
+    named = plan.facts.get(paint.because) if names_a_node(paint) else None
+    return (replace(paint, because=named.label) if named else paint).in_brief
 
 
 def unlisted(plan: Plan) -> list[str]:

@@ -9,6 +9,7 @@ import logging
 import logging.handlers
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -165,33 +166,55 @@ def test_what_the_figures_leave_out_is_said() -> None:
 class Spread(nn.Module):
     """The one that is denied and what computes on it: of that the model's own products are low."""
 
-    def __init__(self, mixes: bool):
+    def __init__(self, scores: Callable[[torch.Tensor], torch.Tensor]):
         super().__init__()
-        self.first, self.second, self.mixes = nn.Linear(8, 8), nn.Linear(8, 8), mixes
+        self.first, self.second, self.scores = nn.Linear(8, 8), nn.Linear(8, 8), scores
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x)
-        scores = hidden.exp() * (hidden if self.mixes else 2)
-        return self.second(F.gelu(scores))
+        return self.second(F.gelu(self.scores(self.first(x))))
 
 
-@pytest.mark.parametrize("mixes", [True, False])
-def test_the_suggestions_free_what_they_say(mixes: bool) -> None:
-    """Following one makes its operators low, and as many as it says. What reads float32 alone
-    would stay there, so that there is none."""
+BOTH = (3 + 2) * 2 * 32  # bytes less that `mul` and `gelu` read and write
+
+
+@pytest.mark.parametrize(
+    ("scores", "freed_bytes"),
+    [
+        (lambda h: h.exp() * h, BOTH),
+        (lambda h: h.exp() * 2, 0),  # which reads float32 alone
+        (lambda h: (h.exp() * 2 + 1) * h, 0),  # what stays in float32 promotes the last product
+    ],
+    ids=["mixes", "alone", "behind what stays"],
+)
+def test_the_suggestions_free_what_they_say(
+    scores: Callable[[torch.Tensor], torch.Tensor], freed_bytes: int
+) -> None:
+    """Following one makes its operators low, and as many as it says."""
     x = torch.randn(4, 8)
-    model = amp_graph.convert(Spread(mixes), policy="bfloat16")
+    model = amp_graph.convert(Spread(scores), policy="bfloat16")
     model(x)
     found = [s for s in amp_graph.explain(model).data.suggestions if "aten.exp" in s.what]
-    bytes_of_both = (3 + 2) * 2 * 32  # of what `mul` and `gelu` read and write, at 2 bytes less
-    assert [(s.nodes, s.bytes) for s in found] == ([(2, bytes_of_both)] if mixes else [])
+    assert [(s.nodes, s.bytes) for s in found] == ([(2, freed_bytes)] if freed_bytes else [])
     lists = {"deny": {"mine": {"why": "small", "bounded": True, "ops": ["aten.exp"]}}}
     torch._dynamo.reset()
-    freed = amp_graph.convert(Spread(mixes), policy=Policy(dtype="bfloat16", lists=lists))
+    freed = amp_graph.convert(Spread(scores), policy=Policy(dtype="bfloat16", lists=lists))
     freed(x)
     gained = amp_graph.plans(freed)[0].low - amp_graph.plans(model)[0].low
     assert len(gained) == sum(s.nodes for s in found)
     assert not any("aten.exp" in s.what for s in amp_graph.explain(freed).data.suggestions)
+
+
+@pytest.mark.parametrize(("number", "advice"), [(1e-8, "an epsilon of 1e-4"), (1e9, "-1e4 or")])
+def test_a_constant_out_of_range_is_told_how_to_be_within(number: float, advice: str) -> None:
+    class Offset(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            return x / (x.abs() + number)
+
+    model = amp_graph.convert(Offset(), policy=Policy(dtype="float16", loss_scale=None))
+    model(torch.randn(4, 8))
+    (found,) = (s for s in amp_graph.explain(model).data.suggestions if "the constant" in s.what)
+    assert advice in found.how
 
 
 class Promoting(nn.Module):

@@ -8,6 +8,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.inspection.plan_text import render
+from amp_graph.inspection.source import annotated_model
 from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan, TensorFacts
 
 
@@ -251,3 +252,27 @@ def test_parameters_are_shown_by_their_paths(fresh_dynamo):
     shown = {f.label for f in plan.facts.values() if f.is_parameter}
     used = {name for name, _ in model.named_parameters() if not name.startswith("layers")}
     assert shown == used | {f"layers.{i}.{name}" for i in (1, 10) for name in ("weight", "bias")}
+
+
+class Buffered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, values):
+        hidden = self.layer(values)
+        self.mean.add_(hidden.mean(0))
+        return hidden * self.scale
+
+
+def test_reasons_and_modules_by_the_names_that_people_know():
+    model = amp_graph.convert(nn.Sequential(Buffered()), policy="bfloat16")
+    model(torch.randn(2, 4))
+    (plan,) = amp_graph.plans(model)
+    text = render(plan)
+    assert "writes into: 0.mean" in text and "promoted by: 0.scale" in text
+    table = [line.split() for line in text.splitlines()]
+    assert [row for row in table if "0" in row and "input" in row] == []
+    (given,) = (n for n in annotated_model(model).after[0].nodes if n.kind == "input")
+    assert given.module == ""

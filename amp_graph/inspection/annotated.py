@@ -30,7 +30,7 @@ from amp_graph.graphs.aten import (
 )
 from amp_graph.graphs.grad_modes import is_switch
 from amp_graph.inspection.flops import flops_of
-from amp_graph.inspection.spelling import byte_count, input_kind, shapes
+from amp_graph.inspection.spelling import byte_count, input_kind, module_of, shapes
 from amp_graph.inspection.spelling import op_name as short_op
 from amp_graph.ir import Cast, NodeFacts, Plan
 from amp_graph.listing import Listing
@@ -187,7 +187,7 @@ class _Writer:
             math=self._math(node, facts),
             storage=dtype_name(tensors[0].dtype) if tensors and facts.op != "output" else "",
             shape=shapes(facts.tensors) if facts.op != "output" else "",
-            module=facts.module_path,
+            module=module_of(facts),
             source=facts.source,
             code=facts.code,
             rule=paint.rule if paint else "",
@@ -229,7 +229,7 @@ class _Writer:
             kind="cast",
             storage=dtype_name(to),
             shape=shapes(facts.tensors),
-            module=facts.module_path,
+            module=module_of(facts),
             source=facts.source,
             code=facts.code,
             why=self._why_cast(value.name, cast, is_cast),

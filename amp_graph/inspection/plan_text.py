@@ -22,6 +22,7 @@ from amp_graph.inspection.spelling import (
     count,
     input_kind,
     line_of,
+    module_of,
     op_name,
     shapes,
 )
@@ -146,7 +147,7 @@ def _node_cells(plan: Plan, facts: NodeFacts, labels: dict[str, str]) -> tuple[s
         _precision(plan, facts),
         _call(facts, labels),
         shapes(facts.tensors),
-        facts.module_path,
+        module_of(facts),
         line_of(facts.source),
         short_reason(plan, facts.name),
     )

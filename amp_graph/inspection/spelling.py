@@ -16,6 +16,12 @@ def input_kind(facts: NodeFacts) -> str:
     return "buffer" if "_buffers_" in facts.name else "input"
 
 
+def module_of(facts: NodeFacts) -> str:
+    """The path of the module that a node is in: an input is in none, though one reads it first."""
+    is_input = facts.op == "placeholder" and input_kind(facts) == "input"
+    return "" if is_input else facts.module_path
+
+
 def op_name(op: str) -> str:
     return op.removesuffix(".default")
 

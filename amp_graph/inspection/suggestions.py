@@ -19,6 +19,7 @@ from amp_graph.inspection.spelling import byte_count, count, flop_count, line_of
 
 FLOPS_PER_BYTE = 50  # how many cost as much time as a byte; the order is insensitive to it
 SHOWN = 3
+SCALAR = "()"  # the shape of a number, which promotes nothing
 
 Found: TypeAlias = list[tuple[AnnotatedNode, AnnotatedNode]]
 Tell: TypeAlias = Callable[[Found], tuple[str, str]]
@@ -58,9 +59,10 @@ def suggestions(
             if node.is_float and not node.low and not graph.fallback and node.chain:
                 root = nodes.get(node.chain[-1].node, node)
                 key = _key(node, root)
-                if key is not None and (key[0] is not _spread or _is_reached(node, nodes, reached)):
-                    reached.add(node.name)
-                    groups[key].append((node, root))
+                if key is None or (key[0] is _spread and not _is_freed(node, root, nodes, reached)):
+                    continue
+                reached.add(node.name)
+                groups[key].append((node, root))
     told = [_told(tell, found_here) for (tell, _), found_here in groups.items()]
     told = [s for s in told if s.bytes or s.flops]
     found += sorted(told, key=lambda s: -(s.bytes + s.flops / FLOPS_PER_BYTE))
@@ -68,14 +70,19 @@ def suggestions(
     return tuple(found[:SHOWN])
 
 
-def _is_reached(
-    node: AnnotatedNode, nodes: Mapping[str, AnnotatedNode], reached: Container[str]
+def _is_freed(
+    node: AnnotatedNode,
+    root: AnnotatedNode,
+    nodes: Mapping[str, AnnotatedNode],
+    reached: Container[str],
 ) -> bool:
-    """Whether something low, or that would be, is among the operands, casts looked through: what
-    reads float32 alone stays in it."""
+    """Whether it would be, if what is denied did not spread, casts looked through: it reads
+    something that is low or would be, and nothing else but the root that stays in float32."""
     operands = (nodes[name] for name in node.operands if name in nodes)
-    values = (nodes.get(o.value, o) if o.kind == "cast" else o for o in operands)
-    return any(value.low or value.name in reached for value in values)
+    values = [nodes.get(o.value, o) if o.kind == "cast" else o for o in operands]
+    low = [value for value in values if value.low or value.name in reached]
+    wide = [v for v in values if v.storage == "float32" and v.shape != SCALAR and v not in low]
+    return bool(low) and all(value is root for value in wide)
 
 
 def _key(node: AnnotatedNode, root: AnnotatedNode) -> tuple[Tell, str] | None:
@@ -150,10 +157,13 @@ def _override(found: Found) -> tuple[str, str]:
 
 def _constant(found: Found) -> tuple[str, str]:
     root = found[0][1]
+    vanishes = abs(float(root.because)) < 1
     return (
         f"the constant {root.because} of {root.label}{_at(root)} is out of the low precision's "
         f"range",
-        "use a constant within it, such as -1e4 or -inf for a mask",
+        "use a larger one, which does not vanish: in float16 an epsilon of 1e-4, say"
+        if vanishes
+        else "use a constant within it, such as -1e4 or -inf for a mask",
     )
 
 
