@@ -54,7 +54,7 @@ class _Mapped:
         stays."""
         try:
             new = self._put(value, copy.copy(value))
-        except TypeError:
+        except Exception:  # of the object's own making
             new = value
         if new is value:
             return value
@@ -104,4 +104,4 @@ def _attributes(value: Any) -> dict[str, Any]:
     names = (name for each in slots for name in ([each] if isinstance(each, str) else each))
     own = (name for name in names if name not in ("__dict__", "__weakref__"))
     in_slots = {name: getattr(value, name) for name in own if hasattr(value, name)}
-    return in_slots | getattr(value, "__dict__", {})
+    return {**in_slots, **getattr(value, "__dict__", {})}

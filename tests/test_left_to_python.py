@@ -113,11 +113,17 @@ class Asynchronous(nn.Module):
             yield await self.encode(row)
 
     async def both(self, x: Tensor) -> Tensor:
-        whole, again = await asyncio.gather(self.encode(x), self.encode(x))
+        async def once_more() -> Tensor:
+            return await self.encode(x)
+
+        whole, again = await asyncio.gather(self.encode(x), once_more())
         return whole + again + torch.stack([row async for row in self.parts(x)])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(asyncio.run(self.both(self.layer(x))))
+        async def begin() -> Tensor:
+            return await self.both(self.layer(x))
+
+        return self.layer(asyncio.run(begin()))
 
 
 def test_coroutines_run_as_in_python() -> None:

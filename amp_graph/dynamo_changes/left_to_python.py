@@ -9,7 +9,8 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
     torch._C._set_*                            what settings are made by
     torch._dynamo.exc.unimplemented            to end a graph
     torch._dynamo.variables.TorchInGraphFunctionVariable.call_function
-    torch._dynamo.variables.functions.BaseUserFunctionVariable.call_function, .get_code
+    torch._dynamo.variables.UserFunctionVariable, NestedUserFunctionVariable
+                                               .call_function, .get_code
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from typing import Any
 
 import torch
 from torch._dynamo.exc import unimplemented
-from torch._dynamo.variables import TorchInGraphFunctionVariable
-from torch._dynamo.variables.functions import BaseUserFunctionVariable
+from torch._dynamo.variables import (
+    NestedUserFunctionVariable,
+    TorchInGraphFunctionVariable,
+    UserFunctionVariable,
+)
 
 from amp_graph.dynamo_changes.replaced import calls_inside, method_inside
 
@@ -72,7 +76,8 @@ def some_calls_left_to_python() -> Iterator[None]:
     """Within, Dynamo ends a graph at them."""
     with (
         calls_inside(TorchInGraphFunctionVariable, dict.fromkeys(SETTERS, _set)),
-        method_inside(BaseUserFunctionVariable, "call_function", _call),
+        method_inside(UserFunctionVariable, "call_function", _call),
+        method_inside(NestedUserFunctionVariable, "call_function", _call),
     ):
         yield
 

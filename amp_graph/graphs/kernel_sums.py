@@ -44,7 +44,8 @@ def _window(node: fx.Node, given: Any) -> int:
     sizes, results = (x.meta["val"].shape[-3:] for x in (given["self"], node))
     if all(size == 1 for size in results):
         return 1
-    return _product(-(-size_hint(s) // size_hint(r)) for s, r in zip(sizes, results, strict=True))
+    sides = zip(map(size_hint, sizes), map(size_hint, results), strict=True)
+    return _product(-(-size // max(1, count)) for size, count in sides)
 
 
 def _border(node: fx.Node, given: Any) -> int:
