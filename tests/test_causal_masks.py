@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -149,17 +152,37 @@ def test_boolean_masks() -> None:
 
 
 class Makes(Encoder):
-    """Makes its mask by itself, and writes into it if it is told to."""
+    """Makes its mask by itself, and does something to it."""
 
-    def __init__(self, write: bool) -> None:
+    def __init__(self, change: Callable[[Tensor], Any] = lambda mask: None) -> None:
         super().__init__()
-        self.write = write
+        self.change = change
 
     def forward(self, x: Tensor) -> Tensor:
         mask = causal(x.shape[1])
-        if self.write:
-            mask[2:, 0] = float("-inf")
+        self.change(mask)
         return super().forward(x, mask)
+
+
+@torch.library.custom_op("amp_graph_test::soften", mutates_args={"mask"})
+def soften(mask: Tensor) -> None:
+    mask.clamp_(min=-1.0)
+
+
+@soften.register_fake
+def _(mask: Tensor) -> None: ...
+
+
+# A mask of -1 hides little.
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "set": lambda mask: operator.setitem(mask, (slice(2, None), 0), float("-inf")),
+    "told by place": lambda mask: nn.functional.hardtanh(mask, -1.0, 1.0, True),
+    "told by name": lambda mask: nn.functional.hardtanh(mask, -1.0, 1.0, inplace=True),
+    "in a list": lambda mask: torch._foreach_clamp_min_([mask], -1.0),
+    "by a schema": lambda mask: soften(mask),
+    "by an overload": lambda mask: torch.ops.aten.clamp_min_.default(mask, -1.0),
+    "by out": lambda mask: torch.clamp(mask, min=-1.0, out=mask),
+}
 
 
 class Owns(Encoder):
@@ -186,13 +209,13 @@ CAUSAL = causal(LENGTH)
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], bool]] = {
     "given": (Encoder, (CAUSAL,), False),
     "given as booleans": (Encoder, (CAUSAL < 0,), False),
-    "made": (lambda: Makes(False), (), False),
+    "made": (Makes, (), False),
     "its own": (Owns, (), False),
     "of a decoder": (Decoder, (CAUSAL,), False),
     "strict": (Encoder, (CAUSAL.tril(1) + band(LENGTH),), True),
     "the other way": (Encoder, (CAUSAL.mT.contiguous(),), True),
     "finite": (Encoder, (CAUSAL.nan_to_num(neginf=-1e4),), True),
-    "made and written": (lambda: Makes(True), (), True),
+    **{f"made and written: {n}": (partial(Makes, w), (), True) for n, w in WRITES.items()},
     "given and written": (Writes, (CAUSAL,), True),
     "a part": (Shorter, (causal(2 * LENGTH),), True),  # where the model looks as well
 }

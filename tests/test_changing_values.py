@@ -68,7 +68,6 @@ def test_no_generator_is_none_that_needs_known_sizes(draw: Callable[..., Tensor]
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "exp": lambda t: math.exp(-t / 3),
     "sigmoid": lambda t: 1 / (1 + math.exp(2 - t)),
-    "log": lambda t: math.log(t / 2),
     "pow": lambda t: math.pow(0.9, t),
 }
 
@@ -100,7 +99,7 @@ LEVELS: dict[str, Callable[[int], int]] = {
     "to a base": lambda n: math.ceil(math.log(n, 3)),
     "of a float to a base": lambda n: math.ceil(math.log(n / 2, 3)),
     "log10": lambda n: math.floor(math.log10(n)),
-    "exp": lambda n: int(math.exp(n % 30)),
+    "exp": lambda n: int(math.exp(math.log(n % 101 + 1))),
     "pow": lambda n: math.ceil(math.pow(10, n % 9)),
 }
 

@@ -6,16 +6,16 @@ Such a number is a symbol to Dynamo, which knows roots, sines and the logarithm 
 symbols, but not these, so that each number would be captured by itself. Here they are spelled in
 what it knows:
 
-    exp(x) = e ** x      log(x) = log2(x) / log2(e)      pow(2, x) = 2 ** x
+    exp(x) = e ** x  for x < 0        pow(2, x) = 2 ** x
 
-The last digits of a logarithm may be others by that, which a model that counts its levels would
-see: int(log(n) / log(3)). So those of integers, to a base or to base 10 stay as they are, each
-captured by itself.
+The last digits of an exponential may be others by that, which nobody sees of what lies between 0
+and 1, but a model that makes a size of it would: int(exp(x)). So those of other numbers stay as
+they are, each captured by itself, and so do all logarithms, of which numbers of levels are made.
 
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
     torch._dynamo.variables.TorchInGraphFunctionVariable, UserFunctionVariable.call_function
-    torch._dynamo.variables.tensor.SymNodeVariable
+    torch._dynamo.variables.tensor.SymNodeVariable.sym_num
 """
 
 from __future__ import annotations
@@ -44,29 +44,24 @@ def _call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any
 
 
 def _may_be_spelled(function: Any, number: Any, *others: Any) -> bool:
-    if function is math.log:
-        return not others and number.python_type() is float
-    # A power of a negative number may be an error, where `**` makes a complex one.
-    return function is not math.pow or _is_positive(number)
-
-
-def _is_positive(number: Any) -> bool:
-    is_constant: bool = number.is_python_constant()
-    return is_constant and number.as_python_constant() > 0
+    """What is asked of a symbol here is guarded."""
+    if function is math.exp:
+        return bool(number.sym_num < 0)
+    # A power of a negative number may be an error, where `**` makes a complex one. One that
+    # overflows is an error that the model may catch, which it cannot if the graph raises it.
+    if not number.is_python_constant() or number.as_python_constant() <= 0:
+        return False
+    largest = MOST / max(abs(math.log(number.as_python_constant())), 1.0)
+    return bool(-largest < others[0].sym_num) and bool(others[0].sym_num < largest)
 
 
 def _exp(x: float) -> Any:
     return math.e ** float(x)
 
 
-def _log(x: float) -> Any:
-    if x <= 0:  # a guard: raised by the graph itself, the model could not catch it
-        raise ValueError("math domain error")
-    return math.log2(x) / math.log2(math.e)
-
-
 def _pow(x: float, y: float) -> Any:
     return float(x) ** float(y)
 
 
-SPELLED: dict[Any, Any] = {math.exp: _exp, math.log: _log, math.pow: _pow}
+MOST = 700  # powers of e that a float64 holds
+SPELLED: dict[Any, Any] = {math.exp: _exp, math.pow: _pow}

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import operator
+from inspect import signature
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.graphs.aten import arguments
 
 NAMES = vars(operator).keys()
 OPERATORS = {n for n in NAMES if n.startswith("i") and {n[1:], f"{n[1:]}_"} & NAMES}  # iadd, iand
@@ -16,19 +22,35 @@ PURE = {"and_", "or_", "not_", "is_"}  # Python's words
 
 
 def writes_by_memory(graph: fx.Graph) -> dict[int, list[fx.Node]]:
-    """By the memory of values, the nodes that by their names write into it."""
+    """By the memory of values, the nodes that write into it."""
     found: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
-        target: Any = node.target
-        name = target if isinstance(target, str) else str(getattr(target, "__name__", ""))
-        operand: Any = node.kwargs.get("out")
-        is_named = name.endswith("_") and not name.endswith("__") and name not in PURE
-        is_named = is_named or name in IN_PLACE
-        if node.op != "placeholder" and (is_named or node.kwargs.get("inplace") is True):
-            operand = next(iter(node.args), None)
-        if isinstance(operand, fx.Node) and memory(operand):
-            found.setdefault(memory(operand), []).append(node)
+        for operand in _written(node):
+            if memory(operand):
+                found.setdefault(memory(operand), []).append(node)
     return found
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """What a node writes into: by its schema, if it has one, else by its name and arguments."""
+    if isinstance(node.target, OpOverload):
+        values, declared = arguments(node), node.target._schema.arguments
+        given = [values.get(a.name) for a in declared if a.alias_info and a.alias_info.is_write]
+    else:
+        given = [node.kwargs.get("out"), *(node.args[:1] if _is_in_place(node) else ())]
+    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, fx.Node)]
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    target: Any = node.target
+    name = target if isinstance(target, str) else str(getattr(target, "__name__", ""))
+    is_named = name.endswith("_") and not name.endswith("__") and name not in PURE
+    if node.op != "placeholder" and (is_named or name in IN_PLACE):
+        return True
+    told = node.kwargs.get("inplace")
+    if any(each is True for each in node.args) and isinstance(target, FunctionType):
+        told = dict(zip(signature(target).parameters, node.args, strict=False)).get("inplace", told)
+    return told is True
 
 
 def memory(node: fx.Node) -> int:
