@@ -99,3 +99,74 @@ def test_a_state_that_cannot_be_copied_ends_no_training():
     with pytest.warns(ConversionWarning, match="the state of Mine cannot be copied"):
         optimizer.step(closure)
     assert same([*before.values()], [*model.parameters()])
+
+
+def given(optimizer: Optimizer, model: nn.Module, scale: float = 2.0**8) -> None:
+    policy = amp_graph.Policy("float16", loss_scale=amp_graph.LossScale(scale))
+    amp_graph.convert(model, optimizer, policy=policy)
+
+
+def test_lbfgs_after_a_step_that_was_over_at_once():
+    """It had converged; of the next one the second evaluation overflows."""
+    model = nn.Linear(4, 2)
+    optimizer = LBFGS(model.parameters(), lr=0.1, max_iter=5)
+    given(optimizer, model)
+    x, weights = torch.randn(8, 4), iter([0.0, 1.0, 1e30, 1.0])
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(x).square().mean() * next(weights)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    before = copy.deepcopy([*model.parameters()])
+    optimizer.step(closure)
+    assert same([*model.parameters()], before)
+    assert amp_graph.step_counts(optimizer) == amp_graph.StepCounts(stepped=1, skipped=1)
+
+
+def test_what_was_put_around_a_step_before_runs_before_its_closure():
+    losses = []
+    for is_converted in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        step = optimizer.step
+
+        def moving(closure: Any, model: nn.Module = model, step: Any = step) -> Any:
+            with torch.no_grad():
+                model.weight.add_(1.0)
+            return step(closure)
+
+        optimizer.step = moving  # type: ignore[method-assign]
+        if is_converted:
+            given(optimizer, model)
+
+        def closure(model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(torch.ones(1, 2)).square().sum()
+            loss.backward()
+            return loss
+
+        losses.append(float(optimizer.step(closure).detach()))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+def test_a_closure_may_add_a_group():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    optimizer = Mine(model[0].parameters())
+    given(optimizer, model)
+    before = copy.deepcopy([*model.parameters()])
+
+    def closure() -> Tensor:
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": [*model[1].parameters()]})
+        model.zero_grad()
+        loss: Tensor = model(torch.ones(2, 4)).sum() * 1e30
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert same([*model[0].parameters()], before[:2])
+    assert len(optimizer.param_groups) == 2

@@ -86,7 +86,7 @@ DAMAGED: dict[str, Any] = {
     "None": None,
     **{f"{key}={value!r}": GOOD | {key: value} for key, value in [
         ("scale", math.nan), ("scale", math.inf), ("scale", 0.0), ("scale", -1.0),
-        ("scale", 2.0**40), ("scale", 2.0**-20), ("scale", "65536"), ("scale", None),
+        ("scale", "65536"), ("scale", None),
         ("_growth_tracker", -1), ("_growth_tracker", 1.5), ("_growth_tracker", None),
         ("_growth_tracker", 2**31),
         ("skipped_in_a_row", -1), ("skipped_in_a_row", "1"),
@@ -105,6 +105,22 @@ def test_a_damaged_state_is_refused_and_changes_nothing(kind: Any, damaged: Any)
     with pytest.raises(CheckpointError):
         scale.load_state_dict(damaged)
     assert scale.state_dict() == before
+
+
+@pytest.mark.parametrize("kind", [GraphScale, GradScaler])
+@pytest.mark.parametrize(("saved", "loaded"), [(2.0**40, 2.0**24), (2.0**-20, 2.0**-14)])
+def test_a_scale_that_outgrew_the_bounds_goes_on_from_there(kind, saved, loaded) -> None:
+    """torch.amp.GradScaler knows none."""
+    scale = graph_scale(LossScale()) if kind is GraphScale else GradScaler()
+    scale.load_state_dict(
+        torch.amp.GradScaler("cpu", init_scale=saved).state_dict() | {"scale": saved}
+    )
+    assert scale.get_scale() == loaded
+
+
+def test_an_explicit_scaler_begins_where_it_is_told_to() -> None:
+    for begin in (2.0**30, 2.0**-20):
+        assert GradScaler(init_scale=begin).get_scale() == begin
 
 
 def test_bounds_are_the_policy_s_and_factors_the_checkpoint_s() -> None:

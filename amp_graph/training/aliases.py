@@ -15,7 +15,13 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from amp_graph.training.crossing import carries_gradient, enter_input, leave, write_back
+from amp_graph.training.crossing import (
+    carries_gradient,
+    enter_input,
+    is_heard,
+    leave,
+    write_back,
+)
 from amp_graph.training.memory import memories, memory, view_of
 from amp_graph.training.scale import Scale
 
@@ -82,7 +88,7 @@ def leave_results(
         if len(sharing) == 1:
             left[id(sharing[0])] = leave(scale, sharing[0])
             continue
-        base = None if any(map(_is_heard, sharing)) else _common_base(sharing)
+        base = None if any(map(is_heard, sharing)) else _common_base(sharing)
         if base is None:
             left |= {id(x): leave(scale, x, shares=True) for x in sharing}
         else:
@@ -102,7 +108,7 @@ def _leave_inputs(
     for result in sharing:
         entered = _base(result)
         giver = given.get(id(entered))
-        if giver is None or _is_heard(result) or not _is_but_a_view(result, entered):
+        if giver is None or is_heard(result) or not _is_but_a_view(result, entered):
             left[id(result)] = leave(scale, result, shares=True)
         else:
             left |= _views([result], entered, giver)
@@ -137,11 +143,6 @@ def _common_base(sharing: Sequence[Tensor]) -> Tensor | None:
 def _is_filled(tensor: Tensor) -> bool:
     """Whether what was written into it carries a gradient."""
     return tensor.requires_grad and not tensor.is_leaf
-
-
-def _is_heard(tensor: Tensor) -> bool:
-    """Whether something is done with its own gradient."""
-    return bool(tensor._backward_hooks) or tensor.retains_grad
 
 
 def _is_but_a_view(tensor: Tensor, base: Tensor) -> bool:

@@ -26,7 +26,8 @@ from torch import Tensor
 from amp_graph.training.aliases import enter_inputs, leave_results, record_writes
 from amp_graph.training.crossing import carries_none, follow, leave_wide_
 from amp_graph.training.early import EarlyResults
-from amp_graph.training.entrances import Entrances, Pick, picker
+from amp_graph.training.entrances import Entrances
+from amp_graph.training.picker import Pick, picker
 from amp_graph.training.scale import ModelScale, Scale
 from amp_graph.training.weights import GraphWeights, LowPrecisionWeights
 
@@ -141,13 +142,16 @@ class Boundary:
             scale = self._scale.for_call([*map(args.__getitem__, inputs)])
         entrances = self._entrances
         is_scaled = scale is not None
-        if entrances is None or not entrances.are_for(weights, parameters, args, is_scaled):
+        if entrances is None or not entrances.are_for(weights, parameters, is_scaled):
             entrances = self._entrances = self._entrances_for(weights, parameters, args, scale)
         entrances.enter(scale, values, args)
         if scale is not None:
-            return self._run_scaled(scale, args, inputs, values, entrances.pick_wide, begin)
-        with begin:
-            return self._results(self._run, values)[0]
+            results = self._run_scaled(scale, args, inputs, values, entrances.pick_wide, begin)
+        else:
+            with begin:
+                results = self._results(self._run, values)[0]
+        weights.await_backward(results)
+        return results
 
     def _results(
         self, run: Callable[..., Any], values: Sequence[Any], scale: Scale | None = None
@@ -211,5 +215,5 @@ class Boundary:
         slots = [(i, len(args) + k) for k, i in enumerate(self._low)]
         if scale is not None:
             slots += [(i, i) for i in self._wide]
-            scale.enter(parameters)
+            scale.note_parameters(parameters)
         return Entrances(weights, parameters, slots, args, self._fresh, scale is not None)

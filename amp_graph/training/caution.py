@@ -65,7 +65,7 @@ class Watched(Protocol):
         """Whether an optimizer will skip a step if gradients of a pass that runs now overflow."""
 
     def factors_on(self, device: torch.device) -> Factors: ...
-    def enter(self, parameters: Iterable[Tensor]) -> None: ...
+    def note_parameters(self, parameters: Iterable[Tensor]) -> None: ...
 
 
 class Caution:
@@ -167,8 +167,8 @@ class Exposed:
     def watch(self) -> FirstNonfinite | None:
         return self.scale.watch
 
-    def enter(self, parameters: Iterable[Tensor]) -> None:
-        self.scale.enter(parameters)
+    def note_parameters(self, parameters: Iterable[Tensor]) -> None:
+        self.scale.note_parameters(parameters)
 
     def spill_on(self, device: torch.device) -> Tensor | None:
         return None

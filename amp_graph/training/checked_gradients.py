@@ -58,9 +58,15 @@ class CheckedGradients:
         self._checks.append(check)  # beside those that other devices' threads append
         return check
 
-    def forget(self) -> None:
-        """A round has ended; what is overwritten in place has the same memory in the next."""
-        self._checks.clear()
+    def were_judged(self) -> None:
+        """An optimizer has stepped, or not, by what was checked up to now."""
+        for check in self._checks:
+            check.is_judged = True
+
+    def forget_judged(self) -> None:
+        """A round has ended; what is overwritten in place has the same memory in the next. Checks
+        of a backward pass after the last step are for the next one."""
+        self._checks = [check for check in self._checks if not check.is_judged]
 
     def known(self, gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The flags of the checks whose gradients are all here, and the other gradients, which may
@@ -93,6 +99,7 @@ class _Check:
     def __init__(self, made_in: tuple[int, torch.device], found_inf: Tensor):
         self.made_in = made_in
         self.found_inf = found_inf
+        self.is_judged = False
         self.gradients: dict[int, int] = {}  # versions by address
         self.memories = Memories()
 

@@ -109,6 +109,11 @@ def follow(tensor: Tensor, value: Tensor) -> None:
         tensor.data = value.data
 
 
+def is_heard(tensor: Tensor) -> bool:
+    """Whether something is done with its own gradient."""
+    return bool(tensor._backward_hooks) or tensor.retains_grad
+
+
 def carries_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from amp_graph.training.crossing import go_out, leave, not_captured
+from amp_graph.training.crossing import go_out, is_heard, leave, not_captured
 from amp_graph.training.engine import Probe
 from amp_graph.training.scale import Scale
 from amp_graph.training.transforms import applied
@@ -56,16 +56,14 @@ class _GoOn(Function):
     @staticmethod
     @not_captured
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
-        if gradient is not None and _is_heard(ctx.left()):
+        if gradient is not None and _is_wanted(ctx.left()):
             return None, go_out(ctx.scale, gradient, ctx.dtype), None, None
         return None, None, gradient, None
 
 
-def _is_heard(left: Tensor | None) -> bool:
+def _is_wanted(left: Tensor | None) -> bool:
     """Whether somebody looks at its gradient, in the backward pass that runs."""
-    if left is None:
-        return False
-    return bool(left._backward_hooks) or left.retains_grad or _probe.sees_a_selection()
+    return left is not None and (is_heard(left) or _probe.sees_a_selection())
 
 
 _probe = Probe()

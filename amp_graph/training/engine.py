@@ -4,13 +4,16 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
     torch._C._current_graph_task_id                             which backward pass runs
     torch._C._will_engine_execute_node                          and whether it comes to a node
+    torch._C._autograd._get_current_graph_task_keep_graph       and whether another may follow
     torch.autograd.grad_mode._unsafe_preserve_version_counter   has writes not be counted
     torch.autograd.graph.Node._set_sequence_nr                  (from 2.13) when a node runs
+    ..., ._register_hook_dict, torch.Tensor._backward_hooks     as Tensor.register_hook uses them
     torch._amp_foreach_non_finite_check_and_unscale_, _foreach_copy_, _foreach_add_
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -28,6 +31,8 @@ add_all_ = torch._foreach_add_
 # The number of the backward pass that this thread is in, or OUTSIDE.
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 OUTSIDE = -1
+# Whether its graph is kept for another one (`retain_graph`).
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class Probe:
@@ -43,6 +48,26 @@ class Probe:
         """Whether the pass that runs computes gradients of some tensors that were asked for
         (`torch.autograd.grad`), not of all leaves. The probe has to be in its graph."""
         return not torch._C._will_engine_execute_node(self._node)
+
+
+class _Carrier(threading.local):
+    """A tensor for each thread that hooks come from."""
+
+    @torch.inference_mode(False)
+    def __init__(self) -> None:
+        self.tensor = torch.zeros((), device="cpu")
+
+
+_carrier = _Carrier()
+
+
+def call_before(node: Any, hook: Callable[[Any], None]) -> None:
+    """Have a node of autograd call this before it runs, as `node.register_prehook` does. That hands
+    out a handle, by whose number a model is known to have got no hooks (`capture/hooks`)."""
+    carrier: Any = _carrier.tensor
+    carrier._backward_hooks = {0: hook}
+    node._register_hook_dict(carrier)
+    carrier._backward_hooks = None
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ that are others, or are not as they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter, itemgetter
@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
+from amp_graph.training.copies import is_plain
 from amp_graph.training.engine import CAN_RUN_WHEN_READY, has_process_group, runs_when_ready
 from amp_graph.training.entering import Call, enter
+from amp_graph.training.picker import Pick, picker
 from amp_graph.training.scale import Scale
 from amp_graph.training.standing import Standing, follow_streams, let_go_of_all
 from amp_graph.training.transforms import are_active
@@ -30,8 +31,6 @@ from amp_graph.training.weights import GraphWeights
 CPU_GROUP_BYTES, GROUP_BYTES = 2**20, 64 * 2**20
 FIRST_BYTES_SENT, BYTES_SENT = 2**20, 25 * 2**20
 
-Pick = Callable[[Sequence[Any]], Sequence[Any]]
-PLAIN = {Tensor, Parameter}
 _requires_grad = attrgetter("requires_grad")
 _hooks, _hooks_after = map(attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks"))
 
@@ -85,8 +84,8 @@ class Entrance:
             entered = enter(Call(scale, self.owners, self.fresh, _nothing), given, tensors)
         else:
             if standing is None or not standing.takes_more(scale):
-                standing = self._standing = Standing(scale, given)
-            entered = standing.enter(tensors, self.owners, self.fresh)
+                standing = self._standing = Standing(scale)
+            entered = standing.enter(given, tensors, self.owners, self.fresh)
         if self.is_awaited:
             runs_when_ready(entered[0].grad_fn)
         return entered
@@ -121,28 +120,17 @@ class Entrances:
         wide = [i for i, slot in needed if i == slot]
         self.pick_wide = picker(wide)
         self._groups = tuple(_grouped(needed, args, fresh.intersection(wide)))
-        standing = [i for i, _ in needed if _has_own_node(args[i])]
-        self._pick_standing = picker(standing)
-        self._memory = [*map(Tensor.data_ptr, self._pick_standing(args))]
         devices = {group.device for group in self._groups}
         self._devices = {device for device in devices if device.type != "cpu"}  # it has no streams
-        if standing:
+        if any(_has_own_node(args[i]) for i, _ in needed):
             let_go_of_all()
 
-    def are_for(
-        self,
-        weights: GraphWeights,
-        parameters: Sequence[Tensor],
-        args: Sequence[Tensor],
-        is_scaled: bool,
-    ) -> bool:
-        """Whether the parameters, which are those of the weights, would enter likewise. Ones that
-        were moved (`p.data = x`) are the same objects."""
+    def are_for(self, weights: GraphWeights, parameters: Sequence[Tensor], is_scaled: bool) -> bool:
+        """Whether the parameters, which are those of the weights, would enter likewise."""
         return (
             weights is self._weights
             and is_scaled is self._is_scaled
             and _traits(parameters) == self._traits
-            and [*map(Tensor.data_ptr, self._pick_standing(args))] == self._memory
         )
 
     def enter(self, scale: Scale | None, values: list[Any], args: Sequence[Any]) -> None:
@@ -199,7 +187,7 @@ def _may_join(one: Tensor, other: Tensor) -> bool:
 
 def _has_own_node(parameter: Tensor) -> bool:
     """Whether gradients end at it, in a node that is for the memory and shape it has."""
-    return type(parameter) in PLAIN and parameter.is_leaf
+    return is_plain(parameter) and parameter.is_leaf
 
 
 def _has_hooks(parameter: Tensor) -> bool:
@@ -225,11 +213,3 @@ def _entrance(
         pick_values=picker(slots),
         pick_tensors=picker(positions),
     )
-
-
-def picker(positions: Sequence[int]) -> Pick:
-    """What takes these out of a sequence, in C: it does so at every call of a model."""
-    if len(positions) > 1:
-        return itemgetter(*positions)
-    first = positions[0] if positions else 0
-    return itemgetter(slice(first, first + len(positions)))

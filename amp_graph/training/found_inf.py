@@ -35,8 +35,8 @@ def found_inf(
     checked: CheckedGradients | None = None,
 ) -> Tensor:
     """Return 1 if any gradient of these parameters holds an infinity or NaN, else 0: a
-    0-dimensional float32 tensor on the first gradient's device, or the first parameter's if there
-    are no gradients. The host does not wait.
+    0-dimensional float32 tensor on the first gradient's device, or the first parameter's with data
+    if there are no gradients. The host does not wait.
 
     With `inverse` (1/S) the gradients are unscaled in the same pass; those that were `checked` when
     they were made are not read again. Ranks that hold shards of the same gradients (FSDP) get the
@@ -45,7 +45,7 @@ def found_inf(
     parameters = [*parameters]
     gradients = [gradient for gradient in map(_grad, parameters) if gradient is not None]
     if not gradients:
-        device = parameters[0].device if parameters else None
+        device = next((p.device for p in parameters if not p.is_meta), None)
         return torch.zeros((), dtype=torch.float32, device=device)
     meshes = {} if {*map(type, gradients)} == {Tensor} else _meshes(gradients)
     dtypes, layouts = {*map(_dtype, gradients)}, {*map(_layout, gradients)}

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from amp_graph.errors import AmpGraphError, in_brief
 from amp_graph.training.closures import closure_of
+from amp_graph.training.engine import any_of
 from amp_graph.training.found_inf import found_inf, parameters_of
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, save_state
 
@@ -30,7 +31,7 @@ class GradScaler:
         scaler.update()
 
     `device` is accepted for compatibility; scale and checks live where the gradients are. Further
-    keyword arguments are those of `LossScale`.
+    keyword arguments are those of `LossScale`; the bounds make room for `init_scale`.
     """
 
     def __init__(
@@ -43,6 +44,9 @@ class GradScaler:
         enabled: bool = True,
         **bounds: Any,
     ):
+        if isinstance(init_scale, (int, float)):
+            bounds.setdefault("floor", min(LossScale.floor, init_scale))
+            bounds.setdefault("ceiling", max(LossScale.ceiling, init_scale))
         self._config = LossScale(
             init_scale, growth_factor, backoff_factor, growth_interval, **bounds
         )
@@ -104,8 +108,8 @@ class GradScaler:
         elif not self._found:
             raise AmpGraphError("update() before any step(): no gradients were checked")
         else:
-            found = torch.stack([f.to(self._state.scale.device) for f in self._found.values()])
-            self._state = self._config.adjust(self._state, found.amax())
+            found = any_of([*self._found.values()], self._state.scale.device)
+            self._state = self._config.adjust(self._state, found)
         self._found, self._stepped = {}, set()
 
     def get_scale(self) -> float:

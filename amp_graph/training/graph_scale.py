@@ -125,7 +125,7 @@ class GraphScale:
         is_exposed = self._is_exposed or (self._exposed.chosen and self._exposed.rules())
         return Exposed(self, self._exposed) if is_exposed else self
 
-    def enter(self, parameters: Iterable[Tensor]) -> None:
+    def note_parameters(self, parameters: Iterable[Tensor]) -> None:
         self._known.clear()
         self._entered.update(dict.fromkeys(parameters))
 
@@ -174,6 +174,7 @@ class GraphScale:
             self._move(found_inf.device)
         self._found_inf.copy_(found_inf)
         self._is_pending = True
+        self.checked.were_judged()
 
     @torch.inference_mode(False)
     def _move(self, device: torch.device) -> None:
@@ -202,7 +203,7 @@ class GraphScale:
         self._is_pending = self._counts = False
         self._stepped_by.clear()
         self.spills.clear()
-        self.checked.forget()
+        self.checked.forget_judged()
         self.first_pass = None
         self._forget_factors()
         self._skipped.follow(self._state.skipped, self.config.abort_after)

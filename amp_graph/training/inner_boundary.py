@@ -23,8 +23,8 @@ from torch.autograd import Function
 from amp_graph.modules import are_still
 from amp_graph.training.crossing import enter_unscaled, leave_scaled_, not_captured
 from amp_graph.training.engine import has_process_group
-from amp_graph.training.entrances import picker
 from amp_graph.training.inner_scaling import Inside
+from amp_graph.training.picker import picker
 from amp_graph.training.scale import ModelScale, Scale
 from amp_graph.training.transforms import applied, are_plain
 
@@ -74,7 +74,7 @@ class InnerBoundary:
     def _enter(self, scale: Scale, parameters: Sequence[Tensor]) -> None:
         known = self._known
         if len(known) != len(parameters) or not are_still(known, parameters):
-            scale.enter(parameters)
+            scale.note_parameters(parameters)
             self._known = [*map(weakref.ref, parameters)]
 
     def _end(self, scale: Scale, parameters: Sequence[Tensor]) -> Tensor:

@@ -157,7 +157,8 @@ def save_state(config: LossScale, state: ScaleState) -> dict[str, Any]:
 def load_state(config: LossScale, saved: Any) -> tuple[LossScale, ScaleState]:
     """What `save_state` or `GradScaler.state_dict` saved. Raises CheckpointError.
 
-    The factors are taken from what was saved, as GradScaler does; the bounds stay.
+    The factors are taken from what was saved, as GradScaler does; the bounds stay, and a scale that
+    has grown beyond them, for which GradScaler has none, goes on from there.
     """
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"not the state of a loss scale: {saved!r}")
@@ -166,11 +167,8 @@ def load_state(config: LossScale, saved: Any) -> tuple[LossScale, ScaleState]:
         raise CheckpointError(f"the state of the loss scale lacks {', '.join(missing)}")
     scale, clean = saved["scale"], saved["_growth_tracker"]
     skipped = saved.get("skipped_in_a_row", 0)
-    if not isinstance(scale, (int, float)) or not config.floor <= scale <= config.ceiling:
-        raise CheckpointError(
-            f"the saved loss scale is {scale!r}; the policy's is between {config.floor:g} and "
-            f"{config.ceiling:g}"
-        )
+    if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+        raise CheckpointError(f"the saved loss scale is {scale!r}, not a positive number")
     for key, value in (("_growth_tracker", clean), ("skipped_in_a_row", skipped)):
         if not isinstance(value, int) or not 0 <= value < 2**31:
             raise CheckpointError(f"the state of the loss scale has {key} {value!r}")
@@ -179,7 +177,8 @@ def load_state(config: LossScale, saved: Any) -> tuple[LossScale, ScaleState]:
         loaded = LossScale(**kept | {key: saved[key] for key in FACTOR_KEYS})
     except (PolicyError, TypeError) as error:
         raise CheckpointError(f"the state of the loss scale makes no sense: {error}") from None
-    return loaded, ScaleState.of(scale, clean, skipped)
+    within = min(max(scale, loaded.floor), loaded.ceiling)
+    return loaded, ScaleState.of(within, clean, skipped)
 
 
 def _is_count(value: Any) -> bool:

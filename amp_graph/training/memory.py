@@ -9,6 +9,7 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -40,6 +41,14 @@ def memories(tensors: Sequence[Tensor]) -> Iterable[int]:
     if {*map(_layout, tensors)} <= {torch.strided}:
         return map(_cdata, map(Tensor.untyped_storage, tensors))
     return map(memory, tensors)
+
+
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Where the memory of each begins; 0 for one that has none, in a transform of torch.func."""
+    try:
+        return [*map(Tensor.data_ptr, tensors)]
+    except RuntimeError:
+        return [0] if len(tensors) == 1 else [*chain(*(addresses([t]) for t in tensors))]
 
 
 class Memories:

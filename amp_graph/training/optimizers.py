@@ -2,9 +2,9 @@
 
 They are reached through the hooks that PyTorch has for all optimizers, so it does not matter who
 made one, when, or who calls it: an optimizer is guarded from the first time that it steps a
-parameter whose gradients are scaled. That makes two things module-level here, both weak: the
-scales in use, and the guard of each optimizer; and what scales may come to be in use while an
-optimizer is in the middle of its step, in a closure that calls a model for the first time.
+parameter whose gradients are scaled. That makes three things module-level here: the scales in use
+and the guard of each optimizer, both weak, and, while an optimizer is in the middle of its step,
+what scales a closure that calls a model for the first time may bring into use.
 """
 
 from __future__ import annotations

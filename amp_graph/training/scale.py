@@ -45,7 +45,7 @@ class Scale(Protocol):
     def watch(self) -> FirstNonfinite | None:
         """Set while graphs are to look for values that are not finite."""
 
-    def enter(self, parameters: Iterable[Tensor]) -> None:
+    def note_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Called when a graph gets parameters that it has not had before."""
 
     def spill_on(self, device: torch.device) -> Tensor | None:

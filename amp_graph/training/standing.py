@@ -33,11 +33,11 @@ CALLS = 64  # whose aliases stand, those that no backward pass came for among th
 class Standing:
     """What has entered for the same parameters in several calls, under one scale."""
 
-    __slots__ = ("__weakref__", "_entered", "_free", "_given", "_numbers", "_scale", "_together")
+    __slots__ = ("__weakref__", "_entered", "_free", "_is_over", "_numbers", "_scale", "_together")
 
-    def __init__(self, scale: Scale | None, given: Sequence[Tensor]):
+    def __init__(self, scale: Scale | None):
         self._scale = scale
-        self._given = (*given,)  # what enters keeps the parameters alive
+        self._is_over = False
         self._numbers = count()
         self._entered: dict[int, tuple[Tensor, ...]] = {}
         # Of which no call makes use. Threads put into it and take out of it.
@@ -54,23 +54,29 @@ class Standing:
             return None
 
     def takes_more(self, scale: Scale | None) -> bool:
-        return scale == self._scale and bool(self._given) and len(self._entered) < CALLS
+        return scale == self._scale and not self._is_over and len(self._entered) < CALLS
 
     def enter(
-        self, tensors: Sequence[Tensor], owners: tuple[int, ...], fresh: frozenset[int]
+        self,
+        values: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        owners: tuple[int, ...],
+        fresh: frozenset[int],
     ) -> tuple[Tensor, ...]:
         """For one more call. The first of several that begin at once is that for all later ones."""
         number = next(self._numbers)
         call = Call(self._scale, owners, fresh, have_gone=partial(self._free.add, number))
-        if self._together is None:
-            entered, self._together = enter_first(call, self._given, tensors)
+        together = self._together  # it may be let go of meanwhile
+        if together is None:
+            entered, self._together = enter_first(call, values, tensors)
         else:
-            entered = enter_later(call, self._given, tensors, self._together)
+            entered = enter_later(call, values, tensors, together)
         self._entered[number] = entered
         return entered
 
     def let_go(self) -> None:
-        self._given, self._entered, self._free, self._together = (), {}, set(), None
+        self._is_over = True
+        self._entered, self._free, self._together = {}, set(), None
 
 
 _all: weakref.WeakKeyDictionary[Standing, None] = weakref.WeakKeyDictionary()

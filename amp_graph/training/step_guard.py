@@ -3,8 +3,8 @@
 - A fused optimizer gets `found_inf`, as from GradScaler, and leaves everything alone on the device;
   the host need not wait to know.
 - Any other is not called.
-- One that calls its closure again and again, as LBFGS does, may meet an overflow in the middle of
-  its work: parameters and state are put back when it is done.
+- One that calls its closure again and again, as LBFGS does, or after it moved the weights, may meet
+  an overflow in the middle of its work: parameters and state are put back when it is done.
 
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from amp_graph.modules import weak_method
@@ -63,7 +63,7 @@ class StepGuard:
         self.is_stepping = False
         self.record = StepRecord(optimizer, weak_method(self.scales))
         self._in_use, self._closure_may_scale = in_use, closure_may_scale
-        self._calls_closure_again = True  # until it is seen not to
+        self._is_wrapped = False  # whether there is more to its step than its class's
         self._unguarded = 0  # how deep in steps that did not come through here
         self._undo: Copies | None = None  # of such a step
         self._stand_before(optimizer)
@@ -73,14 +73,15 @@ class StepGuard:
         original = weak_method(own) if getattr(own, "__self__", 0) is optimizer else own
         # By which schedulers tell, and warn, that no step came before theirs; 2.11 - 2.15.
         knows_schedulers = hasattr(own, "_wrapped_by_lr_sched")
+        self._is_wrapped = "step" in vars(optimizer) and not knows_schedulers
 
         @around_compiled
         @functools.wraps(getattr(own, "__func__", own))
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             optimizer = alive()
-            assert optimizer is not None, "a step of an optimizer that is gone"
-            # The step before, if it was not guarded, may have raised.
-            self.record.overflowed, self._unguarded, self._undo = False, 0, None
+            if optimizer is None:
+                raise ReferenceError("a step of an optimizer that is gone: keep it, not its step")
+            self._begin(unguarded=0)
             if knows_schedulers:
                 optimizer._opt_called = True  # type: ignore[attr-defined]
             before, self.is_stepping = self.is_stepping, True
@@ -94,6 +95,12 @@ class StepGuard:
         bound = types.MethodType(step, weakref.proxy(optimizer))
         optimizer.step = bound  # type: ignore[method-assign]
 
+    def _begin(self, unguarded: int) -> None:
+        """The step before, if it was not guarded, may have raised."""
+        if self._undo is not None:
+            self._undo.give_back()
+        self.record.overflowed, self._unguarded, self._undo = False, unguarded, None
+
     @around_compiled
     def _step(
         self, optimizer: Optimizer, original: Callable[..., Any], args: Any, kwargs: Any
@@ -103,16 +110,18 @@ class StepGuard:
         found = self._overflows(optimizer)
         if found is None:
             return original(*args, **kwargs)
-        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if is_fused and _begin_momentum(optimizer):
-            self.record.add(found)
+        if _is_fused(optimizer) and _begin_momentum(optimizer):
             optimizer.found_inf = found  # type: ignore[attr-defined]
             try:
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
             finally:
                 del optimizer.found_inf  # type: ignore[attr-defined]
-        self.record.add(bool(found))
-        return None if self.record.overflowed else original(*args, **kwargs)
+            self.record.add(found)
+            return result
+        overflowed = bool(found)
+        result = None if overflowed else original(*args, **kwargs)
+        self.record.add(overflowed)
+        return result
 
     @not_compiled
     def _step_with_closure(
@@ -124,10 +133,10 @@ class StepGuard:
         if guarded.overflowed:
             self.record.add(True)
             return guarded.loss
-        is_at_risk = not guarded.is_first or (self._calls_closure_again and guarded.is_scaled)
+        # Of PyTorch's own, which begin with the closure, LBFGS alone calls it again.
+        is_at_risk = not guarded.is_first or (guarded.is_scaled and isinstance(optimizer, LBFGS))
         copies = Copies(optimizer) if is_at_risk else None
         result = original(*args, **kwargs)
-        self._calls_closure_again = guarded.calls > 1
         if guarded.is_scaled:
             self.record.add(guarded.overflowed)
         if guarded.overflowed and copies is not None:
@@ -141,7 +150,8 @@ class StepGuard:
             found = self._overflows(optimizer)
             return None if found is None else bool(found)
 
-        return guarding_closure(args, kwargs, overflows, _begins_with_closure(optimizer))
+        is_first = not self._is_wrapped and _begins_with_closure(optimizer)
+        return guarding_closure(args, kwargs, overflows, is_first)
 
     @not_compiled
     def _overflows(self, optimizer: Optimizer) -> Tensor | None:
@@ -152,15 +162,15 @@ class StepGuard:
             return None
         parameters = parameters_of(optimizer)
         owned = self._owned(parameters, in_use)
-        explicit = bool(owned) and is_grad_scaler_stepping(sys._getframe())
+        others = [s for s in in_use if s not in owned and s.may_have_spilled(optimizer)]
+        explicit = bool(owned or others) and is_grad_scaler_stepping(sys._getframe())
         for scale in owned:
             scale.driven_by_grad_scaler = explicit
-        others = [s for s in in_use if s not in owned and s.may_have_spilled(optimizer)]
-        if explicit or not (owned or others):
+        if not (owned or others) or (owned and explicit):
             return None
         asked = owned | dict.fromkeys(others, ()) if others else owned
         found: Tensor = overflowed(parameters, asked, optimizer, only_spilled=not owned)
-        return found
+        return None if explicit else found
 
     def scales(self, optimizer: Optimizer) -> list[GraphScale]:
         """The scales that this optimizer's gradients are made under, the oldest first."""
@@ -180,11 +190,10 @@ class StepGuard:
         """The net under a step that did not come through this guard: the step in which the
         optimizer was found, or a call of its class's `step`. It cannot be stopped any more. If
         gradients overflowed the optimizer gets zeros, and what it does is undone after."""
-        is_inner = _is_inside_of_a_step()
-        self._unguarded = self._unguarded + 1 if is_inner else 1  # the one before may have raised
-        if self._unguarded > 1:  # a step that calls the step of its base class
+        if self._unguarded and _is_inside_of_a_step():
+            self._unguarded += 1  # a step that calls the step of its base class
             return None
-        self.record.overflowed, self._undo = False, None
+        self._begin(unguarded=1)
         if closure_of(args[1:], kwargs) is None:
             found = self._overflows(optimizer)
             if found is not None:
@@ -222,7 +231,7 @@ def _begin_momentum(optimizer: Optimizer) -> bool:
         for group in optimizer.param_groups
         if group.get("momentum")
         for parameter in group["params"]
-        if parameter.grad is not None and parameter not in optimizer.state
+        if parameter.grad is not None and _momentum_of(parameter, optimizer) is None
     ]
     if not missing:
         return True
@@ -231,6 +240,18 @@ def _begin_momentum(optimizer: Optimizer) -> bool:
     for _, parameter in missing:
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
     return True
+
+
+def _momentum_of(parameter: Tensor, optimizer: Optimizer) -> Tensor | None:
+    momentum: Tensor | None = optimizer.state.get(parameter, {}).get("momentum_buffer")
+    return momentum
+
+
+def _is_fused(optimizer: Optimizer) -> bool:
+    """Whether it takes `found_inf`: not one with a group that is not fused, or not any more, by the
+    checkpoint it was loaded from."""
+    are_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return are_fused and all(group.get("fused", True) for group in optimizer.param_groups)
 
 
 def _begins_with_closure(optimizer: Optimizer) -> bool:

@@ -11,7 +11,7 @@ collectives, by other processes, and by kernels that raise no version. After one
 `torch.autograd.graph.increment_version(parameters)` leaves the trace. What a CUDA graph replays
 leaves none either, so that from the first capture on everything may have changed.
 
-The steps of all optimizers are counted for all models: one count is all that is module-level here.
+The steps of all optimizers are followed for all models: they are all that is module-level here.
 """
 
 from __future__ import annotations

@@ -18,16 +18,25 @@ class Copies:
 
     def __init__(self, optimizer: Optimizer):
         self._values = [(p, p.detach().clone(), p.grad) for p in parameters_of(optimizer)]
+        self._zeros: list[Tensor | None] = []
         self._state = _state_of(optimizer)
         # Some count their steps in the groups; what else these hold, a module, say, is not copied.
-        self._groups = [{**group} for group in optimizer.param_groups]
-        held = [v for group in self._groups for v in group.values() if isinstance(v, Tensor)]
+        self._groups = [(group, {**group}) for group in optimizer.param_groups]
+        held = [v for group, _ in self._groups for v in group.values() if isinstance(v, Tensor)]
         self._options = [(option, option.detach().clone()) for option in held]
 
     def give_zeros(self) -> None:
         """Replace the gradients, until they are put back."""
-        for parameter, _, gradient in self._values:
-            parameter.grad = None if gradient is None else _zeros_of(gradient)
+        self._zeros = [None if g is None else _zeros_of(g) for _, _, g in self._values]
+        for (parameter, _, _), zeros in zip(self._values, self._zeros, strict=True):
+            parameter.grad = zeros
+
+    def give_back(self) -> None:
+        """Put back the gradients where nobody else has since replaced the zeros: the step raised,
+        and what it left behind is its own affair."""
+        for (parameter, _, gradient), zeros in zip(self._values, self._zeros, strict=False):
+            if parameter.grad is zeros:
+                parameter.grad = gradient
 
     @torch.no_grad()
     def put_back(self, optimizer: Optimizer) -> None:
@@ -39,7 +48,7 @@ class Copies:
             optimizer.state.update(self._state)
         for option, value in self._options:
             option.copy_(value)
-        for group, before in zip(optimizer.param_groups, self._groups, strict=True):
+        for group, before in self._groups:
             group.clear()
             group.update(before)
 

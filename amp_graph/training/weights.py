@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -22,16 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.nn import Parameter
 
 from amp_graph.graphs.aten import SET_GRAD_ENABLED
-from amp_graph.modules import are_still
+from amp_graph.modules import are_still, living
+from amp_graph.training.copies import Copy, Key, is_plain, memory_for
 from amp_graph.training.engine import copy_all_
+from amp_graph.training.memory import addresses
+from amp_graph.training.pending_calls import PendingCalls
+from amp_graph.training.picker import picker
 from amp_graph.training.traces import Traces
+from amp_graph.training.transforms import are_active
 
 _version, _shape = attrgetter("_version"), attrgetter("shape")
-_Key = tuple[int, torch.dtype]  # of a parameter, by `id`, in a low precision
-SPARE = 1.1  # how much larger than all parameters in it memory may be that is copied as a whole
 
 
 class LowPrecisionWeights:
@@ -39,26 +40,42 @@ class LowPrecisionWeights:
 
     kept: whether they are written anew only where a parameter may have changed.
     choosing: held by the one of several threads that looks for those of a graph, or makes them.
+    pending: the calls that were computed with them and may go on to a backward pass.
     """
 
     def __init__(self, kept: bool = False) -> None:
         self.kept = kept
         self.choosing = threading.Lock()
-        self._copies: dict[_Key, _Copy] = {}
+        self.pending = PendingCalls()
+        self._copies: dict[Key, Copy] = {}
 
-    def of(self, parameters: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[_Copy]:
-        """The copy of each in its dtype, made where there is none that fits."""
+    def of(self, parameters: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Copy]:
+        """The copy of each in its dtype, made where there is none that fits, or the one there is
+        was made of other memory and may be needed as it is, for a backward pass."""
         keys = [(id(p), dtype) for p, dtype in zip(parameters, dtypes, strict=True)]
+        address = dict(zip(keys, map(_address, parameters), strict=True))
+        copies = self._copies  # and not itself: what a copy refers to is kept by it
         missing = {
             key: parameter
             for key, parameter in zip(keys, parameters, strict=True)
-            if key not in self._copies or not self._copies[key].fits(parameter)
+            if key not in copies
+            or not copies[key].fits(parameter)
+            or (self.pending and copies[key].address != address[key])
         }
-        copies = self._copies  # and not itself: what a copy refers to is kept by it
         with torch.inference_mode(False):
-            for key, low in _memory_for(missing).items():
-                copies[key] = _Copy(missing[key], low, _forgetting(copies, key))
+            for key, low in memory_for(missing).items():
+                copies[key] = Copy(missing[key], low, _forgetting(copies, key))
+        for key in keys:
+            copies[key].address = address[key]
         return [copies[key] for key in keys]
+
+
+def _forgetting(copies: dict[Key, Copy], key: Key) -> Callable[[Any], object]:
+    return lambda _: copies.pop(key, None)
+
+
+def _address(parameter: Tensor) -> int:
+    return addresses([parameter])[0] if is_plain(parameter) else 0
 
 
 class GraphWeights:
@@ -81,16 +98,22 @@ class GraphWeights:
         self._lows = [copy.low for copy in copies]
         self._unrecorded = [copy.unrecorded for copy in copies]
         self._copies = copies
+        self._ids = frozenset(map(id, copies))
+        self._pending = store.pending
         self._parameters = [*map(weakref.ref, parameters)]
         self._shapes = [*map(_shape, parameters)]
+        self._pick_plain = picker([i for i, p in enumerate(parameters) if is_plain(p)])
+        self._addresses = addresses(self._pick_plain(parameters))
         self._versions: list[int] = []
         self._traces = Traces() if store.kept and all(map(_leaves_traces, copied)) else None
 
     def are_of(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether the copies are of these: the same objects, of the same shapes. A graph is for one
-        device, and for strides that follow from the shapes."""
+        """Whether the copies are of these: the same objects, of the same shapes, in the same memory
+        (`p.data = x`). A graph is for one device, and for strides that follow from the shapes."""
         return (
-            are_still(self._parameters, parameters) and [*map(_shape, parameters)] == self._shapes
+            are_still(self._parameters, parameters)
+            and [*map(_shape, parameters)] == self._shapes
+            and addresses(self._pick_plain(parameters)) == self._addresses
         )
 
     def refreshed(self, parameters: Sequence[Tensor], recorded: bool = True) -> list[Tensor]:
@@ -115,7 +138,19 @@ class GraphWeights:
             self._write(parameters)
         else:
             self._write_if_stale(self._traces, parameters, versions)
+        if self._pending and not torch.is_grad_enabled():
+            self._pending.were_overwritten(self._ids)
         return self._lows if recorded else self._unrecorded
+
+    def await_backward(self, results: Sequence[Any]) -> None:
+        """A recorded call has returned these, from which gradients may come."""
+        if self._copies and not are_active():
+            self._pending.add(results, self._ids, self._write_again)
+
+    def _write_again(self) -> None:
+        parameters = living(self._parameters[: len(self._copies)])
+        if len(parameters) == len(self._copies):
+            self._write(parameters)
 
     def _write(self, parameters: list[Tensor]) -> None:
         if len(self._written) < len(parameters):
@@ -143,78 +178,4 @@ class GraphWeights:
 
 def _leaves_traces(parameter: Tensor) -> bool:
     """Not an inference tensor, which has no version, or a subclass with memory of its own."""
-    return _is_plain(parameter) and not parameter.is_inference()
-
-
-def _is_plain(parameter: Tensor) -> bool:
-    return type(parameter) in (Tensor, Parameter)
-
-
-def _memory_for(parameters: Mapping[_Key, Tensor]) -> dict[_Key, Tensor]:
-    """Memory for a copy of each. Where parameters make up one memory, their copies lie in one as
-    well, in the same places: cuDNN has the weights of a recurrent layer so, and would put others
-    together anew in each call."""
-    together: dict[Any, list[_Key]] = defaultdict(list)
-    for key, p in parameters.items():
-        memory = p.untyped_storage()._cdata if _is_plain(p) else key
-        together[memory, p.dtype, key[1]].append(key)
-    made = {}
-    for keys in together.values():
-        flat = _as_one([parameters[key] for key in keys], keys[0][1])
-        for key in keys:
-            p = parameters[key]
-            if flat is None:
-                made[key] = torch.empty_like(p, dtype=key[1], requires_grad=False)
-            else:  # with a version of its own
-                made[key] = flat.as_strided(p.shape, p.stride(), p.storage_offset()).data
-    return made
-
-
-def _as_one(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """Memory like the one that several parameters make up, if they do."""
-    if len(parameters) == 1:
-        return None
-    memory, each = parameters[0].untyped_storage(), parameters[0].element_size()
-    length = memory.nbytes() // each
-    if length > SPARE * sum(p.numel() for p in parameters):
-        return None
-    return torch.empty(length, dtype=dtype, device=memory.device)
-
-
-def _forgetting(copies: dict[_Key, _Copy], key: _Key) -> Callable[[Any], object]:
-    return lambda _: copies.pop(key, None)
-
-
-class _Copy:
-    """One parameter in one dtype. It belongs to a parameter object, not to what is in it: a
-    parameter may be resized or moved between two calls (`model.to`, `parameter.data = ...`).
-
-    `written` is the memory of `low` with a version of its own, so that to write there does not
-    count as a change. `unrecorded` is the same memory once more, as a leaf that requires a
-    gradient. Parameters do so in inference, too, where PyTorch takes it for the sign of a weight,
-    not to be copied for each matrix of a batch (`should_fold` in ATen's matmul, torch 2.13).
-    """
-
-    __slots__ = ("low", "parameter", "unrecorded", "version", "writer", "written")
-
-    def __init__(self, parameter: Tensor, low: Tensor, when_gone: Callable[[Any], object]):
-        self.low = low
-        self.written = low.data
-        self.unrecorded = low.data.requires_grad_()
-        self.parameter = weakref.ref(parameter, when_gone)
-        self.version = -1
-        self.writer: Traces | None = None  # of the graph that wrote it, where copies are kept
-
-    def follow(self, version: int) -> bool:
-        """Take over the parameter's version; whether it is another than before."""
-        changed, self.version = self.version != version, version
-        return changed
-
-    def fits(self, parameter: Tensor) -> bool:
-        low = self.low
-        return (
-            self.parameter() is parameter
-            and low.shape == parameter.shape
-            and low.device == parameter.device
-            and low.stride() == parameter.stride()
-        )
+    return is_plain(parameter) and not parameter.is_inference()

@@ -1,0 +1,77 @@
+"""Recorded calls whose backward pass is yet to come, and whose copies another call may overwrite.
+
+Between a forward and its backward pass a script may put other weights into a model through `.data`
+(the average that a teacher is), call it without gradients, and put the old ones back: autograd,
+whose saved weights are the parameters' own memory, computes the same gradients as without. Copies
+hold what the teacher's call wrote. They are written anew when gradients come in.
+
+A call that autograd records overwrites only what the parameters' memory would have lost, too: the
+copies of parameters that got other memory, `LowPrecisionWeights.of` makes anew while calls are
+pending. Values put in and out of the same memory around such a call are not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from amp_graph.modules import living
+from amp_graph.training.engine import call_before, keeps_graph
+from amp_graph.uncaptured import never_captured
+
+
+class PendingCalls:
+    """Those of one model."""
+
+    def __init__(self) -> None:
+        self._all: weakref.WeakKeyDictionary[_PendingCall, None] = weakref.WeakKeyDictionary()
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def add(
+        self, results: Iterable[Any], copies: frozenset[int], write: Callable[[], object]
+    ) -> None:
+        """One more. `copies`: the ids of those that it computes with; `write`: writes them."""
+        found = [r.grad_fn for r in results if isinstance(r, Tensor)]
+        nodes = {node for node in found if node is not None}
+        if not nodes:
+            return
+        call = _PendingCall(len(nodes), copies, write, self._all)
+        self._all[call] = None
+        for node in nodes:
+            call_before(node, call)
+
+    def were_overwritten(self, copies: frozenset[int]) -> None:
+        for call in living(self._all.keyrefs()):
+            call.is_overwritten |= not call.copies.isdisjoint(copies)
+
+
+class _PendingCall:
+    """One of them. What keeps it alive are the nodes of its results, which call it first."""
+
+    __slots__ = ("__weakref__", "_all", "_awaited", "_write", "copies", "is_overwritten")
+
+    def __init__(
+        self,
+        awaited: int,
+        copies: frozenset[int],
+        write: Callable[[], object],
+        all_pending: weakref.WeakKeyDictionary[_PendingCall, None],
+    ):
+        self.copies, self._write = copies, write
+        self.is_overwritten = False
+        self._awaited, self._all = awaited, all_pending
+
+    @never_captured(reason="the boundary of a graph of amp_graph")
+    def __call__(self, _: Any) -> None:
+        if self.is_overwritten:
+            self.is_overwritten = False
+            self._write()
+        if not keeps_graph():
+            self._awaited -= 1
+            if self._awaited == 0:
+                self._all.pop(self, None)
