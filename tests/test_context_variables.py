@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from contextvars import ContextVar
 
 import pytest
@@ -13,6 +15,7 @@ import amp_graph
 from amp_graph.convert import record_of
 
 IS_DOUBLED: ContextVar[bool] = ContextVar("is_doubled", default=False)
+SIGN: ContextVar[float] = ContextVar("sign")
 UNSET: ContextVar[int] = ContextVar("unset")
 NAMES: ContextVar[list[str]] = ContextVar("names")
 
@@ -34,6 +37,22 @@ def test_its_value_is_followed_without_a_break() -> None:
     torch.testing.assert_close(model(X), plain(X), rtol=0.05, atol=0.05)
     assert not record_of(model).breaks
     assert len(amp_graph.plans(model)) == 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_zeros_have_signs_and_nan_is_nan() -> None:
+    class Signed(Speaking):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * math.copysign(1.0, SIGN.get())
+
+        def speak(self, hidden: Tensor) -> None: ...
+
+    plain = Signed()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    for value in (0.0, -0.0, 0.0, math.nan, math.nan):
+        SIGN.set(value)
+        torch.testing.assert_close(model(X), plain(X), rtol=0.05, atol=0.05)
+    assert len(amp_graph.plans(model)) == 3
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -39,21 +39,22 @@ def _call_method(method: Any, variable: Any, frame: Any, name: str, args: Any, k
         with contextlib.suppress(LookupError):
             value = asked.get()
             if ConstantVariable.is_base_literal(value):
-                hold_while(_Has(type(value), value), variable.source, f"its value is {value!r}")
+                has = _Has(type(value), repr(value))
+                hold_while(has, variable.source, f"its value is {value!r}")
                 return ConstantVariable.create(value)
     return method(variable, frame, name, args, kwargs)
 
 
 @dataclass(frozen=True)
 class _Has:
-    """Whether a context variable has a value."""
+    """Whether a context variable has a value, by its text: 0.0 equals -0.0, and NaN not itself."""
 
     kind: type
-    value: Any
+    text: str
 
     def __call__(self, variable: ContextVar[Any]) -> bool:
         try:
             found = variable.get()
         except LookupError:
             return False
-        return type(found) is self.kind and bool(found == self.value)
+        return type(found) is self.kind and repr(found) == self.text
