@@ -19,21 +19,22 @@ from torch import Tensor
 from amp_graph.training.engine import any_of, sent
 from amp_graph.training.found_inf import found_inf
 from amp_graph.training.graph_scale import GraphScale
+from amp_graph.training.spills import Held
 
 
 def overflowed(
     parameters: Sequence[Tensor],
     owners: Mapping[GraphScale, Sequence[Tensor]],
     by: object,
-    only_spilled: bool = False,
+    held: Held | None = None,
 ) -> Tensor:
     """Whether any gradient of these parameters overflowed, as `found_inf` tells. Each scale is told
     of what it is to blame for, of the step that `by` is about to take. `owners`: those of the
-    parameters that are of its model. `only_spilled`: none of them has a scale, so that an overflow
-    counts only if one of the scales has spilled."""
+    parameters that are of its model. `held`, as for `Spills`: not None if none of them has a scale,
+    so that an overflow counts only if one of the scales has spilled."""
     for scale in owners:
         scale.begin_step(by)
-    shares = [_Share(scale, own, scale.spills.show(by)) for scale, own in owners.items()]
+    shares = [_Share(scale, own, scale.spills.show(by, held)) for scale, own in owners.items()]
     if len(shares) == 1 and shares[0].spilled is None:
         scale, own = shares[0].scale, shares[0].own
         found = found_inf(parameters, checked=scale.checked)
@@ -47,7 +48,7 @@ def overflowed(
     any_spilled = _any_spilled(shares)
     for share in shares:
         share.blame(of_all, any_spilled, by)
-    if only_spilled and any_spilled is not None:
+    if held is not None and any_spilled is not None:
         return of_all * sent(any_spilled, of_all.device)
     return of_all
 

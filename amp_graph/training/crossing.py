@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from amp_graph.training.engine import OUTSIDE, backward_pass, check_and_unscale_, look_at_
+from amp_graph.training.engine import check_and_unscale_, look_at_
 from amp_graph.training.held_scale import HeldScale
 from amp_graph.training.scale import Scale
 from amp_graph.training.transforms import applied, are_plain, for_all
@@ -235,10 +235,9 @@ class _Cross(Function):
 
 
 def _is_own(scale: Scale, tensor: Tensor) -> bool:
-    """Whether a gradient of it goes to a graph of the same model, out of which it came, or to what
-    runs again in a backward pass."""
+    """Whether a gradient of it goes to a graph of the same model, out of which it came."""
     node: Any = tensor.grad_fn
-    return (has_left(node) and node.scale is scale) or backward_pass() != OUTSIDE
+    return has_left(node) and node.scale is scale
 
 
 def _come_in(scale: Scale, gradient: Tensor, dtype: torch.dtype) -> Tensor:

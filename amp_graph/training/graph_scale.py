@@ -31,7 +31,7 @@ from amp_graph.training.held_scale import HeldScale
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, number, save_state
 from amp_graph.training.outcome import Outcome
 from amp_graph.training.readback import Readback
-from amp_graph.training.spills import Spills
+from amp_graph.training.spills import Held, Spills
 from amp_graph.watched import FirstNonfinite
 
 _serials = itertools.count()
@@ -150,9 +150,10 @@ class GraphScale:
         """The flag for gradients that go out to what the model does not own; see `Spills`."""
         return self.spills.flag_on(device)
 
-    def may_have_spilled(self, by: object) -> bool:
-        """Whether what `by` steps may hold some that overflowed and that it was not told of."""
-        return self.is_on() and self.spills.are_new_to(by)
+    def may_have_spilled(self, by: object, held: Held | None = None) -> bool:
+        """Whether what `by` steps may hold some that overflowed and that it was not told of, or
+        holds still; `held` as for `Spills`."""
+        return self.is_on() and self.spills.are_new_to(by, held)
 
     def begin_step(self, by: object) -> None:
         """An optimizer that steps twice in a round has seen it end without a forward (reentrant

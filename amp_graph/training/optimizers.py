@@ -119,7 +119,7 @@ def _concerns_a_scale(optimizer: Optimizer) -> bool:
     """Whether gradients are made under a scale that this step uses."""
     in_use = _in_use()
     parameters = parameters_of(optimizer) if in_use else ()
-    return any(scale.may_have_spilled(optimizer) or scale.own(parameters) for scale in in_use)
+    return any(s.may_have_spilled(optimizer, False) or s.own(parameters) for s in in_use)
 
 
 def overflowed_by_hand(parameters: Sequence[Tensor], scale: GraphScale | None, by: object) -> bool:

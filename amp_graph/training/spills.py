@@ -8,9 +8,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_graph.training.engine import OUTSIDE, any_of, backward_pass
 
+Held = bool | Tensor  # whether gradients that were to be stepped by before were not finite
+
 
 class Spills:
-    """Those of one model in one round.
+    """Those of one model: flags of this round, and that there were some before it.
+
+    Who steps parameters that are no model's own knows of no rounds: its gradients may be from one
+    that is over, and what it could not step by it may hold still. `held` tells of that; it is None
+    for others, whose parameters have a scale, and are looked at in any case.
 
     last_pass: the backward pass in which there may have been one last.
     """
@@ -18,7 +24,9 @@ class Spills:
     def __init__(self) -> None:
         self.last_pass = 0
         self._flags: dict[torch.device, Tensor] = {}
+        self._device = torch.device("cpu")
         self._writes = 0
+        self._writes_before = 0  # this round
         self._shown = WeakIdKeyDictionary()  # to whom, and how many writes there were until then
 
     def flag_on(self, device: torch.device) -> Tensor:
@@ -26,23 +34,34 @@ class Spills:
         self._writes += 1
         if (running := backward_pass()) != OUTSIDE:
             self.last_pass = running
+        self._device = device
         if device not in self._flags:
             self._flags.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
         return self._flags[device]
 
-    def are_new_to(self, by: object) -> bool:
-        """Whether there may have been some since they were shown to `by`; the host does not
-        wait."""
-        return bool(self._flags) and self._shown.get(by, 0) < self._writes
+    def are_new_to(self, by: object, held: Held | None = None) -> bool:
+        """Whether there may have been some since they were shown to `by`, or it holds some; the
+        host does not wait."""
+        if held is None:
+            return bool(self._flags) and self._shown.get(by, 0) < self._writes
+        return self._writes > 0 and (held is not False or self._shown.get(by, 0) < self._writes)
 
-    def show(self, by: object) -> Tensor | None:
-        """Whether anything spilled, for who is about to step; None if nothing went out."""
-        if not self._flags:
-            return None
+    def show(self, by: object, held: Held | None) -> Tensor | None:
+        """Whether anything may have spilled into the gradients of who is about to step; None if
+        nothing went out."""
         flags = [*self._flags.values()]
+        if held is not None and self._shown.get(by, 0) < self._writes_before:
+            held = True  # for all that is known
+        if held is True:
+            held = torch.ones((), device=self._device)
+        if isinstance(held, Tensor):
+            flags.append(held)
+        if not flags:
+            return None
         self._shown[by] = self._writes
         return any_of(flags, flags[0].device)
 
     def clear(self) -> None:
         """A round has ended."""
         self._flags.clear()
+        self._writes_before = self._writes

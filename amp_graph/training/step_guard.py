@@ -64,6 +64,7 @@ class StepGuard:
         self.record = StepRecord(optimizer, weak_method(self.scales))
         self._in_use, self._closure_may_scale = in_use, closure_may_scale
         self._is_wrapped = False  # whether there is more to its step than its class's
+        self._held: bool | Tensor = False  # what the step before could not step by
         self._unguarded = 0  # how deep in steps that did not come through here
         self._undo: Copies | None = None  # of such a step
         self._stand_before(optimizer)
@@ -99,6 +100,7 @@ class StepGuard:
         """The step before, if it was not guarded, may have raised."""
         if self._undo is not None:
             self._undo.give_back()
+        self._held = self.record.overflowed
         self.record.overflowed, self._unguarded, self._undo = False, unguarded, None
 
     @around_compiled
@@ -162,14 +164,15 @@ class StepGuard:
             return None
         parameters = parameters_of(optimizer)
         owned = self._owned(parameters, in_use)
-        others = [s for s in in_use if s not in owned and s.may_have_spilled(optimizer)]
+        held = None if owned else self._held
+        others = [s for s in in_use if s not in owned and s.may_have_spilled(optimizer, held)]
         explicit = bool(owned or others) and is_grad_scaler_stepping(sys._getframe())
         for scale in owned:
             scale.driven_by_grad_scaler = explicit
         if not (owned or others) or (owned and explicit):
             return None
         asked = owned | dict.fromkeys(others, ()) if others else owned
-        found: Tensor = overflowed(parameters, asked, optimizer, only_spilled=not owned)
+        found: Tensor = overflowed(parameters, asked, optimizer, held)
         return None if explicit else found
 
     def scales(self, optimizer: Optimizer) -> list[GraphScale]:
