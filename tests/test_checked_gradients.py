@@ -216,7 +216,7 @@ def test_each_thread_of_a_pass_gets_the_check_of_its_device() -> None:
     def ask(checked: CheckedGradients, inverse: Tensor, start: threading.Barrier) -> None:
         start.wait()
         for _ in range(30):
-            check = checked._check_on(inverse)
+            check = checked._check_on(inverse.device)
             wrong.extend([check] if check.made_in[1] != inverse.device else [])
 
     before = sys.getswitchinterval()

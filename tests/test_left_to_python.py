@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from training import assert_same_gradients
 
 import amp_graph
 
@@ -129,3 +132,58 @@ def test_coroutines_run_as_in_python() -> None:
     model = amp_graph.convert(plain, policy="bfloat16")
     for _ in range(3):
         torch.testing.assert_close(model(X), expected, rtol=0.05, atol=0.05)
+
+
+class LengthAndDouble(Function):
+    """Tells a result without a gradient from one whose gradient is zero: a length of zero has none
+    of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x)
+        return x * 2, x.norm(dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, doubled: Tensor | None, length: Tensor | None) -> Tensor | None:
+        (x,) = ctx.saved_tensors
+        found = None if doubled is None else 2 * doubled
+        if length is not None:
+            of_length = length[..., None] * x / x.norm(dim=-1, keepdim=True)
+            found = of_length if found is None else found + of_length
+        return found
+
+
+class Doubles(Function):
+    """It tells, too, but has one result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else 2 * gradient
+
+
+class Applies(nn.Module):
+    def __init__(self, function: type[Function]) -> None:
+        super().__init__()
+        self.first, self.second, self.function = nn.Linear(8, 8), nn.Linear(8, 8), function
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        found = self.function.apply(self.first(x) * mask)
+        return self.second(found[0] if isinstance(found, tuple) else found)
+
+
+@pytest.mark.parametrize(("function", "is_whole"), [(LengthAndDouble, False), (Doubles, True)])
+def test_a_result_without_a_gradient_is_none_in_a_custom_function(function, is_whole) -> None:
+    plain = Applies(function)
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    mask = torch.tensor([1.0, 1.0, 0.0, 0.0])[:, None]
+    for each in (plain, model):
+        each(X, mask).sum().backward()
+    assert_same_gradients(model, plain, 0.05)
+    assert all(plan.fallback is None for plan in amp_graph.plans(model)) or not is_whole
+    assert (len(amp_graph.plans(model)) == 1) is is_whole

@@ -267,3 +267,23 @@ def test_what_tells_of_shapes_warns_of_nothing() -> None:
     assert not found
     (plan,) = amp_graph.plans(model)
     assert plan.fallback is None
+
+
+@functools.cache
+def is_doubled(self: logging.Logger, what: str) -> bool:
+    return what == "doubled"
+
+
+class AsksItsLogger(Two):
+    """By a method that remembers, for what it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.b(self.a(x))
+        return hidden * 2 if logging.getLogger("asked").is_doubled("doubled") else hidden
+
+
+def test_what_a_logger_is_asked_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.Logger, "is_doubled", is_doubled, raising=False)
+    plain = AsksItsLogger()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    torch.testing.assert_close(model(X), plain(X), rtol=0.05, atol=0.05)

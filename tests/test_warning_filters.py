@@ -112,3 +112,21 @@ def test_what_a_block_does_with_warnings_is_done(make: type[Two]) -> None:
     model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
     for _ in range(2):
         torch.testing.assert_close(model(X), plain(X), rtol=0.05, atol=0.05)
+
+
+class IgnoresOldWays(Two):
+    """By a filter that equals one which is there while it is captured."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.warn("an old way", DeprecationWarning, stacklevel=1)
+            return self.b(self.a(x))
+
+
+@pytest.mark.filterwarnings("error::DeprecationWarning")
+def test_a_filter_of_the_model_s_that_equals_another() -> None:
+    plain = IgnoresOldWays()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    for _ in range(2):
+        torch.testing.assert_close(model(X), plain(X), rtol=0.05, atol=0.05)

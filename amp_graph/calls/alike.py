@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.copies import converted_parts
@@ -50,7 +49,7 @@ def kind_of(entry: Entry, compiler: Compiler) -> Kind | None:
     module = entry.module
     if compiler.policy.is_compiled or compiler.saved is not None or is_sharded(module):
         return None
-    if converted_parts(module) or any(map(is_parametrized, module.modules())):
+    if converted_parts(module) or any("parametrizations" in m._modules for m in module.modules()):
         return None
     return Kind(Forwards(entry).all, _ties(module), compiler.policy, compiler.lists)
 

@@ -35,6 +35,7 @@ from torch._dynamo.callback import (
 from amp_graph.capture import own_regions
 from amp_graph.capture.dynamo import SETTINGS, CapturedCode, settings
 from amp_graph.capture.frames import Attempt, Frames
+from amp_graph.capture.function_modes import modes_on, without_modes
 from amp_graph.dynamo_changes.inner_gradients import compile_in_parts
 from amp_graph.dynamo_changes.logs import UnheardLogs
 from amp_graph.dynamo_changes.said_once import SaidOnce
@@ -228,7 +229,10 @@ def _run(captures: Callable[[], Captures | None], index: int, *args: Any) -> Any
         graph, _ = found.graphs[index]
         return graph.forward(*args)
     assembled = caller.assembled.get(index) or caller.assemble(index)
-    return assembled.run(*args)
+    if not modes_on():
+        return assembled.run(*args)
+    with without_modes():
+        return assembled.run(*args)
 
 
 class Caller:

@@ -14,7 +14,8 @@ the rest.
 
     with torch.backends.cuda.sdp_kernel(enable_math=False):     deprecated, and unknown to Dynamo
 
-So a model chose kernels before there was `sdpa_kernel`, which Dynamo captures.
+So a model chose kernels before there was `sdpa_kernel`, which Dynamo captures. What is put back at
+the end of such a block is captured, too: a guard says that it is what was found.
 
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
@@ -22,12 +23,15 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
     torch._dynamo.variables.TensorVariable.device, .call_method
     torch._dynamo.variables.UserFunctionVariable.call_function      on 2.14, not yet on 2.15
     torch._dynamo.variables.tensor.SymNodeVariable.sym_num, .evaluate_expr
+    torch._dynamo.variables.ctx_manager.SDPAKernelVariable.enter
     torch.fx.experimental.symbolic_shapes.has_free_unbacked_symbols
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -39,12 +43,14 @@ from torch._dynamo.variables import (
     UserFunctionVariable,
     VariableTracker,
 )
+from torch._dynamo.variables.ctx_manager import SDPAKernelVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 
-from amp_graph.dynamo_changes.replaced import calls_inside
+from amp_graph.dynamo_changes.own_guards import hold_in_state
+from amp_graph.dynamo_changes.replaced import calls_inside, method_inside
 
 ARGUMENTS: dict[Any, tuple[str, ...]] = {
     scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
@@ -54,10 +60,41 @@ ARGUMENTS: dict[Any, tuple[str, ...]] = {
 OLD_CHOICE = getattr(torch.backends.cuda, "sdp_kernel", object())  # until it is removed
 
 
-def attention_calls_settled() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def attention_calls_settled() -> Iterator[None]:
     """Within, Dynamo captures such calls."""
     changes = dict.fromkeys(ARGUMENTS, _attend) | {OLD_CHOICE: _choose}
-    return calls_inside(TorchInGraphFunctionVariable, changes)
+    with (
+        calls_inside(TorchInGraphFunctionVariable, changes),
+        method_inside(SDPAKernelVariable, "enter", _enter),
+    ):
+        yield
+
+
+@dataclass(frozen=True)
+class _AreEnabled:
+    """Whether these kernels are, and no others."""
+
+    kernels: tuple[bool, ...]
+
+    def __call__(self) -> bool:
+        return _enabled() == self.kernels
+
+
+def _enabled() -> tuple[bool, ...]:
+    asked = torch.backends.cuda
+    return (
+        asked.flash_sdp_enabled(),
+        asked.mem_efficient_sdp_enabled(),
+        asked.math_sdp_enabled(),
+        asked.cudnn_sdp_enabled(),
+    )
+
+
+def _enter(method: Any, block: Any, frame: Any) -> Any:
+    kernels = _enabled()
+    hold_in_state(_AreEnabled(kernels), f"kernels of attention are enabled so: {kernels}")
+    return method(block, frame)
 
 
 def _attend(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:

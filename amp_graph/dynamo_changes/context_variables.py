@@ -2,7 +2,8 @@
 
     if _MERGING_DISABLED.get():    sentence-transformers, in each call of a loss
 
-What is captured holds for this value, if it is a constant such as True.
+What is captured holds for this value, if it is None, a boolean or a string. A number, such as the
+step of a schedule, may be another one in each call, and ends the graph as ever.
 
 Private names of PyTorch used here; seen to work on 2.11 and 2.13, later ones do without:
 
@@ -23,6 +24,7 @@ from torch._dynamo.variables import ConstantVariable, UserDefinedObjectVariable
 from amp_graph.dynamo_changes.own_guards import hold_while
 from amp_graph.dynamo_changes.replaced import method_inside
 
+KINDS = (bool, str)
 IS_DYNAMOS = hasattr(source, "ContextVarGetSource")
 
 
@@ -38,23 +40,21 @@ def _call_method(method: Any, variable: Any, frame: Any, name: str, args: Any, k
     if type(asked) is ContextVar and name == "get" and variable.source and not (args or kwargs):
         with contextlib.suppress(LookupError):
             value = asked.get()
-            if ConstantVariable.is_base_literal(value):
-                has = _Has(type(value), repr(value))
-                hold_while(has, variable.source, f"its value is {value!r}")
+            if value is None or type(value) in KINDS:
+                hold_while(_Has(value), variable.source, f"its value is {value!r}")
                 return ConstantVariable.create(value)
     return method(variable, frame, name, args, kwargs)
 
 
 @dataclass(frozen=True)
 class _Has:
-    """Whether a context variable has a value, by its text: 0.0 equals -0.0, and NaN not itself."""
+    """Whether a context variable has a value."""
 
-    kind: type
-    text: str
+    value: Any
 
     def __call__(self, variable: ContextVar[Any]) -> bool:
         try:
             found = variable.get()
         except LookupError:
             return False
-        return type(found) is self.kind and repr(found) == self.text
+        return type(found) is type(self.value) and bool(found == self.value)

@@ -10,17 +10,23 @@ Python asks the getter for `model.head`, which raises AttributeError, and then
 `nn.Module.__getattr__`, which finds it (pytorch_tabular's models are made so). Dynamo takes the
 getter's error for the answer, and leaves the function to Python. Here it goes on as Python does.
 
+    try: scale = self._scale          is not there yet, nor are what lazy properties look for
+    except AttributeError: ...
+
+That a name is not there is no guard of Dynamo's, which is asked for it once. Here it is one.
+
 Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
 
     torch._dynamo.variables.UnspecializedNNModuleVariable.var_getattr (2.15: .tp_getattro_impl),
     .manually_trace_nn_module_getattr, .get_nn_module_stack_source, .set_nn_module_stack_source
     torch._dynamo.exc.ObservedAttributeError, handle_observed_exception
-    torch._dynamo.source.AttrSource
+    torch._dynamo.source.AttrSource, torch._dynamo.guards.GuardBuilder.HASATTR, install_guard
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +34,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.exc import ObservedAttributeError, handle_observed_exception
+from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables import UnspecializedNNModuleVariable
 
@@ -44,6 +51,9 @@ def hidden_names_found() -> Iterator[None]:
         try:
             return method(variable, frame, name)
         except ObservedAttributeError:
+            if variable.source and _is_on_no_class(variable.value, name):
+                guard = functools.partial(GuardBuilder.HASATTR, attr=name)
+                install_guard(variable.source.make_guard(guard))
             if not _is_hidden(variable.value, name):
                 raise
             handle_observed_exception(frame)
@@ -56,6 +66,12 @@ def hidden_names_found() -> Iterator[None]:
 
     with method_inside(UnspecializedNNModuleVariable, LOOK_UP, look_up):
         yield
+
+
+def _is_on_no_class(module: nn.Module, name: str) -> bool:
+    """Whether to ask for it runs no code of the model's."""
+    kind = type(module)
+    return not hasattr(kind, name) and kind.__getattr__ is nn.Module.__getattr__
 
 
 def _is_hidden(module: nn.Module, name: str) -> bool:

@@ -24,6 +24,7 @@ from amp_graph.dynamo_changes.logs import locations_untold, quiet_logs
 from amp_graph.dynamo_changes.modes_apart import modes_above_autograd_apart
 from amp_graph.dynamo_changes.namespaces import own_names
 from amp_graph.dynamo_changes.no_generators import no_generators_left_out
+from amp_graph.dynamo_changes.own_dicts import own_dicts_guarded
 from amp_graph.dynamo_changes.repeated_hooks import repeated_hooks_as_one
 from amp_graph.dynamo_changes.retained_gradients import retained_gradients_end_graphs
 from amp_graph.dynamo_changes.symbolic_math import symbolic_math_known
@@ -51,6 +52,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     own_names,
     modes_above_autograd_apart,
     hidden_names_found,
+    own_dicts_guarded,
     hooks_keep_dtypes,
     gradients_unread,
     unneeded_masks_left_out,

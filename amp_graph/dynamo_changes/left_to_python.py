@@ -3,6 +3,8 @@
     torch.set_default_dtype(torch.float64)     a setting of the process; captured, it would be made
     torch.use_deterministic_algorithms(True)   once, as the graph is retraced, and never again
     asyncio.run(self.encode(x))                a coroutine, which Dynamo runs where it is made
+    ctx.set_materialize_grads(False)           of a custom function with several results: what tells
+                                               no gradient from zeros is captured for gradients
 
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
@@ -11,6 +13,8 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
     torch._dynamo.variables.TorchInGraphFunctionVariable.call_function
     torch._dynamo.variables.UserFunctionVariable, NestedUserFunctionVariable
                                                .call_function, .get_code
+    torch._dynamo.variables.AutogradFunctionApplyVariable.trace_forward_graph, TensorVariable
+    torch._dynamo.side_effects.SideEffects.store_attr_mutations
 """
 
 from __future__ import annotations
@@ -25,9 +29,11 @@ import torch
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import (
     NestedUserFunctionVariable,
+    TensorVariable,
     TorchInGraphFunctionVariable,
     UserFunctionVariable,
 )
+from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
 
 from amp_graph.dynamo_changes.replaced import calls_inside, method_inside
 
@@ -78,6 +84,7 @@ def some_calls_left_to_python() -> Iterator[None]:
         calls_inside(TorchInGraphFunctionVariable, dict.fromkeys(SETTERS, _set)),
         method_inside(UserFunctionVariable, "call_function", _call),
         method_inside(NestedUserFunctionVariable, "call_function", _call),
+        method_inside(AutogradFunctionApplyVariable, "trace_forward_graph", _trace_forward),
     ):
         yield
 
@@ -95,6 +102,22 @@ def _call(method: Any, function: Any, *called: Any) -> Any:
     if is_coroutine(function.get_code()):
         _end_graph("a coroutine", function)
     return method(function, *called)
+
+
+def _trace_forward(method: Any, function: Any, frame: Any, ctx: Any, *traced: Any) -> Any:
+    found = method(function, frame, ctx, *traced)
+    kept = frame.output.side_effects.store_attr_mutations.get(ctx, {})
+    told = kept.get("materialize_grads")  # as `set_materialize_grads` keeps it
+    _, result, *_ = found
+    if told is not None and not told.as_python_constant() and _has_several(result):
+        _end_graph("a custom function with results that may have no gradient", ctx)
+    return found
+
+
+def _has_several(result: Any) -> bool:
+    """Whether gradients may come in for several tensors. No gradient comes for one alone."""
+    tensors = (v.realize() for v in getattr(result, "items", ()))
+    return sum(isinstance(v, TensorVariable) and v.dtype.is_floating_point for v in tensors) > 1
 
 
 def _end_graph(what: str, which: Any) -> None:

@@ -11,6 +11,7 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
 
     VariableBuilder._id_dispatch, _type_dispatch    what Dynamo makes of objects that a model uses
     SkipFunctionVariable, LoggingLoggerVariable     what it makes of `warnings.warn`, and a logger
+    InstructionTranslatorBase.next_instruction      what is done with what a call returns
 """
 
 from __future__ import annotations
@@ -182,6 +183,10 @@ class _Logger(LoggingLoggerVariable):
 
     def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> VariableTracker:
         given = constants(args, kwargs)
-        if given and self.said.leaves_out_call(getattr(self.value, name, None), *given):
+        is_used = tx.next_instruction.opname != "POP_TOP"  # what it returns
+        if given and not is_used and self._leaves_out(name, *given):
             return ConstantVariable.create(None)
         return super().call_method(tx, name, args, kwargs)
+
+    def _leaves_out(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        return self.said.leaves_out_call(getattr(self.value, name, None), args, kwargs)

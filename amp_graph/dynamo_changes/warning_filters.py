@@ -65,8 +65,9 @@ class FiltersInside:
         return warnings.filters is not self.outside
 
     def own(self, filters: Sequence[Any]) -> list[Any]:
-        """Those of a list that are the model's."""
-        return [f for f in filters if f not in self.outside]
+        """Those of a list that are the model's, which may equal others."""
+        outside = {*map(id, self.outside)}
+        return [f for f in filters if id(f) not in outside]
 
     def set(self, setter: Any, given: tuple[list[Any], dict[str, Any]] | None) -> bool:
         """Whether the call of a setter need not be in the graph."""

@@ -1,0 +1,71 @@
+"""What an object has in its own `__dict__` is guarded where a model asks for it.
+
+    if "cache" not in self.__dict__:        and vars(self), and .get: set up in the first call
+        self.cache = self.make(x)
+
+Dynamo answers by what is there in the call that it captures, and installs no guard, so that the
+model would set itself up in each call.
+
+Private names of PyTorch used here; seen to work on 2.11 and 2.13:
+
+    torch._dynamo.variables.DunderDictVariable.install_dict_contains_guard, .source, of which the
+    base, torch._dynamo.source.AttrSource, is the object's
+    OutputGraph.resolve_source_value                what Dynamo's source stands for
+    torch._dynamo.variables.misc.GetAttrVariable.call_method, .name, .obj, .obj.source, .obj.value
+                                                    before those
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch._dynamo.variables
+from torch._dynamo.source import AttrSource
+from torch._dynamo.variables.misc import GetAttrVariable
+
+from amp_graph.dynamo_changes.own_guards import hold_while
+from amp_graph.dynamo_changes.replaced import method_inside
+
+DICTS: Any = getattr(torch._dynamo.variables, "DunderDictVariable", None)
+QUESTIONS = ("__contains__", "get")
+
+
+def own_dicts_guarded() -> contextlib.AbstractContextManager[None]:
+    """Within, it is."""
+    if DICTS is None:
+        return method_inside(GetAttrVariable, "call_method", _call_method)
+    return method_inside(DICTS, "install_dict_contains_guard", _guard_key)
+
+
+def _call_method(method: Any, attribute: Any, frame: Any, name: str, args: Any, kwargs: Any) -> Any:
+    if attribute.name == "__dict__" and name in QUESTIONS and args:
+        owner = attribute.obj
+        _guard(owner.source, getattr(owner, "value", None), args[0])
+    return method(attribute, frame, name, args, kwargs)
+
+
+def _guard_key(method: Any, asked: Any, frame: Any, args: Any) -> None:
+    if isinstance(asked.source, AttrSource):
+        owner = asked.source.base
+        _guard(owner, frame.output.resolve_source_value(owner), args[0])
+
+
+def _guard(source: Any, owner: Any, name: Any) -> None:
+    if source is None or not name.is_python_constant():
+        return
+    name = name.as_python_constant()
+    there = name in owner.__dict__
+    hold_while(_Has(name, there), source, f"{name!r} is {'' if there else 'not '}in its __dict__")
+
+
+@dataclass(frozen=True)
+class _Has:
+    """Whether an object has a name in its own `__dict__`, or has not."""
+
+    name: str
+    there: bool
+
+    def __call__(self, owner: Any) -> bool:
+        return (self.name in owner.__dict__) is self.there
