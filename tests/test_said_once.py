@@ -274,12 +274,15 @@ def is_doubled(self: logging.Logger, what: str) -> bool:
     return what == "doubled"
 
 
+ASKED = logging.getLogger("asked")
+
+
 class AsksItsLogger(Two):
     """By a method that remembers, for what it returns."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.b(self.a(x))
-        return hidden * 2 if logging.getLogger("asked").is_doubled("doubled") else hidden
+        return hidden * 2 if ASKED.is_doubled("doubled") else hidden  # type: ignore[attr-defined]
 
 
 def test_what_a_logger_is_asked_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
