@@ -14,12 +14,13 @@ from nets import Net, low_share
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
-from training import Mlp, gradients, same
+from training import Mlp, assert_same_gradients, gradients, same
 
 import amp_graph
 from amp_graph import ConversionWarning, Policy, PolicyError
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+X8 = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 
 
 def test_the_named_backend_compiles() -> None:
@@ -165,6 +166,23 @@ def test_weights_that_stand_apart_are_inputs_and_stay_where_they_are(
     assert {*seen} == {*weights, ((4, 8), torch.float32, False)}
     assert {i for i, (shape, *_) in enumerate(seen) if shape != (4, 8)} <= {*static}
     assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_graph_may_be_kept_for_another_backward_pass(dtype: str) -> None:
+    """As by `torch.compile`, if the first pass keeps it."""
+    plain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
+    model = copy.deepcopy(plain)
+    amp_graph.convert(model, policy=Policy(dtype, compiler="inductor"))
+    for each in (plain, model):
+        x = X8.clone().requires_grad_()
+        y = each(x)
+        (saliency,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        y.square().sum().backward(retain_graph=True)
+        (y.sum() + saliency.square().sum()).backward()
+    assert_same_gradients(model, plain, 0.05)
+    (plan,) = amp_graph.plans(model)
+    assert not plan.uncompiled
 
 
 @pytest.mark.parametrize(

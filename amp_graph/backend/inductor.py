@@ -14,6 +14,8 @@ Names of PyTorch used here that are not documented; seen to work on 2.11, 2.13 a
 
     torch._inductor.compile_fx.compile_fx     the documentation of backends names it
     torch._functorch.config                   the two settings below
+    torch._functorch._aot_autograd.graph_compile.collect_bw_donated_buffer_idxs
+        which saved tensors a compiled backward may write over
     GraphModule.meta["dynamo_compile_id"], ._param_name_to_source, Node._dynamo_source,
     Node.meta["tensor_dict"]["_dynamo_static_input_type"]
         how Dynamo tells AOTAutograd where inputs come from, to guard that they are distinct, and
@@ -31,6 +33,7 @@ from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 
 from amp_graph.backend.decide import Lifted, Traced
+from amp_graph.dynamo_changes.replaced import method_inside
 from amp_graph.errors import CaptureError
 from amp_graph.graphs.aten import set_data
 from amp_graph.graphs.recurrent import recurrent_layers_in_steps
@@ -85,12 +88,24 @@ def compile_graph(
 
 
 def inductor(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
-    """Inductor, as a backend for `torch.compile`, with SETTINGS."""
+    """Inductor, as a backend for `torch.compile`, with SETTINGS.
+
+    PyTorch waits for the first backward pass to know whether its graph is kept (`retain_graph`).
+    One that is compiled before writes over nothing that was saved, so that it may be.
+    """
     from torch._functorch import config
+    from torch._functorch._aot_autograd import graph_compile
     from torch._inductor.compile_fx import compile_fx
 
-    with config.patch(SETTINGS):
+    with (
+        config.patch(SETTINGS),
+        method_inside(graph_compile, "collect_bw_donated_buffer_idxs", _none_of_them),
+    ):
         return compile_fx(module, inputs, **options)
+
+
+def _none_of_them(*_: Any) -> list[int]:
+    return []
 
 
 def _example(fake: Tensor, requires_grad: bool) -> Tensor:
