@@ -20,24 +20,24 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     torch._dynamo.variables.UnspecializedNNModuleVariable.var_getattr (2.15: .tp_getattro_impl),
     .manually_trace_nn_module_getattr, .get_nn_module_stack_source, .set_nn_module_stack_source
     torch._dynamo.exc.ObservedAttributeError, handle_observed_exception
-    torch._dynamo.source.AttrSource, torch._dynamo.guards.GuardBuilder.HASATTR, install_guard
+    torch._dynamo.source.AttrSource
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo.exc import ObservedAttributeError, handle_observed_exception
-from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables import UnspecializedNNModuleVariable
 
+from amp_graph.dynamo_changes.own_guards import hold_while
 from amp_graph.dynamo_changes.replaced import method_inside
 
 LOOK_UP = "var_getattr" if torch.__version__ < "2.14" else "tp_getattro_impl"
@@ -52,8 +52,7 @@ def hidden_names_found() -> Iterator[None]:
             return method(variable, frame, name)
         except ObservedAttributeError:
             if variable.source and _is_on_no_class(variable.value, name):
-                guard = functools.partial(GuardBuilder.HASATTR, attr=name)
-                install_guard(variable.source.make_guard(guard))
+                hold_while(_Lacks(name), variable.source, f"it has no {name!r}")
             if not _is_hidden(variable.value, name):
                 raise
             handle_observed_exception(frame)
@@ -66,6 +65,16 @@ def hidden_names_found() -> Iterator[None]:
 
     with method_inside(UnspecializedNNModuleVariable, LOOK_UP, look_up):
         yield
+
+
+@dataclass(frozen=True)
+class _Lacks:
+    """Whether a module has nothing of this name."""
+
+    name: str
+
+    def __call__(self, module: nn.Module) -> bool:
+        return not hasattr(module, self.name)
 
 
 def _is_on_no_class(module: nn.Module, name: str) -> bool:
