@@ -10,11 +10,6 @@ Python asks the getter for `model.head`, which raises AttributeError, and then
 `nn.Module.__getattr__`, which finds it (pytorch_tabular's models are made so). Dynamo takes the
 getter's error for the answer, and leaves the function to Python. Here it goes on as Python does.
 
-    try: scale = self._scale          is not there yet, nor are what lazy properties look for
-    except AttributeError: ...
-
-That a name is not there is no guard of Dynamo's, which is asked for it once. Here it is one.
-
 Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
 
     torch._dynamo.variables.UnspecializedNNModuleVariable.var_getattr (2.15: .tp_getattro_impl),
@@ -28,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +31,6 @@ from torch._dynamo.exc import ObservedAttributeError, handle_observed_exception
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables import UnspecializedNNModuleVariable
 
-from amp_graph.dynamo_changes.own_guards import hold_while
 from amp_graph.dynamo_changes.replaced import method_inside
 
 LOOK_UP = "var_getattr" if torch.__version__ < "2.14" else "tp_getattro_impl"
@@ -51,8 +44,6 @@ def hidden_names_found() -> Iterator[None]:
         try:
             return method(variable, frame, name)
         except ObservedAttributeError:
-            if variable.source and _is_on_no_class(variable.value, name):
-                hold_while(_Lacks(name), variable.source, f"it has no {name!r}")
             if not _is_hidden(variable.value, name):
                 raise
             handle_observed_exception(frame)
@@ -65,22 +56,6 @@ def hidden_names_found() -> Iterator[None]:
 
     with method_inside(UnspecializedNNModuleVariable, LOOK_UP, look_up):
         yield
-
-
-@dataclass(frozen=True)
-class _Lacks:
-    """Whether a module has nothing of this name."""
-
-    name: str
-
-    def __call__(self, module: nn.Module) -> bool:
-        return not hasattr(module, self.name)
-
-
-def _is_on_no_class(module: nn.Module, name: str) -> bool:
-    """Whether to ask for it runs no code of the model's."""
-    kind = type(module)
-    return not hasattr(kind, name) and kind.__getattr__ is nn.Module.__getattr__
 
 
 def _is_hidden(module: nn.Module, name: str) -> bool:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+from amp_graph.dynamo_changes.absent_names import absence_guarded
 from amp_graph.dynamo_changes.asked_gradients import asked_gradients_kept_inside
 from amp_graph.dynamo_changes.attention_calls import attention_calls_settled
+from amp_graph.dynamo_changes.cached_functions import cached_draws_left_to_python
 from amp_graph.dynamo_changes.causal_masks import causal_masks_known
 from amp_graph.dynamo_changes.checkpoint_sequences import checkpoint_sequences_known
 from amp_graph.dynamo_changes.checkpointed_writes import checkpointed_writes_inside
+from amp_graph.dynamo_changes.containers import containers_whole
 from amp_graph.dynamo_changes.context_variables import context_variables_known
 from amp_graph.dynamo_changes.default_functions import default_functions_returned
 from amp_graph.dynamo_changes.given_twice import given_once
@@ -53,6 +56,9 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     modes_above_autograd_apart,
     hidden_names_found,
     own_dicts_guarded,
+    absence_guarded,
+    containers_whole,
+    cached_draws_left_to_python,
     hooks_keep_dtypes,
     gradients_unread,
     unneeded_masks_left_out,

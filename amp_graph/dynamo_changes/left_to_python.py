@@ -3,6 +3,7 @@
     torch.set_default_dtype(torch.float64)     a setting of the process; captured, it would be made
     torch.use_deterministic_algorithms(True)   once, as the graph is retraced, and never again
     asyncio.run(self.encode(x))                a coroutine, which Dynamo runs where it is made
+    self.rng.randint(1, 9)                     of a random.Random, whose state would be put back
     ctx.set_materialize_grads(False)           of a custom function with several results: what tells
                                                no gradient from zeros is captured for gradients
 
@@ -14,6 +15,7 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
     torch._dynamo.variables.UserFunctionVariable, NestedUserFunctionVariable
                                                .call_function, .get_code
     torch._dynamo.variables.AutogradFunctionApplyVariable.trace_forward_graph, TensorVariable
+    torch._dynamo.variables.misc.RandomVariable.call_method
     torch._dynamo.side_effects.SideEffects.store_attr_mutations
 """
 
@@ -34,11 +36,13 @@ from torch._dynamo.variables import (
     UserFunctionVariable,
 )
 from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
+from torch._dynamo.variables.misc import RandomVariable
 
 from amp_graph.dynamo_changes.replaced import calls_inside, method_inside
 
 NAMES = {
     torch: (
+        "seed",
         "set_default_dtype",
         "set_default_tensor_type",
         "set_deterministic_debug_mode",
@@ -85,6 +89,7 @@ def some_calls_left_to_python() -> Iterator[None]:
         method_inside(UserFunctionVariable, "call_function", _call),
         method_inside(NestedUserFunctionVariable, "call_function", _call),
         method_inside(AutogradFunctionApplyVariable, "trace_forward_graph", _trace_forward),
+        method_inside(RandomVariable, "call_method", _draw),
     ):
         yield
 
@@ -102,6 +107,12 @@ def _call(method: Any, function: Any, *called: Any) -> Any:
     if is_coroutine(function.get_code()):
         _end_graph("a coroutine", function)
     return method(function, *called)
+
+
+def _draw(method: Any, generator: Any, *called: Any) -> Any:
+    if generator.source:
+        _end_graph("a random number of Python's", generator)
+    return method(generator, *called)
 
 
 def _trace_forward(method: Any, function: Any, frame: Any, ctx: Any, *traced: Any) -> Any:

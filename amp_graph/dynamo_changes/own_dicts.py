@@ -1,6 +1,6 @@
 """What an object has in its own `__dict__` is guarded where a model asks for it.
 
-    if "cache" not in self.__dict__:        and vars(self), and .get: set up in the first call
+    if "cache" not in self.__dict__:        and vars(self), .get, .setdefault: set up at first
         self.cache = self.make(x)
 
 Dynamo answers by what is there in the call that it captures, and installs no guard, so that the
@@ -8,8 +8,8 @@ model would set itself up in each call.
 
 Private names of PyTorch used here; seen to work on 2.11 and 2.13:
 
-    torch._dynamo.variables.DunderDictVariable.install_dict_contains_guard, .source, of which the
-    base, torch._dynamo.source.AttrSource, is the object's
+    torch._dynamo.variables.DunderDictVariable.install_dict_contains_guard, .call_method, .source,
+    of which the base, torch._dynamo.source.AttrSource, is the object's
     OutputGraph.resolve_source_value                what Dynamo's source stands for
     torch._dynamo.variables.misc.GetAttrVariable.call_method, .name, .obj, .obj.source, .obj.value
                                                     before those
@@ -18,6 +18,7 @@ Private names of PyTorch used here; seen to work on 2.11 and 2.13:
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +30,23 @@ from amp_graph.dynamo_changes.own_guards import hold_while
 from amp_graph.dynamo_changes.replaced import method_inside
 
 DICTS: Any = getattr(torch._dynamo.variables, "DunderDictVariable", None)
-QUESTIONS = ("__contains__", "get")
+QUESTIONS = ("__contains__", "get", "setdefault")
 
 
 def own_dicts_guarded() -> contextlib.AbstractContextManager[None]:
     """Within, it is."""
     if DICTS is None:
         return method_inside(GetAttrVariable, "call_method", _call_method)
-    return method_inside(DICTS, "install_dict_contains_guard", _guard_key)
+    return _dicts_guarded()
+
+
+@contextlib.contextmanager
+def _dicts_guarded() -> Iterator[None]:
+    with (
+        method_inside(DICTS, "install_dict_contains_guard", _guard_key),
+        method_inside(DICTS, "call_method", _set_default),
+    ):
+        yield
 
 
 def _call_method(method: Any, attribute: Any, frame: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -44,6 +54,12 @@ def _call_method(method: Any, attribute: Any, frame: Any, name: str, args: Any, 
         owner = attribute.obj
         _guard(owner.source, getattr(owner, "value", None), args[0])
     return method(attribute, frame, name, args, kwargs)
+
+
+def _set_default(method: Any, asked: Any, frame: Any, name: str, args: Any, kwargs: Any) -> Any:
+    if name == "setdefault" and args:
+        _guard_key(None, asked, frame, args)
+    return method(asked, frame, name, args, kwargs)
 
 
 def _guard_key(method: Any, asked: Any, frame: Any, args: Any) -> None:

@@ -1,0 +1,104 @@
+"""That something is not there is guarded where a model goes by it.
+
+    try: mask = self.masks[n]               by dictionaries: os.environ, ModuleDict, __dict__, too
+    except KeyError: mask = self.masks[n] = self.make(n)
+
+    try: self.state.calls += 1              by objects and modules, and lazy properties of theirs
+    except AttributeError: self.state.calls = 1
+
+    if not self.cache:                      by an OrderedDict or a defaultdict
+
+Dynamo raises, or answers, by what is there in the call that it captures, and installs no guard, so
+that the model would make its masks, or begin to count, in each call.
+
+Private names of PyTorch used here; seen to work on 2.11 and 2.13:
+
+    torch._dynamo.variables.ConstDictVariable.getitem_const_raise_exception_if_absent,
+    .install_dict_contains_guard, .install_dict_keys_match_guard
+    torch._dynamo.variables.UserDefinedObjectVariable, UserDefinedClassVariable: .var_getattr
+    (2.15: .tp_getattro_impl), .value
+    torch._dynamo.variables.user_defined.UserDefinedDictVariable, OrderedDictVariable,
+    DefaultDictVariable: .as_python_constant, ._base_vt
+    torch._dynamo.exc.ObservedAttributeError
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import ObservedAttributeError
+from torch._dynamo.variables import (
+    ConstDictVariable,
+    UserDefinedClassVariable,
+    UserDefinedObjectVariable,
+    user_defined,
+)
+
+from amp_graph.dynamo_changes.own_guards import hold_while
+from amp_graph.dynamo_changes.replaced import method_inside
+
+LOOK_UP = "var_getattr" if torch.__version__ < "2.14" else "tp_getattro_impl"
+ITEM = "getitem_const_raise_exception_if_absent"
+CONSTANT = "as_python_constant"
+OWN = ("UserDefinedDictVariable", "OrderedDictVariable", "DefaultDictVariable")
+DICTS = [kind for n in OWN if CONSTANT in vars(kind := getattr(user_defined, n, object))]
+OF_MODULES = ("_parameters", "_buffers", "_modules")
+
+
+@contextlib.contextmanager
+def absence_guarded() -> Iterator[None]:
+    """Within, it is."""
+    with contextlib.ExitStack() as inside:
+        inside.enter_context(method_inside(ConstDictVariable, ITEM, _get_item))
+        for owner in (UserDefinedObjectVariable, UserDefinedClassVariable):
+            inside.enter_context(method_inside(owner, LOOK_UP, _look_up))
+        for kind in DICTS:
+            inside.enter_context(method_inside(kind, CONSTANT, _as_constant))
+        yield
+
+
+def _get_item(method: Any, asked: Any, frame: Any, key: Any) -> Any:
+    if key not in asked:
+        asked.install_dict_contains_guard(frame, [key])
+    return method(asked, frame, key)
+
+
+def _look_up(method: Any, variable: Any, frame: Any, name: str) -> Any:
+    try:
+        return method(variable, frame, name)
+    except ObservedAttributeError:
+        lacks = _Lacks(name)
+        if variable.source and lacks(variable.value):
+            hold_while(lacks, variable.source, f"it has no {name!r}")
+        raise
+
+
+def _as_constant(method: Any, asked: Any) -> Any:
+    """Where it is asked for its truth, say."""
+    items = getattr(asked, "_base_vt", None)
+    if asked.source and items is not None:
+        items.install_dict_keys_match_guard()
+    return method(asked)
+
+
+@dataclass(frozen=True)
+class _Lacks:
+    """Whether an object keeps nothing under this name. To ask runs no code of the model's, unless
+    the object has no `__dict__`."""
+
+    name: str
+
+    def __call__(self, owner: Any) -> bool:
+        kept = getattr(owner, "__dict__", None)
+        if kept is None or isinstance(owner, type):
+            return not hasattr(owner, self.name)
+        if self.name in kept:
+            return False
+        return not (
+            isinstance(owner, nn.Module) and any(self.name in kept[held] for held in OF_MODULES)
+        )

@@ -1,0 +1,90 @@
+"""Containers that do more than a list or a dictionary do it in a graph, too.
+
+    self.frames = deque(maxlen=8)           lets go of the first when it is full
+    self.cache.move_to_end(key)             of an OrderedDict, which keeps an order
+
+Dynamo forgets how long a deque may be. Here it knows, and a write ends the graph: Python does it.
+Nor does it write down that an order has changed, or guard the order that `popitem` goes by.
+
+Private names of PyTorch used here; seen to work on 2.11 and 2.13:
+
+    torch._dynamo.variables.builder.VariableBuilder._type_dispatch, .wrap_listlike, .source
+    torch._dynamo.variables.lists.DequeVariable.call_method, .maxlen
+    torch._dynamo.variables.ConstDictVariable.call_method, .install_dict_keys_match_guard,
+    .should_reconstruct_all
+    torch._dynamo.variables.user_defined.OrderedDictVariable.call_method, ._base_vt (from 2.13)
+    torch._dynamo.output_graph.OutputGraph.guard_on_key_order
+    torch._dynamo.exc.unimplemented            to end a graph
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.variables import ConstantVariable, ConstDictVariable, user_defined
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.lists import DequeVariable
+
+from amp_graph.dynamo_changes.own_guards import hold_while
+from amp_graph.dynamo_changes.replaced import method_inside, with_entries
+
+ORDERED: Any = getattr(user_defined, "OrderedDictVariable", None)
+READS = ("__len__", "__getitem__", "__contains__", "__iter__", "count", "index", "copy")
+BY_ORDER = ("move_to_end", "popitem")
+
+
+@contextlib.contextmanager
+def containers_whole() -> Iterator[None]:
+    """Within, they do."""
+    with contextlib.ExitStack() as inside:
+        inside.enter_context(with_entries(VariableBuilder._type_dispatch(), {deque: _wrap}))
+        inside.enter_context(method_inside(DequeVariable, "call_method", _write))
+        for kind in filter(None, (ConstDictVariable, ORDERED)):
+            inside.enter_context(method_inside(kind, "call_method", _reorder))
+        yield
+
+
+def _wrap(builder: Any, value: Any) -> Any:
+    result = builder.wrap_listlike(value)
+    found = result.realize()
+    if isinstance(found, DequeVariable) and value.maxlen is not None:
+        found.maxlen = ConstantVariable.create(value.maxlen)
+        hold_while(_Has(value.maxlen), builder.source, f"its maxlen is {value.maxlen}")
+    return result
+
+
+def _write(method: Any, asked: Any, frame: Any, name: str, args: Any, kwargs: Any) -> Any:
+    if asked.source and name not in READS and asked.maxlen.as_python_constant() is not None:
+        unimplemented(
+            gb_type="a write to a deque of limited length",
+            context=name,
+            explanation="it is left to Python",
+            hints=[],
+        )
+    return method(asked, frame, name, args, kwargs)
+
+
+def _reorder(method: Any, ordered: Any, frame: Any, name: str, args: Any, kwargs: Any) -> Any:
+    items = getattr(ordered, "_base_vt", None) or ordered
+    if name in BY_ORDER and ordered.source:
+        items.install_dict_keys_match_guard()
+        frame.output.guard_on_key_order.update({ordered.source, items.source} - {None})
+    result = method(ordered, frame, name, args, kwargs)
+    if name == "move_to_end":
+        items.should_reconstruct_all = True
+    return result
+
+
+@dataclass(frozen=True)
+class _Has:
+    """Whether a deque has this maxlen."""
+
+    maxlen: int
+
+    def __call__(self, asked: deque[Any]) -> bool:
+        return asked.maxlen == self.maxlen
