@@ -1,4 +1,4 @@
-"""Models that remember: in containers, in caches and in generators of random numbers of Python's."""
+"""Models that remember: in containers, in caches, in generators of random numbers of Python's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = "KEY_THAT_COMES_LATE"
 
 
 class Remembering(nn.Module):
-    """Its layer times `gain`. `change` is called before each call: `late` in the third and fourth."""
+    """Its layer times `gain`. `change` comes before each call, `late` in the third and fourth."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ Private names of PyTorch used here; seen to work on 2.11 and 2.13:
     (2.15: .tp_getattro_impl), .value
     torch._dynamo.variables.user_defined.UserDefinedDictVariable, OrderedDictVariable,
     DefaultDictVariable: .as_python_constant, ._base_vt
-    torch._dynamo.exc.ObservedAttributeError
+    torch._dynamo.exc.ObservedAttributeError, torch._dynamo.source.AttrSource
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.exc import ObservedAttributeError
+from torch._dynamo.source import AttrSource
 from torch._dynamo.variables import (
     ConstDictVariable,
     UserDefinedClassVariable,
@@ -39,7 +40,7 @@ from torch._dynamo.variables import (
     user_defined,
 )
 
-from amp_graph.dynamo_changes.own_guards import hold_while
+from amp_graph.dynamo_changes.own_guards import hold_key, hold_while
 from amp_graph.dynamo_changes.replaced import method_inside
 
 LOOK_UP = "var_getattr" if torch.__version__ < "2.14" else "tp_getattro_impl"
@@ -72,10 +73,21 @@ def _look_up(method: Any, variable: Any, frame: Any, name: str) -> Any:
     try:
         return method(variable, frame, name)
     except ObservedAttributeError:
-        lacks = _Lacks(name)
-        if variable.source and lacks(variable.value):
-            hold_while(lacks, variable.source, f"it has no {name!r}")
+        if variable.source:
+            _hold_while_absent(variable.value, variable.source, name)
         raise
+
+
+def _hold_while_absent(owner: Any, source: Any, name: str) -> None:
+    """By where it would be kept. To look there runs no code of the model's."""
+    if isinstance(owner, type) or not hasattr(owner, "__dict__"):
+        lacks = _Lacks(name)
+        if lacks(owner):
+            hold_while(lacks, source, f"it has no {name!r}")
+        return
+    for held in ("__dict__", *(OF_MODULES if isinstance(owner, nn.Module) else ())):
+        if name not in getattr(owner, held):
+            hold_key(AttrSource(source, held), name, there=False)
 
 
 def _as_constant(method: Any, asked: Any) -> Any:
@@ -88,17 +100,9 @@ def _as_constant(method: Any, asked: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Lacks:
-    """Whether an object keeps nothing under this name. To ask runs no code of the model's, unless
-    the object has no `__dict__`."""
+    """Whether an object, a class or one of a class with `__slots__`, has nothing of this name."""
 
     name: str
 
     def __call__(self, owner: Any) -> bool:
-        kept = getattr(owner, "__dict__", None)
-        if kept is None or isinstance(owner, type):
-            return not hasattr(owner, self.name)
-        if self.name in kept:
-            return False
-        return not (
-            isinstance(owner, nn.Module) and any(self.name in kept[held] for held in OF_MODULES)
-        )
+        return not hasattr(owner, self.name)

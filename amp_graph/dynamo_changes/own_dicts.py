@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch._dynamo.variables
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.misc import GetAttrVariable
 
-from amp_graph.dynamo_changes.own_guards import hold_while
+from amp_graph.dynamo_changes.own_guards import hold_key
 from amp_graph.dynamo_changes.replaced import method_inside
 
 DICTS: Any = getattr(torch._dynamo.variables, "DunderDictVariable", None)
@@ -69,19 +68,6 @@ def _guard_key(method: Any, asked: Any, frame: Any, args: Any) -> None:
 
 
 def _guard(source: Any, owner: Any, name: Any) -> None:
-    if source is None or not name.is_python_constant():
-        return
-    name = name.as_python_constant()
-    there = name in owner.__dict__
-    hold_while(_Has(name, there), source, f"{name!r} is {'' if there else 'not '}in its __dict__")
-
-
-@dataclass(frozen=True)
-class _Has:
-    """Whether an object has a name in its own `__dict__`, or has not."""
-
-    name: str
-    there: bool
-
-    def __call__(self, owner: Any) -> bool:
-        return (self.name in owner.__dict__) is self.there
+    if source is not None and name.is_python_constant():
+        key = name.as_python_constant()
+        hold_key(AttrSource(source, "__dict__"), key, key in owner.__dict__)

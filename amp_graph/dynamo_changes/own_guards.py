@@ -4,6 +4,7 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
     torch._dynamo.guards.GuardBuilder.get_guard_manager, install_guard, get_verbose_code_parts
     torch._dynamo.guards.GuardBuilder.guard_manager, torch._dynamo.source.GlobalStateSource
+    GuardManager.add_lambda_guard, .add_dict_contains_guard    which is not written in Python
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ def hold_while(condition: Callable[[Any], bool], source: Any, said: str) -> None
     guards.install_guard(source.make_guard(_guard(condition, said)))
 
 
+def hold_key(dictionary: Any, key: Any, there: bool) -> None:
+    """Guard what is being captured by whether the dictionary that a source stands for has a key, or
+    has not."""
+    guards.install_guard(dictionary.make_guard(_key_guard(key, there)))
+
+
 def hold_in_state(condition: Callable[[], bool], said: str) -> None:
     """Guard what is being captured by a condition on something that no source stands for."""
     guards.install_guard(GlobalStateSource().make_guard(_state_guard(condition, said)))
@@ -32,6 +39,17 @@ def _guard(condition: Callable[[Any], bool], said: str) -> Callable[[Any, Any], 
     def guard(builder: Any, asked: Any) -> None:
         parts = guards.get_verbose_code_parts(f"{asked.name}: {said}", asked)
         builder.get_guard_manager(asked).add_lambda_guard(condition, parts, asked.user_stack)
+
+    return guard
+
+
+@lru_cache
+def _key_guard(key: Any, there: bool) -> Callable[[Any, Any], None]:
+    def guard(builder: Any, asked: Any) -> None:
+        said = f"{asked.name}: {key!r} is {'' if there else 'not '}in it"
+        parts = guards.get_verbose_code_parts(said, asked)
+        manager = builder.get_guard_manager(asked)
+        manager.add_dict_contains_guard(there, key, parts, asked.user_stack)
 
     return guard
 
