@@ -5,9 +5,9 @@ Between a forward and its backward pass a script may put other weights into a mo
 whose saved weights are the parameters' own memory, computes the same gradients as without. Copies
 hold what the teacher's call wrote. They are written anew when gradients come in.
 
-A call that autograd records overwrites only what the parameters' memory would have lost, too: the
-copies of parameters that got other memory, `LowPrecisionWeights.of` makes anew while calls are
-pending. Values put in and out of the same memory around such a call are not seen.
+Parameters that were given other memory meanwhile (`p.data = x`) get other copies, see
+`LowPrecisionWeights.of`: autograd keeps the memory that a call has read. Not seen are values put
+into the same memory around a call that autograd records, as it records any two in one step.
 """
 
 from __future__ import annotations
