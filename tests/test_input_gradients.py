@@ -227,3 +227,31 @@ def test_gradients_that_were_stored_inside_are_refused() -> None:
     _, groups = stage_backward_input([y], [torch.ones_like(y)], [x], iter(model.parameters()))
     with pytest.raises(amp_graph.AmpGraphError, match="zero-bubble pipelining"):
         stage_backward_weight(iter(model.parameters()), groups)
+
+
+def test_second_derivatives_that_are_looked_at_after_training() -> None:
+    """A Hessian by inputs and its products by parameters: nobody skips a step for them."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 1))
+    found = []
+    for is_converted in (False, True):
+        model = copy.deepcopy(plain)
+        if is_converted:
+            amp_graph.convert(model, policy="float16")
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+        x = torch.linspace(-1, 1, 16)[:, None]
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(x) - x.square()).square().mean().backward()
+            optimizer.step()
+        model.eval()
+        x.requires_grad_()
+        (force,) = torch.autograd.grad(200 * model(x).sum(), x, create_graph=True)
+        (stiffness,) = torch.autograd.grad(force.sum(), x)
+        parameters = [*model.parameters()]
+        loss = 200 * model(x).square().sum()
+        first = torch.autograd.grad(loss, parameters, create_graph=True)
+        ones = [torch.ones_like(p) for p in parameters]
+        found.append([stiffness, *torch.autograd.grad(first, parameters, ones)])
+    for given, expected in zip(found[1], found[0], strict=True):
+        assert distance(given, expected) <= 4 * FLOAT16

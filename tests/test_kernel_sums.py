@@ -34,6 +34,11 @@ SUMS: dict[str, tuple[Function, tuple[int, ...]]] = {
     "border": (lambda x: F.pad(x, (2, 90), mode="replicate"), (1, 2, 8)),
     "corners": (lambda x: F.pad(x, (9, 2, 3, 9), mode="replicate"), (1, 2, 8, 8)),
     "small border": (lambda x: F.pad(x, (1, 1, 2, 2), mode="replicate"), (1, 2, 8, 8)),
+    "windows": (lambda x: x.unfold(-1, 100, 1), (2, 1200)),
+    "few windows": (lambda x: x.unfold(-1, 100, 10), (2, 1200)),
+    "patches": (lambda x: F.unfold(x, 9, padding=4), (1, 2, 24, 24)),
+    "stacked": (lambda x: torch.stack([x] * 80), (4, 8)),
+    "joined": (lambda x: torch.cat([x, torch.ones_like(x), *[x] * 71]), (4, 8)),
     "zeros": (lambda x: F.pad(x, (90, 90)), (1, 2, 8)),
 }
 # By what their results are sums of.

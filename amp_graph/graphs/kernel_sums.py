@@ -5,6 +5,8 @@
     x.index_put((i,), y, accumulate=True) as many as are put, if all in one place
     adaptive_avg_pool3d(x, 2)             on a CPU: a window for each result, unless it is all of x
     addbmm(x, a, b)                       on a CPU: the products of all the batch
+    x.unfold(1, 400, 1), F.unfold(x, 9)   backward: as many gradients as windows that overlap
+    torch.stack([x] * 300)                backward: 300, which autograd adds up
 
 What their kernels keep in float32 meanwhile (a matrix product, `index_add`) counts as one.
 """
@@ -12,6 +14,7 @@ What their kernels keep in float32 meanwhile (a matrix product, `index_add`) cou
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -36,6 +39,20 @@ def _overlap(dimensions: int, node: fx.Node, given: Any) -> int:
     kernel, stride = given["kernel_size"], given.get("stride") or given["kernel_size"]
     sizes, steps = ([*each] * (dimensions // len(each)) for each in (kernel, stride))
     return _product(-(-k // s) for k, s in zip(sizes, steps, strict=True))
+
+
+def _slid(node: fx.Node, given: Any) -> int:
+    return -(-_size(given["size"]) // max(1, _size(given["step"])))
+
+
+def _strided(node: fx.Node, given: Any) -> int:
+    """As many as there are results to an element of what they are views of."""
+    results, elements = (size_hint(x.meta["val"].numel()) for x in (node, given["self"]))
+    return -(-results // max(1, elements))
+
+
+def _repeated(node: fx.Node, given: Any) -> int:
+    return max(Counter(given["tensors"]).values(), default=1)
 
 
 def _window(node: fx.Node, given: Any) -> int:
@@ -84,4 +101,9 @@ COUNTS: dict[str, Callable[[fx.Node, Any], int]] = {
     "adaptive_avg_pool3d": _window,
     "_adaptive_avg_pool3d": _window,
     "addbmm": _batch,
+    "unfold": _slid,
+    "as_strided": _strided,
+    "im2col": partial(_overlap, 2),
+    "cat": _repeated,
+    "stack": _repeated,
 }

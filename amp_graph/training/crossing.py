@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from amp_graph.training.engine import check_and_unscale_, look_at_
+from amp_graph.training.engine import OUTSIDE, backward_pass, check_and_unscale_, look_at_
 from amp_graph.training.held_scale import HeldScale
 from amp_graph.training.scale import Scale
 from amp_graph.training.transforms import applied, are_plain, for_all
@@ -235,8 +235,11 @@ class _Cross(Function):
 
 
 def _is_own(scale: Scale, tensor: Tensor) -> bool:
-    """Whether a gradient of it goes to a graph of the same model, out of which it came."""
+    """Whether a gradient of it goes to a graph of the same model, out of which it came, or to what
+    a reentrant checkpoint was given, that runs again in a backward pass."""
     node: Any = tensor.grad_fn
+    if node is None:
+        return backward_pass() != OUTSIDE
     return has_left(node) and node.scale is scale
 
 

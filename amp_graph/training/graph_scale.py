@@ -61,7 +61,7 @@ class GraphScale:
         self._is_stepped = False  # whether its own parameters ever were
         self._factors: dict[torch.device, Factors] = {}
         self._alone, self._exposed = Caution(), Caution()
-        self._is_exposed = self._was_in_training = False
+        self._is_exposed = self._was_in_training = self._is_in_evaluation = False
         self.spills = Spills()
         self.first_pass: int | None = None  # of this round
         self._parameters = weakref.WeakMethod(parameters)
@@ -78,8 +78,9 @@ class GraphScale:
 
     def is_watched(self) -> bool:
         """Whether an optimizer will skip a step if the gradients of a pass that runs now overflow:
-        not if it has judged them already, and takes more gradients in its step (AdaHessian)."""
-        return self._may_overflow() and not self._is_pending
+        not in evaluation (Hessians), nor if it has judged them already, and takes more gradients in
+        its step (AdaHessian)."""
+        return self._may_overflow() and not (self._is_pending or self._is_in_evaluation)
 
     def _may_overflow(self) -> bool:
         """Whether gradients of parameters may, of which a step would be skipped: not where autograd
@@ -190,7 +191,7 @@ class GraphScale:
             self._looked_around = True
             self.driven_by_grad_scaler = is_grad_scaler_around()
         self._was_in_training |= is_training
-        self._is_exposed = self._was_in_training and not is_training
+        self._is_in_evaluation = self._is_exposed = self._was_in_training and not is_training
         if is_captured(self._found_inf.device):
             self._forget_factors()  # replayed, they are those of then
         self.end_round()
