@@ -84,6 +84,7 @@ DIFFERENCES = {  # operator and table: (what we decide, the reason)
     "stack torch_expect_builtin_promote": ("low", JOINED),
     "cat torch_need_autocast_promote": ("low", JOINED),
     "stack torch_need_autocast_promote": ("low", JOINED),
+    "bilinear torch_need_autocast_promote": ("low", "the products inside it are cast by autocast"),
     "addr torch_fp16": ("float32", "rounds the matrix that it adds to; autocast on CPU does not"),
     "tensordot torch_need_autocast_promote": ("low", "the product inside it is cast by autocast"),
     "mv torch_fp16": ("float32", "a matrix is read once, so to cast it costs more than it saves"),

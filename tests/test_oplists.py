@@ -53,6 +53,7 @@ def test_argument_names_are_those_of_the_schema(lists):
 
 DIFFERS_FROM_AUTOCAST = {
     "tensordot": "promotes, then the product inside it is cast low",
+    "bilinear": "a contraction done by batched products",
     "addr": "the sum of a matrix and an outer product, which rounds it",
     "grid_sampler": "its grid holds coordinates; autocast on CPU runs it in float32",
     "scatter_add": "repeated rounding while summing",

@@ -165,7 +165,9 @@ def test_an_optimizer_nobody_mentioned_is_found(options: Any, made: str) -> None
     assert amp_graph.scale_of(model).get_scale() == 2.0**8
 
 
+@pytest.mark.usefixtures("no_other_scales")
 def test_an_optimizer_of_another_model_is_left_alone() -> None:
+    """If no model has given gradients to what it does not own."""
     amp_graph.convert(Mlp(), policy=SCALED)(X).sum().backward()
     plain = Mlp()
     optimizer = SGD(plain.parameters(), lr=0.1)
