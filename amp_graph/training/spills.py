@@ -53,7 +53,7 @@ class Spills:
         if held is not None and self._shown.get(by, 0) < self._writes_before:
             held = True  # for all that is known
         if held is True:
-            held = torch.ones((), device=self._device)
+            held = torch.ones((), dtype=torch.float32, device=self._device)
         if isinstance(held, Tensor):
             flags.append(held)
         if not flags:
