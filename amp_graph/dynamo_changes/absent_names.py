@@ -29,7 +29,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch._dynamo.exc import ObservedAttributeError
 from torch._dynamo.source import AttrSource
@@ -40,10 +39,10 @@ from torch._dynamo.variables import (
     user_defined,
 )
 
+from amp_graph.dynamo_changes.hidden_names import LOOK_UP
 from amp_graph.dynamo_changes.own_guards import hold_key, hold_while
 from amp_graph.dynamo_changes.replaced import method_inside
 
-LOOK_UP = "var_getattr" if torch.__version__ < "2.14" else "tp_getattro_impl"
 ITEM = "getitem_const_raise_exception_if_absent"
 CONSTANT = "as_python_constant"
 OWN = ("UserDefinedDictVariable", "OrderedDictVariable", "DefaultDictVariable")

@@ -9,7 +9,6 @@ computes the same each time, but here the graph would draw in each call. It ends
 Private names of PyTorch used here; seen to work on 2.11 and 2.13:
 
     torch._dynamo.variables.functions.WrapperUserFunctionVariable.call_function, .wrapper_obj
-    torch._dynamo.exc.unimplemented            to end a graph
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import itertools
 from typing import Any
 
 from torch import fx
-from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 
+from amp_graph.dynamo_changes.ended_graphs import end_graph
 from amp_graph.dynamo_changes.replaced import method_inside
 
 DRAWING = (
@@ -38,16 +37,10 @@ def cached_draws_left_to_python() -> contextlib.AbstractContextManager[None]:
 def _call(method: Any, function: Any, frame: Any, *called: Any) -> Any:
     if not hasattr(function.wrapper_obj, "cache_info"):
         return method(function, frame, *called)
-    nodes = frame.output.graph.nodes
-    before = len(nodes)
+    before = len(frame.output.graph.nodes)
     result = method(function, frame, *called)
     if any(map(_draws, itertools.islice(frame.output.graph.nodes, before, None))):
-        unimplemented(
-            gb_type="random numbers in a cached function",
-            context=str(function.wrapper_obj),
-            explanation="it is left to Python",
-            hints=[],
-        )
+        end_graph("random numbers in a cached function", function.wrapper_obj)
     return result
 
 

@@ -14,7 +14,6 @@ Private names of PyTorch used here; seen to work on 2.11 and 2.13:
     .should_reconstruct_all
     torch._dynamo.variables.user_defined.OrderedDictVariable.call_method, ._base_vt (from 2.13)
     torch._dynamo.output_graph.OutputGraph.guard_on_key_order
-    torch._dynamo.exc.unimplemented            to end a graph
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import ConstantVariable, ConstDictVariable, user_defined
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lists import DequeVariable
 
+from amp_graph.dynamo_changes.ended_graphs import end_graph
 from amp_graph.dynamo_changes.own_guards import hold_while
 from amp_graph.dynamo_changes.replaced import method_inside, with_entries
 
@@ -60,12 +59,7 @@ def _wrap(builder: Any, value: Any) -> Any:
 
 def _write(method: Any, asked: Any, frame: Any, name: str, args: Any, kwargs: Any) -> Any:
     if asked.source and name not in READS and asked.maxlen.as_python_constant() is not None:
-        unimplemented(
-            gb_type="a write to a deque of limited length",
-            context=name,
-            explanation="it is left to Python",
-            hints=[],
-        )
+        end_graph("a write to a deque of limited length", name)
     return method(asked, frame, name, args, kwargs)
 
 

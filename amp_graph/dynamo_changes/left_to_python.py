@@ -10,7 +10,6 @@
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
     torch._C._set_*                            what settings are made by
-    torch._dynamo.exc.unimplemented            to end a graph
     torch._dynamo.variables.TorchInGraphFunctionVariable.call_function
     torch._dynamo.variables.UserFunctionVariable, NestedUserFunctionVariable
                                                .call_function, .get_code
@@ -28,7 +27,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import (
     NestedUserFunctionVariable,
     TensorVariable,
@@ -38,6 +36,7 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
 from torch._dynamo.variables.misc import RandomVariable
 
+from amp_graph.dynamo_changes.ended_graphs import end_graph
 from amp_graph.dynamo_changes.replaced import calls_inside, method_inside
 
 NAMES = {
@@ -100,18 +99,18 @@ def is_coroutine(code: types.CodeType) -> bool:
 
 
 def _set(method: Any, function: Any, *called: Any) -> None:
-    _end_graph("a setting of the process", function.value)
+    end_graph("a setting of the process", function.value)
 
 
 def _call(method: Any, function: Any, *called: Any) -> Any:
     if is_coroutine(function.get_code()):
-        _end_graph("a coroutine", function)
+        end_graph("a coroutine", function)
     return method(function, *called)
 
 
 def _draw(method: Any, generator: Any, *called: Any) -> Any:
     if generator.source:
-        _end_graph("a random number of Python's", generator)
+        end_graph("a random number of Python's", generator)
     return method(generator, *called)
 
 
@@ -121,7 +120,7 @@ def _trace_forward(method: Any, function: Any, frame: Any, ctx: Any, *traced: An
     told = kept.get("materialize_grads")  # as `set_materialize_grads` keeps it
     _, result, *_ = found
     if told is not None and not told.as_python_constant() and _has_several(result):
-        _end_graph("a custom function with results that may have no gradient", ctx)
+        end_graph("a custom function with results that may have no gradient", ctx)
     return found
 
 
@@ -129,7 +128,3 @@ def _has_several(result: Any) -> bool:
     """Whether gradients may come in for several tensors. No gradient comes for one alone."""
     tensors = (v.realize() for v in getattr(result, "items", ()))
     return sum(isinstance(v, TensorVariable) and v.dtype.is_floating_point for v in tensors) > 1
-
-
-def _end_graph(what: str, which: Any) -> None:
-    unimplemented(gb_type=what, context=str(which), explanation="it is left to Python", hints=[])

@@ -12,7 +12,6 @@ Each symbol takes milliseconds. Where there are many, such as samples that a mod
 
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
-    torch._dynamo.exc.unimplemented                            to end a graph
     torch._dynamo.variables.TorchInGraphFunctionVariable, UserDefinedClassVariable
                                                                .call_function, .value
     torch._dynamo.variables.ListVariable, TupleVariable .items
@@ -28,7 +27,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import (
     ListVariable,
     TorchInGraphFunctionVariable,
@@ -39,6 +37,7 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, UnspecializedPythonVariable
 
+from amp_graph.dynamo_changes.ended_graphs import end_graph
 from amp_graph.dynamo_changes.replaced import calls_inside
 
 MANY = 256
@@ -89,12 +88,7 @@ def _has_symbols(data: Any) -> bool:
     """Whether there are any in a list, or in lists in it. Ends the graph if there are many."""
     found = sum(1 for _ in islice(_symbols(data), MANY))
     if found == MANY:
-        unimplemented(
-            gb_type="a tensor of many numbers that change",
-            context=f"{MANY} or more",
-            explanation="Python makes it",
-            hints=[],
-        )
+        end_graph("a tensor of many numbers that change", f"{MANY} or more", "Python makes it")
     return found > 0
 
 

@@ -20,7 +20,6 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
     torch._dynamo.output_graph.OutputGraph.global_scope, install_global_by_id, side_effects
     torch._dynamo.side_effects.SideEffects.is_modified, store_attr_mutations
     torch._dynamo.source.GlobalSource, WeakRefCallSource, AttrSource, DictGetItemSource
-    torch._dynamo.exc.unimplemented                 to end a graph
     torch._dynamo.variables.PythonModuleVariable, base.VariableTracker
 """
 
@@ -34,7 +33,6 @@ from collections.abc import Iterator
 from types import FunctionType
 from typing import Any, NoReturn
 
-from torch._dynamo.exc import unimplemented
 from torch._dynamo.source import AttrSource, DictGetItemSource, GlobalSource, WeakRefCallSource
 from torch._dynamo.symbolic_convert import (
     InliningInstructionTranslator,
@@ -43,6 +41,7 @@ from torch._dynamo.symbolic_convert import (
 from torch._dynamo.variables import PythonModuleVariable
 from torch._dynamo.variables.base import VariableTracker
 
+from amp_graph.dynamo_changes.ended_graphs import end_graph
 from amp_graph.dynamo_changes.replaced import method_inside
 
 
@@ -97,12 +96,8 @@ def _end_if_written(frame: Any, name: str, *, by_module: bool) -> None:
 
 
 def _end(name: str) -> NoReturn:
-    unimplemented(
-        gb_type="a global is written to other than through its module",
-        context=name,
-        explanation="Python does that, and what comes after it",
-        hints=[],
-    )
+    what = "a global is written to other than through its module"
+    end_graph(what, name, "Python does that, and what comes after it")
 
 
 def _is_found(frame: Any) -> bool:

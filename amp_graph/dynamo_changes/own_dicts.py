@@ -42,7 +42,7 @@ def own_dicts_guarded() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _dicts_guarded() -> Iterator[None]:
     with (
-        method_inside(DICTS, "install_dict_contains_guard", _guard_key),
+        method_inside(DICTS, "install_dict_contains_guard", _install),
         method_inside(DICTS, "call_method", _set_default),
     ):
         yield
@@ -57,14 +57,19 @@ def _call_method(method: Any, attribute: Any, frame: Any, name: str, args: Any, 
 
 def _set_default(method: Any, asked: Any, frame: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name == "setdefault" and args:
-        _guard_key(None, asked, frame, args)
+        _guard_key(asked, frame, args[0])
     return method(asked, frame, name, args, kwargs)
 
 
-def _guard_key(method: Any, asked: Any, frame: Any, args: Any) -> None:
+def _install(method: Any, asked: Any, frame: Any, args: Any) -> None:
+    """In place of nothing."""
+    _guard_key(asked, frame, args[0])
+
+
+def _guard_key(asked: Any, frame: Any, key: Any) -> None:
     if isinstance(asked.source, AttrSource):
         owner = asked.source.base
-        _guard(owner, frame.output.resolve_source_value(owner), args[0])
+        _guard(owner, frame.output.resolve_source_value(owner), key)
 
 
 def _guard(source: Any, owner: Any, name: Any) -> None:

@@ -183,10 +183,7 @@ class _Logger(LoggingLoggerVariable):
 
     def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> VariableTracker:
         given = constants(args, kwargs)
-        is_used = tx.next_instruction.opname != "POP_TOP"  # what it returns
-        if given and not is_used and self._leaves_out(name, *given):
+        method, is_used = getattr(self.value, name, None), tx.next_instruction.opname != "POP_TOP"
+        if given and not is_used and self.said.leaves_out_call(method, *given):
             return ConstantVariable.create(None)
         return super().call_method(tx, name, args, kwargs)
-
-    def _leaves_out(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        return self.said.leaves_out_call(getattr(self.value, name, None), args, kwargs)

@@ -9,7 +9,6 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -44,11 +43,19 @@ def memories(tensors: Sequence[Tensor]) -> Iterable[int]:
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
-    """Where the memory of each begins; 0 for one that has none, in a transform of torch.func."""
+    """The `address` of each, in C for tensors that have one."""
     try:
         return [*map(Tensor.data_ptr, tensors)]
     except RuntimeError:
-        return [0] if len(tensors) == 1 else [*chain(*(addresses([t]) for t in tensors))]
+        return [*map(address, tensors)]
+
+
+def address(tensor: Tensor) -> int:
+    """Where its memory begins; 0 if it has none, as in a transform of torch.func."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 class Memories:

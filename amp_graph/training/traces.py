@@ -2,7 +2,8 @@
 
 Seen are
 - versions: in-place operators, `load_state_dict`, optimizers that are not fused raise them;
-- other memory: `parameter.data = x`;
+- other memory: `parameter.data = x`. Where it begins `GraphWeights` asks; here, whether what was
+  read is still there, or was freed and has given way to other memory in its place;
 - steps of a `torch.optim.Optimizer`, whatever it does in them, by the hooks PyTorch has for all;
 - another stream: what another one was given to write need not be there yet.
 
@@ -43,8 +44,7 @@ class Traces:
         """What is to be seen of them now."""
         devices = {p.device for p in parameters}
         _steps.note_captures(devices)
-        memory = [*map(Tensor.data_ptr, parameters)]
-        return _steps.count, current_streams(devices), [*versions], memory
+        return _steps.count, current_streams(devices), [*versions]
 
     def are_new(self, seen: Any) -> bool:
         """Whether they may have changed since what was seen last, and kept."""

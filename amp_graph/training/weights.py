@@ -26,7 +26,7 @@ from amp_graph.graphs.aten import SET_GRAD_ENABLED
 from amp_graph.modules import are_still, living
 from amp_graph.training.copies import Copy, Key, is_plain, memory_for
 from amp_graph.training.engine import copy_all_
-from amp_graph.training.memory import addresses
+from amp_graph.training.memory import address, addresses
 from amp_graph.training.pending_calls import PendingCalls
 from amp_graph.training.picker import picker
 from amp_graph.training.traces import Traces
@@ -53,20 +53,20 @@ class LowPrecisionWeights:
         """The copy of each in its dtype, made where there is none that fits, or the one there is
         was made of other memory and may be needed as it is, for a backward pass."""
         keys = [(id(p), dtype) for p, dtype in zip(parameters, dtypes, strict=True)]
-        address = dict(zip(keys, map(_address, parameters), strict=True))
+        now = dict(zip(keys, map(_address, parameters), strict=True))
         copies = self._copies  # and not itself: what a copy refers to is kept by it
         missing = {
             key: parameter
             for key, parameter in zip(keys, parameters, strict=True)
             if key not in copies
             or not copies[key].fits(parameter)
-            or (self.pending and copies[key].address != address[key])
+            or (self.pending and copies[key].address != now[key])
         }
         with torch.inference_mode(False):
             for key, low in memory_for(missing).items():
                 copies[key] = Copy(missing[key], low, _forgetting(copies, key))
         for key in keys:
-            copies[key].address = address[key]
+            copies[key].address = now[key]
         return [copies[key] for key in keys]
 
 
@@ -75,7 +75,7 @@ def _forgetting(copies: dict[Key, Copy], key: Key) -> Callable[[Any], object]:
 
 
 def _address(parameter: Tensor) -> int:
-    return addresses([parameter])[0] if is_plain(parameter) else 0
+    return address(parameter) if is_plain(parameter) else 0
 
 
 class GraphWeights:
