@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import amp_graph
+from amp_graph.graphs.cells import CELLS
 from amp_graph.graphs.recurrent import KEY, LAYERS, PYTORCHS, recurrent_layers_whole
 from amp_graph.override import Override
 from amp_graph.policy import Policy
@@ -126,3 +128,48 @@ def test_a_state_may_come_from_under_autocast() -> None:
     assert torch.allclose(found, exact, atol=0.02)
     assert found.dtype is torch.float32
     assert not any("not captured (" in str(p.fallback) for p in amp_graph.plans(model))
+
+
+class Loop(nn.Module):
+    """One step after the other, of a cell that forgets little."""
+
+    def __init__(self, cell: nn.RNNCellBase) -> None:
+        super().__init__()
+        self.cell = cell
+        with torch.no_grad():
+            cell.bias_ih[16:32].fill_(2.0)  # the gate between the old state and the new
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(x.shape[1], 16)
+        others, outputs = state, []
+        for step in x:
+            if isinstance(self.cell, nn.LSTMCell):
+                state, others = self.cell(step, (state, others))
+            else:
+                state = self.cell(step, state)
+            outputs.append(state)
+        return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell])
+def test_the_state_of_a_cell_is_not_rounded_at_each_step(kind: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(60, 4, 8)
+    plain = Loop(kind(8, 16))
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    whole = plain(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        of_autocast = plain(x)
+    assert (model(x) - whole).norm() <= 1.1 * (of_autocast - whole).norm()
+
+
+@pytest.mark.parametrize("bias", BOTH)
+@pytest.mark.parametrize("cell", CELLS)
+def test_the_parts_of_a_cell_are_the_cell(cell: Any, bias: bool) -> None:
+    is_lstm = cell is torch.ops.aten.lstm_cell.default
+    rows = 16 if is_lstm else 12
+    x, hidden, state = torch.randn(2, 3), torch.randn(2, 4), torch.randn(2, 4)
+    weights = [torch.randn(rows, 3), torch.randn(rows, 4)]
+    weights += [torch.randn(rows), torch.randn(rows)] if bias else []
+    given = (x, (hidden, state) if is_lstm else hidden, *weights)
+    torch.testing.assert_close(CELLS[cell](*given), cell(*given), rtol=0, atol=0)

@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 
 from amp_graph.graphs.aten import CAST
 from amp_graph.graphs.attention import ATTENTION, note_kernel
+from amp_graph.graphs.cells import CELLS
 from amp_graph.graphs.products import contracted
 
 MOVES = ("to", "cpu", "cuda")
@@ -83,6 +84,7 @@ DROPOUTS = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature
 DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
     **{packet.default: drop_if_active for packet in DROPOUTS},
     ATTENTION: note_kernel,
+    **CELLS,
     aten.einsum.default: spell_out_but_products,
     torch.ops.aten.to.other: convert_like,
     torch.ops.aten.type_as.default: convert_like,
