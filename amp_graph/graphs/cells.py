@@ -9,11 +9,12 @@ computes all of a step's gates, in float32 inside.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.nn import functional as F
 
 
@@ -57,4 +58,7 @@ def _is_on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-CELLS = {torch.ops.aten.gru_cell.default: gru_cell, torch.ops.aten.lstm_cell.default: lstm_cell}
+CELLS: dict[OpOverload, Callable[..., Any]] = {
+    torch.ops.aten.gru_cell.default: gru_cell,
+    torch.ops.aten.lstm_cell.default: lstm_cell,
+}
