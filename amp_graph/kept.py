@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import sys
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,7 +14,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]  # what a module keeps them in
+OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
+HOOKS = [name for name in OF_MODULES if "_hooks" in name]  # what a module keeps them in
+CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 
 
 class KeptRandomState:
@@ -55,10 +59,25 @@ class KeptTensors:
                     tensor.copy_(value)
 
 
+class KeptContainers:
+    """What is in lists, dictionaries and sets now, not in those within them. Put back where
+    other objects are in them."""
+
+    def __init__(self, containers: Iterable[Any]):
+        self._held = [(held, copy.copy(held)) for held in containers if type(held) in CONTAINERS]
+
+    def put_back(self) -> None:
+        for held, kept in self._held:
+            if _objects_in(held) != _objects_in(kept):
+                held.clear()
+                (held.update if isinstance(held, (dict, set)) else held.extend)(kept)
+
+
 class Kept:
     """What calls of a model change by the way, as it is now: buffers, attributes such as a count of
-    steps, hooks of its modules, random state and, if asked for, parameters (averages of others,
-    say). Not what is in a list or object that is an attribute."""
+    steps, what is in lists and dictionaries that are attributes, hooks of its modules, random state
+    and, if asked for, parameters (averages of others, say). Not what is in an object that is an
+    attribute."""
 
     def __init__(self, model: nn.Module, parameters: bool):
         of_modules: list[Any] = [m._buffers for m in model.modules()]
@@ -70,6 +89,9 @@ class Kept:
         self._held = [(held, dict(held)) for held in of_modules if isinstance(held, dict)]
         values = [value for held in of_modules for value in held.values()]
         self._tensors = KeptTensors([*values, *(model.parameters() if parameters else ())])
+        self._containers = KeptContainers(
+            v for m in model.modules() for name, v in [*vars(m).items()] if name not in OF_MODULES
+        )
         self._random = KeptRandomState()
 
     def has_other_attributes(self) -> bool:
@@ -85,7 +107,15 @@ class Kept:
             for name in held.keys() - kept.keys():
                 del held[name]
             held.update(kept)
+        self._containers.put_back()
         self._random.put_back()
+
+
+def _objects_in(container: Any) -> list[int]:
+    """By their ids, in order; a dictionary's keys with its values."""
+    if isinstance(container, dict):
+        return [id(x) for item in container.items() for x in item]
+    return sorted(map(id, container)) if isinstance(container, set) else [*map(id, container)]
 
 
 def _can_be_kept(value: Any) -> bool:

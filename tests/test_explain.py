@@ -202,6 +202,16 @@ def test_what_there_is_no_report_of() -> None:
             amp_graph.explain(Net(), depth=depth)
 
 
+def test_a_model_to_be_captured_anew_has_the_report_of_before() -> None:
+    model = amp_graph.convert(Net(), policy="bfloat16")
+    model(torch.randn(4, 8))
+    before = str(amp_graph.explain(model))
+    model.register_forward_hook(lambda *given: None)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(4, 3))
+    assert str(amp_graph.explain(model)) == before
+
+
 class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -186,6 +186,17 @@ def test_forward_mode(policy: Policy) -> None:
     assert distance(tangents[1], tangents[0]) <= BFLOAT16
 
 
+def test_forward_mode_runs_the_model_once_also_where_autocast_fails() -> None:
+    layers = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LayerNorm(8), nn.Linear(8, 4)
+    plain, model = twins(nn.Sequential(*layers), Policy("bfloat16"))
+    for each in (plain, model):
+        for _ in range(2):
+            with forward_ad.dual_level():
+                each(forward_ad.make_dual(X, X.cos()))
+    assert model[1].num_batches_tracked == 2
+    assert torch.equal(model[1].running_mean, plain[1].running_mean)
+
+
 def test_inspection_of_casts_where_recording_is_off(tmp_path: Path) -> None:
     model = amp_graph.convert(Statistics(), policy="bfloat16")
     model(X)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 
 import pytest
 import torch
@@ -104,3 +105,15 @@ def test_a_hook_goes_with_the_mark_that_it_is_there() -> None:
     for _ in range(2):
         assert torch.equal(model(x), plain(x))
     assert len(model.layer._forward_hooks) == 1
+
+
+def test_what_is_in_containers_is_put_back() -> None:
+    model = nn.Linear(2, 2)
+    model.seen, model.table, model.names = [1], {"b": 1, "a": 2}, {"x"}  # type: ignore[assignment]
+    model.latest = deque([1, 2], maxlen=2)  # type: ignore[assignment]
+    latest = model.latest
+    with unchanged(model, parameters=False):
+        model.seen.append(2)  # type: ignore[operator]
+        model.table.pop("b"), model.names.clear(), model.latest.append(3)  # type: ignore[operator]
+    assert (model.seen, [*model.table], model.names) == ([1], ["b", "a"], {"x"})
+    assert model.latest is latest and [*latest] == [1, 2] and latest.maxlen == 2

@@ -55,11 +55,11 @@ class CapturedCalls:
         self._may_set_itself_up = True  # once, in a call that tells nothing of later ones
 
     def graphs_in_force(self) -> set[int]:
-        """Those that a call may run, by their places in the record."""
-        caller = self._chosen.caller
-        if caller is None or self._chosen.own_code is not None:
+        """Those that a call may run, by their places in the record; until something is captured
+        anew, those that were captured before."""
+        if self._chosen.own_code is not None:
             return set()
-        return {assembled.place for assembled in [*caller.assembled.values()]}
+        return self._chosen.places()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         chosen = self._chosen
@@ -206,7 +206,7 @@ class CapturedCalls:
             raise cause from None
         if self._hooks.are_for_all():  # a FLOP counter's, which later calls may be without
             self._begin_again()
-            return self.own_code.run()(*args, **kwargs)
+            return self.own_code.run_uncaptured(*args, **kwargs)
         is_other = is_of_capture(error) and not isinstance(error, CAPTURED_TOO_OFTEN)
         has_run = self._graphs.own.runs != runs
         may_help = depends_on_data(error) or (is_other and not has_run)

@@ -47,9 +47,15 @@ class Chosen:
         self.first_plan = 0
         self.around: Callable[[Run], Run] = without_autocast
         self.settings: Mapping[str, Any] = {}
+        self._places_before: set[int] = set()
         self._kind: Kind | None = None
         self._hosts: Iterator[Captures] = iter(())  # to be called by what was captured of them
         self._choosing = threading.RLock()
+
+    def places(self) -> set[int]:
+        """Where the record has the graphs that calls run; until there is one, that they ran."""
+        assembled = [] if self.caller is None else [*self.caller.assembled.values()]
+        return {graph.place for graph in assembled} or self._places_before
 
     def choose(self) -> None:
         """Before a call: go by what comes next, if captures hold no more."""
@@ -133,6 +139,7 @@ class Chosen:
         return Caller(captures, self._graphs)
 
     def _call_by(self, caller: Caller, run: Run) -> None:
+        self._places_before = self.places()
         self._forwards, self.is_stale = Forwards(self._graphs.entry), False
         self.run = self.around(run)
         self.caller = caller

@@ -186,7 +186,7 @@ class Conversion(Entered):
             return plain_code(module, method)(*args, **kwargs)
         self.is_awaited &= not torch.is_grad_enabled()
         if not can_capture():
-            result = self._calls[method].own_code.run()(*args, **kwargs)
+            result = self._calls[method].own_code.run_uncaptured(*args, **kwargs)
         else:
             if self.scale is not None and torch.is_grad_enabled():
                 self.scale.begin_forward(module.training)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from amp_graph.capture.surroundings import in_a_transform
 from amp_graph.errors import NO_FAILURES, in_words
 from amp_graph.kept import Kept
 from amp_graph.modules import Run
@@ -24,15 +25,17 @@ def or_else(
     dtype, a TypeError, as `Tensor.numpy` does, or whatever a library does that checks dtypes. That
     call and all later ones are run by the other one, unless it raises as well: then the error is
     the user's own, and so are all of its class, should it be one for such uses: it is added to
-    those that are `passed_on`. If it is the first call, what it did to `model` is undone before."""
+    those that are `passed_on`. If it is the first call, what it did to `model` is undone before;
+    not so inside of a functorch transform, whose values cannot be kept."""
     chosen, has_run, other = run, False, None
-    alive = (lambda: None) if model is None else weakref.ref(model)
+    alive: Any = (lambda: None) if model is None else weakref.ref(model)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal chosen, has_run, other
         if chosen is not run:
             return chosen(*args, **kwargs)
-        kept = None if has_run or (called := alive()) is None else Kept(called, parameters=False)
+        is_undone = not has_run and not in_a_transform() and (called := alive()) is not None
+        kept = Kept(called, parameters=False) if is_undone else None
         try:
             result = run(*args, **kwargs)
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ class OwnCode:
         self._policy = policy
         self._record = record
         self._for_copies: int | None = None  # the plan that stands for them, once there are any
+        self._uncaptured: Run | None = None  # for what is never to be captured, once there is any
 
     def dtype(self) -> torch.dtype:
         """Its low precision. It has no boundary at which gradients could be scaled, so where they
@@ -41,16 +43,23 @@ class OwnCode:
         fallback, autocast = f"{reason}{not_autocast}", not not_autocast
         return self._record.add(Plan(self.dtype(), fallback=fallback, autocast=autocast))
 
-    def run(self, index: int | None = None) -> Run:
-        """What runs it: for what is never to be captured, or for what cannot be and plan `index`
-        stands for."""
+    def run_uncaptured(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it for what is never to be captured."""
+        if self._uncaptured is None:
+            self._uncaptured = self._run(None)
+        return self._uncaptured(*args, **kwargs)
+
+    def run(self, index: int) -> Run:
+        """What runs it for what cannot be captured, and plan `index` stands for."""
+        if not self._record.plans[index].autocast:
+            return plain_code(self._entry.module, self._entry.method)
+        return self._run(index)
+
+    def _run(self, index: int | None) -> Run:
         module = self._entry.module
         plain = plain_code(module, self._entry.method)
-        if index is not None and not self._record.plans[index].autocast:
-            return plain
         report = partial(weak_method(self.not_under_autocast), index)
-        model = None if index is None else module  # inside of a functorch transform it stays
-        return or_else(self.under_autocast(plain), lambda: plain, report, model, set())
+        return or_else(self.under_autocast(plain), lambda: plain, report, module, set())
 
     def of_copy(self, own_code: Run) -> Run:
         """What runs a copy of the model that `nn.DataParallel` made, by its own code."""

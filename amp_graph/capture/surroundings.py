@@ -48,7 +48,12 @@ def can_capture() -> bool:
         return False
     if forward_ad._current_level >= 0:
         return False
-    return torch._C._functorch.peek_interpreter_stack() is None
+    return not in_a_transform()
+
+
+def in_a_transform() -> bool:
+    """Whether a functorch transform is active in this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_exporting() -> bool:

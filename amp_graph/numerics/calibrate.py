@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -171,13 +172,13 @@ class _Search:
                 node = found.graph, found.body, found.node
                 if node not in worst or found.badness > worst[node].badness:
                     worst[node] = found
-        low = [n for i, plan in enumerate(self.rerun.compiler.plans) for n in _low(plan, i)]
+        low = [n for i, plan in self.rerun.plans().items() for n in _low(plan, i)]
         ranked = sorted(low, key=lambda n: _harm(worst.get(n)), reverse=True)
         return {n: _reason(worst.get(n)) for n in ranked}
 
     def plans(self, denied: Sequence[Node], reasons: Mapping[Node, str]) -> tuple[Plan, ...]:
         """The plans with these nodes denied, and why."""
-        return tuple(plan for plan, _ in self._rewritten(denied, reasons))
+        return tuple(self._rewritten(i, denied, reasons)[0] for i in self.rerun.plans())
 
     def _errors(self) -> list[float]:
         errors = []
@@ -190,32 +191,33 @@ class _Search:
         return self.rerun.run(batch, self.loss, observer, mixed=mixed, loss_scale=self.loss_scale)
 
     def _apply(self, denied: Sequence[Node]) -> None:
-        modules = [module for _, module in self._rewritten(denied, {})]
-        self.rerun.replaced = {i: m for i, m in enumerate(modules) if m is not None}
+        @cache
+        def replacement(index: int) -> fx.GraphModule | None:
+            return self._rewritten(index, denied, {})[1]
+
+        self.rerun.replacement = replacement
 
     def _rewritten(
-        self, denied: Sequence[Node], reasons: Mapping[Node, str]
-    ) -> list[tuple[Plan, fx.GraphModule | None]]:
-        compiler = self.rerun.compiler
-        rewritten: list[tuple[Plan, fx.GraphModule | None]] = []
-        for i, plan in enumerate(compiler.plans):
-            paints = {
-                (body, name): Paint(Color.DENY, RULE, reasons.get((graph, body, name), ""))
-                for graph, body, name in denied
-                if graph == i
-            }
-            graphs = compiler.graphs[i]
-            if graphs is None or plan.fallback is not None or not paints:
-                rewritten.append((plan, None))
-                continue
-            policy = replace(compiler.policy, dtype=plan.dtype)
-            if i not in self.saved:
-                found = saved_pins(graphs[0], compiler.saved, compiler.policy, compiler.lists)
-                self.saved[i] = found or NOTHING
-            pins = _pins(plan, self.saved[i], paints)
-            module, new = rewrite(graphs[0], policy, compiler.lists, pins)
-            rewritten.append((new, module))
-        return rewritten
+        self, index: int, denied: Sequence[Node], reasons: Mapping[Node, str]
+    ) -> tuple[Plan, fx.GraphModule | None]:
+        """A graph's plan and what runs it, if any of its nodes, or of those that it is like, are
+        denied."""
+        compiler, first = self.rerun.compiler, self.rerun.first_of[index]
+        plan, graphs = compiler.plans[index], compiler.graphs[index]
+        paints = {
+            (body, name): Paint(Color.DENY, RULE, reasons.get((graph, body, name), ""))
+            for graph, body, name in denied
+            if graph == first
+        }
+        if graphs is None or plan.fallback is not None or not paints:
+            return plan, None
+        policy = replace(compiler.policy, dtype=plan.dtype)
+        if first not in self.saved:
+            found = saved_pins(graphs[0], compiler.saved, compiler.policy, compiler.lists)
+            self.saved[first] = found or NOTHING
+        pins = _pins(plan, self.saved[first], paints)
+        module, rewritten = rewrite(graphs[0], policy, compiler.lists, pins)
+        return rewritten, module
 
 
 def _pins(plan: Plan, saved: Pins, paints: Mapping[tuple[str, str], Paint], body: str = "") -> Pins:

@@ -30,6 +30,7 @@ from amp_graph.reasons import dtype_of, why_nothing_is_low
 
 FORMAT = "amp_graph comparison"
 SCHEMA = 1
+ALONE = "the model ran otherwise in float32, before; not compared"
 
 
 @dataclass(frozen=True)
@@ -153,10 +154,12 @@ def compare(
     rerun = rerun_of(model, policy)
     kept = Reference()
     reference = rerun.run(batch, loss, kept, mixed=False, loss_scale=loss_scale)
-    seen = Beside(rerun, kept)
+    ran, seen = rerun.ran, Beside(rerun, kept)
     mixed = rerun.run(batch, loss, seen, mixed=True, loss_scale=loss_scale)
     outputs, lost, gradients = outcome_errors(reference, mixed)
-    plans = rerun.compiler.plans
+    plans = [*rerun.plans().values()]
+    fallbacks = [f for i, plan in rerun.plans().items() for f in _fallbacks(f"graph{i}", plan)]
+    fallbacks += [f"graph{i}: {ALONE}" for i in dict.fromkeys(rerun.ran) if i not in ran]
     for gradient in reference.gradients.values():
         kept.count(gradient * loss_scale)
     return Comparison(
@@ -169,7 +172,7 @@ def compare(
         nodes=tuple(seen.nodes()),
         gradient_exponents=dict(sorted(kept.exponents.items())),
         gradient_zeros=kept.zeros,
-        fallbacks=tuple(f for i, plan in enumerate(plans) for f in _fallbacks(f"graph{i}", plan)),
+        fallbacks=tuple(fallbacks),
         nothing="" if any(p.converts for p in plans) else why_nothing_is_low(plans),
     )
 

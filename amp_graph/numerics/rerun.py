@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -35,8 +36,9 @@ from amp_graph.kept import unchanged
 from amp_graph.modules import Entry, call_with, plain_code, unwrapped
 from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import default_loss, floating
-from amp_graph.plans.pins import Saved
+from amp_graph.plans.pins import Saved, fingerprint
 from amp_graph.policy import Policy, as_policy
+from amp_graph.results import map_tensors
 
 Batch: TypeAlias = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 """A tensor, positional arguments as a sequence, or keyword arguments as a mapping."""
@@ -58,17 +60,23 @@ class Outcome:
 
 class Rerun:
     """Plans and graphs are with the `compiler` from the first run on, which captures.
-    `replaced[index]` runs instead of an emitted graph."""
+
+    first_of: of each graph, by index, the first one that is alike. A run captures anew what its
+        call changes beside the model, such as a list that a hook fills; it is looked at as that.
+    replacement: what runs instead of an emitted graph, by index, if anything does.
+    """
 
     def __init__(self, model: nn.Module, policy: Policy, saved: Saved | None = None):
         policy = policy.uncompiled()
         self.model = model
         self.compiler = Compiler(policy, saved)
         self.emulated = emulated_nodes(policy, self.compiler.lists)
-        self.replaced: dict[int, fx.GraphModule] = {}
+        self.first_of: dict[int, int] = {}
+        self.replacement: Callable[[int], fx.GraphModule | None] = _as_emitted
         self._mixed = False
+        self._alike: dict[str, int] = {}
         self._observer = Observer()
-        self._calls = 0
+        self.ran: list[int] = []  # graphs of the last run, by `first_of`
         self.frames = Frames()
         self.policy_id = 0  # converted parts run as they are
         self._entry = Entry(model)
@@ -88,17 +96,20 @@ class Rerun:
     def assemble(self, built: Built) -> Assembled:
         graph = built.graph
         index, otherwise = self.compiler.assemble(built)
+        mark = fingerprint(self.compiler.plans[index])
+        first = self.first_of[index] = self._alike.setdefault(mark, index)
 
         def run(*args: Any) -> Any:
             graphs = self.compiler.graphs[index]
             if graphs is None:
                 return otherwise(*args) if self._mixed else graph.forward(*args)
             captured, emitted = graphs
-            self._calls += 1
-            place = Place(self._calls, index, "", "")
+            self.ran.append(first)
+            place = Place(len(self.ran), first, "", "")
             if self._mixed and self.compiler.plans[index].fallback is None:
+                chosen = self.replacement(index) or emitted
                 try:
-                    return _Watched(self.replaced.get(index, emitted), self, place).run(*args)
+                    return _Watched(chosen, self, place).run(*args)
                 except Exception as error:  # as in a converted model, the graph runs as captured
                     self.compiler.record.fall_back(index, in_words(error))
             return _Watched(captured, self, place).run(*args)
@@ -116,17 +127,18 @@ class Rerun:
     ) -> Outcome:
         """Run the model, in mixed precision or in float32, and, if anything needs a gradient,
         backward from `loss_scale` times the loss, by which the gradients are divided again."""
-        self._mixed, self._calls = mixed, 0
+        self._mixed, self.ran = mixed, []
         self._observer = observer or Observer()
         try:
             with (
+                _recording(self.model),
                 unchanged(self.model, parameters=True),
                 warnings.catch_warnings(),
                 torch.enable_grad(),
             ):
                 warnings.simplefilter("ignore", ConversionWarning)
                 torch.manual_seed(SEED)
-                output = call_with(self._call, batch)
+                output = call_with(self._call, map_tensors(_ordinary, batch))
                 if not self.compiler.plans:
                     raise _not_captured(self.model)
                 return self._outcome(output, loss or default_loss, loss_scale)
@@ -154,6 +166,10 @@ class Rerun:
         gradients = {n: g.detach().to_dense() / scale for n, g in pairs if g is not None}
         return Outcome(outputs, value.detach(), gradients)
 
+    def plans(self) -> dict[int, Plan]:
+        """The plans of graphs that are not alike, by index."""
+        return {i: p for i, p in enumerate(self.compiler.plans) if self.first_of[i] == i}
+
     def show(self, place: Place, node: fx.Node, value: Any) -> None:
         """Show a value to the observer, and its gradient when that is known; nothing of a body of
         which nothing is known."""
@@ -179,6 +195,22 @@ class Rerun:
         for name in filter(None, place.body.split("/")):
             plan = plan.bodies.get(name, Plan(plan.dtype))
         return plan
+
+
+def _recording(model: nn.Module) -> AbstractContextManager[Any]:
+    """Where autograd may record what the model does, if its parameters let it."""
+    if any(p.is_inference() for p in model.parameters()):
+        return nullcontext()
+    return torch.inference_mode(False)
+
+
+def _as_emitted(index: int) -> None:
+    return None
+
+
+def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """One that autograd may save."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _scalar(loss: Any) -> torch.Tensor:

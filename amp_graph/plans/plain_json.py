@@ -114,8 +114,8 @@ def _number(value: Any, where: str) -> float:
 
 def _one_of(table: Mapping[str, T], value: Any, where: str) -> T:
     if not isinstance(value, str) or value not in table:
-        choices = ", ".join(table) if len(table) < 8 else "known"
-        raise PlanError(f"{where}: {value!r:.60} is none of {choices}.{did_you_mean(value, table)}")
+        wrong = f"none of {', '.join(table)}" if len(table) < 8 else "not known"
+        raise PlanError(f"{where}: {value!r:.60} is {wrong}.{did_you_mean(value, table)}")
     return table[value]
 
 
