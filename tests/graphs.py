@@ -75,6 +75,8 @@ def capture(function: Callable[..., Any], *args: torch.Tensor, weights: int = 0)
     """The ATen graph of `function(*args)`; the last `weights` arguments count as parameters."""
     module = trace(function, args)
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+    for node, given in zip(inputs, args, strict=True):
+        node.meta["val"].requires_grad_(given.requires_grad)
     for node in inputs[len(inputs) - weights :] if weights else ():
         node.meta["is_parameter"] = True
     _name_by_color(module.graph)

@@ -38,11 +38,11 @@ def test_gradients_of_many_readers_of_a_cast_are_added_up_in_float32(records, mo
         return sum((memory @ w).sum() for _ in range(steps)) / steps
 
     with torch.set_grad_enabled(records):
-        result = run(function, X, W)
+        result = run(function, X.clone().requires_grad_(), W)
     casts = [c for c in result.plan.casts if c.value in ("deny1", "clear1")]
     assert len(casts) == (19 if records else 1)
-    assert sum(len(c.readers) for c in casts) == steps
     if records:
+        assert sum(len(c.readers) for c in casts) == steps
         with_casts, exact = X.clone().requires_grad_(), X.clone().requires_grad_()
         result(with_casts, W).backward()
         function(exact, W).backward()

@@ -4,6 +4,8 @@ import pytest
 import torch
 from graphs import SIZE, W, X, run
 
+from amp_graph import Policy
+
 
 def test_zeros_that_low_values_are_joined_with_add_no_digits():
     """As the column in front of scores that are shifted, or the other branch of a mask."""
@@ -12,9 +14,23 @@ def test_zeros_that_low_values_are_joined_with_add_no_digits():
         shifted = torch.cat([x.new_zeros(SIZE, 1), x @ w], dim=1)[:, 1:]
         return (torch.where(mask, shifted, torch.zeros_like(x)) + x @ w) @ w
 
-    result = run(function, X, W, X > 0)
+    result = run(function, X, W, X > 0, policy=Policy("bfloat16"))
     assert result.is_low("infer1")
     assert result.casts() == ["x -> bfloat16", "w -> bfloat16", "allow3 -> float32"]
+    assert not run(function, X, W, X > 0).is_low("infer1")  # level safe, as under autocast
+
+
+def test_they_do_where_float32_arithmetic_goes_on():
+    """As autocast promotes: of steps that smooth, each would round what the last one gave."""
+
+    def function(x, w):
+        h = torch.stack([torch.zeros(SIZE, SIZE), x @ w])
+        for _ in range(3):
+            h = 0.9 * h + 0.1 * h.flip(0)
+        return h
+
+    result = run(function, X, W, policy=Policy("bfloat16"))
+    assert not any(result.is_low(n) for n in result.plan.paints if n.startswith("infer"))
 
 
 @pytest.mark.parametrize(

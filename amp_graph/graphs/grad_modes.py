@@ -59,3 +59,17 @@ def recorded_nodes(graph: fx.Graph) -> frozenset[fx.Node]:
         elif records and node.op == "call_function":
             found.add(node)
     return frozenset(found)
+
+
+def differentiated(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Of these, those that are computed of what needs a gradient, as far as inputs tell."""
+    recorded, found = recorded_nodes(graph), set[fx.Node]()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, torch.Tensor):
+            is_one = value.requires_grad
+        else:
+            is_one = node in recorded and any(n in found for n in node.all_input_nodes)
+        if is_one:
+            found.add(node)
+    return frozenset(found)

@@ -37,6 +37,7 @@ from amp_graph.graphs.aten import (
     written_operands,
 )
 from amp_graph.graphs.fake import largest_number, size_hint
+from amp_graph.graphs.grad_modes import differentiated
 from amp_graph.graphs.kernel_sums import added_up
 from amp_graph.graphs.lines import called_at, place_of
 from amp_graph.graphs.products import terms_of
@@ -56,15 +57,20 @@ def annotate(module: fx.GraphModule, lists: OpLists, dtype: torch.dtype) -> dict
     operators may run in `dtype`."""
     memory = _Memory(module)
     facts: dict[str, NodeFacts] = {}
-    inside = in_regions(module)
+    inside, recorded = in_regions(module), differentiated(module.graph)
     for node in module.graph.nodes:
         region = OWN_AUTOCAST if node in inside else ""
-        facts[node.name] = _facts(node, lists, dtype, memory, region)
+        facts[node.name] = _facts(node, lists, dtype, memory, region, node in recorded)
     return facts
 
 
 def _facts(
-    node: fx.Node, lists: OpLists, dtype: torch.dtype, memory: _Memory, region: str
+    node: fx.Node,
+    lists: OpLists,
+    dtype: torch.dtype,
+    memory: _Memory,
+    region: str,
+    is_recorded: bool,
 ) -> NodeFacts:
     listing = lists.lookup(node.target) if is_operator(node) else None
     origin = memory.origin(node)
@@ -88,6 +94,8 @@ def _facts(
         external=origin.op in ("placeholder", "get_attr"),
         is_parameter=bool(node.meta.get("is_parameter")),
         user_cast=_is_user_cast(node),
+        asked=_asks_for_float32(node),
+        recorded=is_recorded,
         scalars=tuple(_scalars(node, listing)),
         terms=terms_of(node),
         sums=added_up(node),

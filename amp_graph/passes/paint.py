@@ -26,6 +26,7 @@ from amp_graph.passes.promotion import promotion
 from amp_graph.passes.scene import Paints, Rule, Scene
 from amp_graph.policy import Policy
 
+MOST = 1_000_000  # gradients that are counted
 # The rules whose denied operators deny, at levels below "max", what is computed on their results.
 SPREAD = ("listed", "override", "user cast", "constant out of range", "number not known")
 
@@ -138,13 +139,38 @@ def wide_operands(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
 
 
 def read_by_many(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
-    """What moves float32 values is float32 in front of more readers than one cast has, so that the
-    casts stand behind it, where autograd adds up the gradients of the readers."""
-    moves = (n for n, c in enumerate(scene.colors) if c is Color.CLEAR and n not in painted)
-    many = [n for n in moves if len(scene.flow[n]) > READERS and _is_one_value(scene.facts[n])]
+    """What moves float32 values is float32 where more gradients add up in it than a cast has
+    readers, so that the casts stand behind it, and autograd adds these up in float32."""
+    gradients = _gradients(scene, painted)
+    many = [n for n, count in enumerate(gradients) if count > READERS]
     wide = promotion(scene, painted).wide if many else ()
-    readers = {n: str(len(scene.flow[n])) for n in many if n in wide}
-    return {n: Paint(Color.DENY, "read by many", number) for n, number in readers.items()}
+    return {n: Paint(Color.DENY, "read by many", f"{gradients[n]:,}") for n in many if n in wide}
+
+
+def _gradients(scene: Scene, painted: Mapping[int, Paint]) -> list[int]:
+    """By each node that moves one value: of how many the gradient of the value is the sum, seen
+    through what moves it on, as windows that overlap, or shifted by a step at each step. In
+    float16, where a sum may overflow, also of how many it is that a kernel makes in float32."""
+    found = [0] * len(scene.facts)
+    for n in reversed(range(len(found))):
+        f = scene.facts[n]
+        is_open = scene.colors[n] is Color.CLEAR and n not in painted
+        if f.recorded and is_open and _is_one_value(f):
+            read = sum(found[r] or 1 for r in scene.flow[n] if _gives_gradient(scene.facts[r]))
+            found[n] = min(read * max(f.sums, _copies(scene, f)), MOST)
+    return found
+
+
+def _gives_gradient(reader: NodeFacts) -> bool:
+    return reader.recorded or reader.op == "output"
+
+
+def _copies(scene: Scene, f: NodeFacts) -> int:
+    """How often a value that is repeated or expanded is in the result."""
+    if scene.dtype is not torch.float16:
+        return 1
+    largest = max((o.numel for o in scene.operands(f)), default=0)
+    return f.numel // max(1, largest)
 
 
 def _is_one_value(f: NodeFacts) -> bool:

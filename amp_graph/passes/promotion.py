@@ -53,9 +53,10 @@ class _Walk:
     no longer, if streams are narrowed; but a forecast that is added to the last value, boxes to
     where they were, and what follows of it goes on to be. A 0-dimensional tensor takes no part in
     promotion, nor does one without elements, or a weight of a narrowed node. Zeros and ones that
-    low values are joined with, as padding, add no digits to them; a sum that begins with zeros is
-    wide, unless they were made like something low, which PyTorch would make low. Nor do masks add
-    any to the scores that are masked with them.
+    low values are joined with, as padding, add no digits to them; they promote at level safe, and
+    where float32 arithmetic goes on with the digits. A sum that begins with zeros is wide, unless
+    they were made like something low, which PyTorch would make low. Nor do masks add any to the
+    scores that are masked with them.
     """
 
     def __init__(self, scene: Scene, colors: Sequence[Color | None]):
@@ -97,9 +98,14 @@ class _Walk:
             bits = self._carried[operand]
             if not bits & without and operand not in masks:
                 is_reached = is_reached or bool(bits & LOW)
-                if promoting is None and bits & WIDE and not (moves and bits & EXACT):
+                is_padding = moves and bits & EXACT and self._may_be_padded(n)
+                if promoting is None and bits & WIDE and not is_padding:
                     promoting = operand
         return is_reached, promoting
+
+    def _may_be_padded(self, n: int) -> bool:
+        """Whether zeros may be joined with low values in low precision."""
+        return self._scene.level is not Level.SAFE and n not in self._scene.digits
 
     def _has_moved(self, n: int, is_reached: bool) -> bool:
         """Whether it holds raw values that something low was added to, whose digits are read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +11,7 @@ import networkx as nx
 import torch
 
 from amp_graph.flow import raw_values, returned, vanishing_constants
-from amp_graph.ir import Color, Level, NodeFacts, Paint
+from amp_graph.ir import FREE, Color, Level, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 from amp_graph.passes.masks import filled_scores, masked_scores, masks_in
 from amp_graph.passes.readers import (
@@ -66,7 +66,8 @@ class Scene:
     def colors(self) -> Sequence[Color | None]:
         """List colours with the user's overrides. An operator that computes in float32 on
         low-precision tensors is as free as an infer one, unless its result, say of a last softmax,
-        is returned, or orders elements, as that of a router does; so is what moves places. What
+        is returned, or orders elements, as that of a router does, or was asked for in float32, and
+        not for products alone; so is what moves places. What
         saturates is denied where that is seen."""
         colors = [*self.colors_by_lists]
         for n in self.saturating:
@@ -84,13 +85,21 @@ class Scene:
             moved = read_by(
                 self.flow, operands_of(self.flow, ordering), lambda n: colors[n] is Color.CLEAR
             )
-            kept = {*self.returned, *moved}
+            kept = {*self.returned, *moved, *self._asked_for(colors)}
         for n in self.narrowed - kept:
             colors[n] = Color.INFER
         for n, f in enumerate(self.facts):
             if colors[n] is Color.ALLOW and self._moves_places(f):
                 colors[n] = Color.INFER
         return colors
+
+    def _asked_for(self, colors: Sequence[Color | None]) -> Iterator[int]:
+        """What the model's code asks for in float32, and others than allowed operators read, which
+        would round it; seen through free ones."""
+        asked = {n for n in self.narrowed if self.facts[n].asked}
+        readers = (n for n, c in enumerate(colors) if c not in (Color.ALLOW, *FREE))
+        read = read_by(self.flow, operands_of(self.flow, readers), lambda n: colors[n] in FREE)
+        return (n for n in asked if n in read)
 
     saturating = cached_property(read_near_bounds)
     phases = cached_property(read_for_phase)
