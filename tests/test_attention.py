@@ -19,11 +19,12 @@ from amp_graph.capture.retrace import trace
 from amp_graph.graphs.attention import ATTENTION, widens
 
 whole = nn.functional.scaled_dot_product_attention
+BALANCED = amp_graph.Policy("bfloat16")
 OVERRIDE = [amp_graph.Override(color="deny", op=ATTENTION.name().replace("::", "."))]
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-def rewrite_call(*args: torch.Tensor, policy: amp_graph.Policy = BFLOAT16, **options) -> Rewritten:
+def rewrite_call(*args: torch.Tensor, policy: amp_graph.Policy = BALANCED, **options) -> Rewritten:
     """Rewrite one call of attention on operands that are low already."""
     mask = options.pop("attn_mask", None)
 
@@ -124,6 +125,11 @@ def test_without_gradients_a_mask_takes_a_fused_kernel() -> None:
     mask = float_mask(2, 4, L, S)
     with torch.no_grad():
         assert is_whole(rewrite_call(*operands(), attn_mask=mask * 2))
+
+
+def test_nothing_is_split_at_level_safe() -> None:
+    """Scores beyond float16's range are finite in the math kernel, as under autocast."""
+    assert is_whole(rewrite_call(*operands(), dropout_p=0.5, policy=BFLOAT16))
 
 
 def test_kernels_that_the_user_disabled_do_not_count() -> None:

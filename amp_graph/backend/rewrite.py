@@ -15,7 +15,7 @@ from amp_graph.graphs.aten import (
     tensors_of,
 )
 from amp_graph.graphs.grad_modes import recorded_nodes
-from amp_graph.ir import Plan
+from amp_graph.ir import Level, Plan
 from amp_graph.oplists import OpLists
 from amp_graph.passes.annotate import annotate
 from amp_graph.passes.emit import emit
@@ -66,7 +66,8 @@ def rewrite(
 
 def split_where_wide(captured: fx.GraphModule, policy: Policy, lists: OpLists) -> fx.GraphModule:
     """The graph, and those inside it, with the calls of attention split that are painted low and
-    that PyTorch would compute in float32 inside; the graph itself if there are none."""
+    that PyTorch would compute in float32 inside; the graph itself if there are none, or at level
+    "safe", at which they are left to PyTorch."""
     bodies = {
         name: body
         for node in captured.graph.nodes
@@ -78,7 +79,7 @@ def split_where_wide(captured: fx.GraphModule, policy: Policy, lists: OpLists) -
         captured = fx.GraphModule(captured, captured.graph, class_name="AtenGraph")
         for name, body in split.items():
             set_attribute(captured, name, body)
-    if not may_split(captured):
+    if Level(policy.level) is Level.SAFE or not may_split(captured):
         return captured
     dtype = policy.dtype_for(device_types(captured))
     facts = annotate(captured, lists, dtype)
