@@ -37,6 +37,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+def below_compile(module: nn.Module) -> nn.Module:
+    """The module inside of what `torch.compile` returned, or else the same one."""
+    return module._orig_mod if isinstance(module, OptimizedModule) else module
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether it is what `torch.compile` returned, or was compiled by its `compile()`."""
     is_around = isinstance(module, OptimizedModule)

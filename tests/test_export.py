@@ -6,6 +6,7 @@ import copy
 import io
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +199,9 @@ def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decide, "rewrite", fail)
     with pytest.raises(AmpGraphError, match=r"cannot export Net .* planted"):
         amp_graph.export(Net(), (x,))
+
+
+def test_warns_of_nothing_that_torch_export_does_not() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp_graph.export(Net().eval(), (torch.randn(2, 8),))

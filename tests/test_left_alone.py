@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from accelerate import Accelerator
+from nets import Net
 from test_first_call import Container, X, decided, net
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -109,3 +110,31 @@ def test_a_model_that_comes_under_autocast_later_is_left_to_it(start, capsys):
     assert describe(installation.models.seen[0])["converted"] is False
     said = capsys.readouterr().err
     assert said.count("left as it is from now on: the script uses torch.autocast") == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_copy_that_was_cast_is_left_alone(start, capsys):
+    installation, model = start(), net()
+    model(X)
+    cast = copy.deepcopy(model).double()
+    for _ in range(2):
+        assert cast(X.double()).dtype is torch.float64
+    assert amp_graph.is_converted(model) and not amp_graph.is_converted(cast)
+    assert [m.left_alone for m in installation.models.seen] == ["", "its parameters are float64"]
+    told = "amp_graph: Sequential is left as it is: its parameters are float64"
+    assert capsys.readouterr().err.splitlines() == [told]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("make", [net, Net])
+def test_what_is_compiled_around_a_converted_model_is_told_of(start, capsys, make):
+    installation, model = start(), make()
+    model(X)
+    around = torch.compile(model, backend="eager")
+    for _ in range(2):
+        assert torch.equal(around(X), model(X))
+    assert [m.left_alone for m in installation.models.seen] == [""]
+    assert not installation.models.compiles
+    assert installation.models.seen[0].record.runs.total() == 5
+    told = f"{type(model).__name__} runs in mixed precision already; torch.compile around it"
+    assert capsys.readouterr().err.splitlines() == [f"amp_graph: {told} does nothing"]

@@ -20,10 +20,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from amp_graph.autopatch.left_alone import (
     AUTOCAST,
     COMPILED,
+    COMPILED_AROUND,
     LEFT_COMPILED,
     ON_META,
+    converted_inside,
     is_on_meta,
     is_under_autocast,
+    other_dtypes,
     why_not,
 )
 from amp_graph.autopatch.script_models import Model, folded, model_of, owed
@@ -103,7 +106,10 @@ class Models:
             self._say(LEFT_COMPILED)
 
     def on_compiling(self) -> None:
-        """The script compiles something, perhaps models that it calls there."""
+        """The script compiles something, perhaps models that it calls there. Of what it compiles
+        inside of a model's call the model is told."""
+        if self.is_inside():
+            return
         self.compiles = True
         if not any(model.left_alone == COMPILED for model in self.seen):
             self._say(LEFT_COMPILED)
@@ -174,10 +180,16 @@ class Models:
 
     def _first_call(self, module: nn.Module, inner: nn.Module) -> None:
         """Convert a model or leave it alone; the latter whatever goes wrong."""
+        if (converted := converted_inside(inner)) is not None:
+            self._parts[module] = None
+            self._say_once(f"{type(converted).__name__} {COMPILED_AROUND}")
+            return
         model = model_of(inner)
         if has_process_group():
             self.rank = torch.distributed.get_rank()  # asked now: at exit the group may be gone
         try:
+            if self._is_ours(inner) and other_dtypes(inner):  # a copy that was cast since
+                restore(inner)
             if self._is_ours(inner):  # a copy of a model that was converted here
                 model.record = record_of(inner)
             else:

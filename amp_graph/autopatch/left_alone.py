@@ -11,28 +11,27 @@ from torch import nn
 from amp_graph.convert import is_converted
 from amp_graph.dtypes import dtype_name
 from amp_graph.graphs.fake import held_otherwise
-from amp_graph.modules import is_compiled
+from amp_graph.modules import below_compile, is_compiled, unwrapped
 from amp_graph.training.explicit_scalers import is_grad_scaler_around
 
 AUTOCAST = "the script uses torch.autocast"
 COMPILED = "the script uses torch.compile"
 LEFT_COMPILED = f"what the script compiles is left as it is: {COMPILED}"
 DECORATED = torch.autocast("cpu")(lambda: None).__code__  # of all that it decorates
+COMPILED_AROUND = "runs in mixed precision already; torch.compile around it does nothing"
 ON_META = "its parameters are on the meta device"
 
 
 def why_not(module: nn.Module, inner: nn.Module) -> str:
     """Why a model is to be left alone, or ""."""
-    dtypes = {p.dtype for p in inner.parameters() if p.is_floating_point()}
     if is_converted(inner):
         return "the script converts it itself"
     if is_compiled(module) or any(map(is_compiled, inner.modules())):
         return COMPILED
     if isinstance(inner, torch.jit.ScriptModule):
         return "it is scripted"
-    if dtypes != {torch.float32}:
-        found = ", ".join(sorted(map(dtype_name, dtypes)))
-        return f"its parameters are {found}"
+    if dtypes := other_dtypes(inner):
+        return dtypes
     if any(".quantized" in type(m).__module__ for m in inner.modules()):
         return "it is quantised"
     for p in inner.parameters():
@@ -45,6 +44,19 @@ def why_not(module: nn.Module, inner: nn.Module) -> str:
     if is_grad_scaler_around():
         return "the script uses a GradScaler"
     return ""
+
+
+def other_dtypes(module: nn.Module) -> str:
+    """What its parameters are, if they are not all float32, or ""."""
+    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    found = ", ".join(sorted(map(dtype_name, dtypes)))
+    return f"its parameters are {found}" if dtypes != {torch.float32} else ""
+
+
+def converted_inside(module: nn.Module) -> nn.Module | None:
+    """The converted model that `torch.compile` was put around, if it was."""
+    inside = below_compile(module)
+    return unwrapped(inside) if inside is not module and is_converted(inside) else None
 
 
 def _begins_autocast(module: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 
 from amp_graph.backend.record import Record
 from amp_graph.capture.frames import REPAID_BY
+from amp_graph.modules import below_compile
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.outcome import Outcome
 
@@ -59,7 +60,7 @@ class Model:
 
 def model_of(module: nn.Module) -> Model:
     """What is to be told of a module that was called now."""
-    shown = getattr(module, "_orig_mod", module)  # below torch.compile
+    shown = below_compile(module)
     is_layer = type(shown).__module__.startswith("torch.nn.") and not shown._modules
     spelled = repr(shown) if is_layer else ""
     model = Model(type(shown).__name__, weakref.ref(module), spelled)
