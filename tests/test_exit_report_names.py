@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
 from running import python, run
+from torch import nn
+
+from amp_graph.autopatch.exit_report import write_report
 
 BY_A_METHOD = """
 import torch
@@ -64,3 +69,37 @@ def test_layers_that_would_go_by_one_name_go_by_what_they_print(tmp_path: Path) 
     names = [line.removeprefix("amp_graph: ").rpartition(": ")[0] for line in done.said]
     square, last = (f"Linear(in_features=8, out_features={n}, bias=True)" for n in (8, 1))
     assert names == [f"{square} (2 alike)", last, "Bilinear"]
+
+
+class Activated(nn.Sequential):
+    def __init__(self, activation: type[nn.Module]) -> None:
+        super().__init__(nn.Linear(8, 8), activation())
+
+
+def test_models_of_other_operators_are_not_alike(start, capsys) -> None:
+    installation = start()
+    models = [Activated(kind) for kind in (nn.ReLU, nn.Tanh, nn.ReLU, nn.SiLU)]
+    for model in models:
+        model(torch.ones(2, 8))
+    write_report(installation.models.seen, None)
+    names = [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()]
+    assert names == ["Activated (2 alike)", "Activated", "Activated"]
+
+
+@pytest.mark.parametrize("overflows", [(1, 0), (1, 2)])
+def test_loss_scales_of_models_that_are_alike(start, capsys, overflows: tuple[int, ...]) -> None:
+    installation, models = start(DTYPE="float16"), []
+    for count in overflows:
+        models.append(nn.Linear(8, 8))
+        optimizer = torch.optim.SGD(models[-1].parameters(), 0.1)
+        for factor in [torch.inf] * count + [1.0]:
+            optimizer.zero_grad()
+            (models[-1](torch.ones(2, 8)).mean() * factor).backward()
+            optimizer.step()
+    write_report(installation.models.seen[:1], None)
+    write_report(installation.models.seen, None)
+    of_first, of_both = (s for s in capsys.readouterr().err.splitlines() if "loss scale" in s)
+    assert of_first.endswith("  loss scale 32768, 1 step skipped")
+    scale, steps = 2**16 >> max(overflows), sum(overflows)
+    told = f"{steps} {'step' if steps == 1 else 'steps'} skipped"
+    assert of_both.endswith(f"  loss scale {scale} at the lowest, {told} in all")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from amp_graph.autopatch.script_models import Model, folded
+from amp_graph.autopatch.script_models import Model, alike_together, folded
 from amp_graph.autopatch.standard_error import say
 from amp_graph.capture.breaks import each_once
 from amp_graph.convert import is_converted
@@ -17,10 +17,6 @@ from amp_graph.inspection import render
 from amp_graph.inspection.dump import dump
 from amp_graph.inspection.spelling import byte_count, plural
 from amp_graph.reasons import dtype_of, why_nothing_is_low
-
-PER_RUN = ("operators", "operators_low", "casts", "cast_bytes", "casts_of_unknown_size")
-SUMS = ("alike", "runs", "steps_skipped", *PER_RUN)
-NOT_COMPARED = {*SUMS, "spelled"}
 
 
 def write_report(
@@ -40,7 +36,7 @@ def write_report(
     breaks = dict.fromkeys(b for m in described for b in m.get("graph_breaks", ()))
     report = {"models": described, "graph_breaks": [*breaks], "script_compiles": compiles}
     missing = (f"AMP_GRAPH_SKIP={glob} matches no module that was converted" for glob in missed)
-    say(*_lines(report), *missing, of=process)
+    say(*_lines(report, _in_lines(models)), *missing, of=process)
     if folder is None:
         return
     folder /= process.replace(" ", "")
@@ -61,8 +57,8 @@ def write_report(
 
 def describe(model: Model) -> dict[str, Any]:
     """The figures of one model, operators and casts as often as they ran; or of several that were
-    `alike`: sums, but for the loss scale, which is the last's."""
-    named = {"model": model.name, "spelled": model.spelled, "alike": max(1, model.gone)}
+    `alike`: sums, but for the loss scale, which is the lowest."""
+    named = {"model": model.name, "spelled": model.spelled, "alike": max(1, model.stands_for)}
     if model.record is None:
         return named | {"converted": False, "why": model.left_alone}
     low = total = casts = moved = unsized = 0
@@ -95,12 +91,12 @@ def describe(model: Model) -> dict[str, Any]:
     scales = model.scales()
     if scales:
         skipped = sum(scale.skips for scale in scales)
-        described |= {"loss_scale": scales[-1].get_scale(), "steps_skipped": skipped}
+        lowest = min(scale.get_scale() for scale in scales)
+        described |= {"loss_scale": lowest, "steps_skipped": skipped}
     return described
 
 
-def _lines(report: dict[str, Any]) -> Iterator[str]:
-    models = _alike_together(report["models"])
+def _lines(report: dict[str, Any], models: Sequence[dict[str, Any]]) -> Iterator[str]:
     told: set[str] = set()  # of breaks in code that models share
     if not any(m["converted"] for m in models):
         whys = "; ".join(f"{_name(m)}: {m['why']}" for m in models)
@@ -125,7 +121,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         for fallback, graphs in Counter(m["fallbacks"]).items():
             yield f"  {fallback}" + (f" ({graphs} graphs)" if graphs > 1 else "")
         if "loss_scale" in m:
-            yield f"  loss scale {m['loss_scale']:g}, {m['steps_skipped']} steps skipped"
+            yield f"  {_scale(m)}"
         yield from (f"  graph break at {b}" for b in m["graph_breaks"] if b not in told)
         told.update(m["graph_breaks"])
     in_reasons = " ".join(m["why"] for m in models if not m["converted"])
@@ -141,26 +137,36 @@ def _why_none_was_called(compiles: bool) -> str:
     return f"{why}, and what the script compiles is left as it is" if compiles else why
 
 
-def _alike_together(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With one for all that differ in nothing but how often they ran: the layers of a model that a
+def _in_lines(models: Sequence[Model]) -> list[dict[str, Any]]:
+    """What is told of in a line each: models that are alike in one, the layers of a model that a
     script calls one by one, say. Of what was not converted the reason is enough. Layers that would
     go by one name go by what they print."""
-    found: dict[str, dict[str, Any]] = {}
-    for m in models:
-        told = m.keys() - NOT_COMPARED if m["converted"] else {"model", "why"}
-        same = {name: m[name] for name in m if name in told}
-        per_run = [m[n] / max(1, m["runs"]) for n in PER_RUN if n in m and m["converted"]]
-        key = json.dumps([same, per_run])
-        so_far = found.get(key, {"spelled": m["spelled"]})
-        sums = {name: m[name] + so_far.get(name, 0) for name in SUMS if name in m}
-        is_one = so_far["spelled"] == m["spelled"]
-        found[key] = m | sums | {"spelled": m["spelled"] if is_one else ""}
-    names = Counter(m["model"] for m in found.values())
-    shared = {name for name, lines in names.items() if lines > 1}
+    lines: list[dict[str, Any]] = []
+    for described in map(describe, alike_together(models)):
+        twin = next((m for m in lines if _is_told_with(m, described)), None)
+        if twin is None:
+            lines.append(described)
+            continue
+        twin["alike"] += described["alike"]
+        if twin["spelled"] != described["spelled"]:
+            twin["spelled"] = ""
+    names = Counter(m["model"] for m in lines)
     return [
-        m | {"model": m["spelled"] or m["model"]} if m["model"] in shared else m
-        for m in found.values()
+        m | {"model": m["spelled"] or m["model"]} if names[m["model"]] > 1 else m for m in lines
     ]
+
+
+def _is_told_with(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    is_same = all(one.get(key) == other.get(key) for key in ("model", "why"))
+    return is_same and not one["converted"]
+
+
+def _scale(described: dict[str, Any]) -> str:
+    scale, skipped = f"loss scale {described['loss_scale']:g}", described["steps_skipped"]
+    steps = f"{skipped} {plural(skipped, 'step')} skipped"
+    if described["alike"] > 1:
+        return f"{scale} at the lowest, {steps} in all"
+    return f"{scale}, {steps}"
 
 
 def _name(described: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ how often they ran and what became of the scale; models that were alike are one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -16,7 +16,6 @@ from torch import nn
 from amp_graph.backend.record import Record
 from amp_graph.capture.frames import REPAID_BY
 from amp_graph.modules import below_compile
-from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.outcome import Outcome
 
 SECONDS = 2.0  # of capturing count as one capture
@@ -29,8 +28,8 @@ class Model:
     spelled: as it prints itself, if it is a single layer: `Linear(in_features=8, ...)`.
     record: of its conversion, while that is in place.
     left_alone: why, if it is not converted.
-    gone: how many models it stands for, once they are.
-    outcomes: of the loss scales of these.
+    stands_for: how many models, once they are gone, or told of in one line.
+    outcomes: of the loss scales of those that are gone.
     """
 
     name: str
@@ -38,7 +37,7 @@ class Model:
     spelled: str = ""
     record: Record | None = None
     left_alone: str = ""
-    gone: int = 0
+    stands_for: int = 0
     outcomes: tuple[Outcome, ...] = ()
 
     def let_go(self) -> None:
@@ -53,9 +52,9 @@ class Model:
             self.outcomes = (scale.outcome(),)
             record.scale = None
 
-    def scales(self) -> Sequence[GraphScale | Outcome]:
+    def scales(self) -> tuple[Outcome, ...]:
         scale = None if self.record is None else self.record.scale
-        return self.outcomes if scale is None else (scale,)
+        return self.outcomes if scale is None else (scale.outcome(),)
 
 
 def model_of(module: nn.Module) -> Model:
@@ -81,21 +80,34 @@ def owed(models: Iterable[Model], name: str) -> float:
 def folded(models: Iterable[Model]) -> list[Model]:
     """The same models, with one for all that are gone and were alike; those that live come last."""
     models = list(models)
-    gone = [model for model in models if model.gone]
+    gone = [model for model in models if model.stands_for]
     alive = []
     for model in models:
-        if model.gone:
+        if model.stands_for:
             continue
         if model.module() is not None:
             alive.append(model)
             continue
         model.let_go()  # its turn may not have come yet
-        twin = next((i for i, other in enumerate(gone) if _are_alike(other, model)), None)
-        if twin is None:
-            gone.append(replace(model, gone=1))
-        else:
-            gone[twin] = _together(gone[twin], model)
+        _add(gone, replace(model, stands_for=1))
     return [*gone, *alive]
+
+
+def alike_together(models: Iterable[Model]) -> list[Model]:
+    """The same models, with one for all that are alike, whether they live or not."""
+    found: list[Model] = []
+    for model in models:
+        _add(found, model)
+    return found
+
+
+def _add(models: list[Model], new: Model) -> None:
+    """Add another one, to the one that it is like if there is that."""
+    twin = next((i for i, other in enumerate(models) if _are_alike(other, new)), None)
+    if twin is None:
+        models.append(new)
+    else:
+        models[twin] = _together(models[twin], new)
 
 
 def _are_alike(one: Model, other: Model) -> bool:
@@ -110,5 +122,7 @@ def _together(one: Model, other: Model) -> Model:
     record = one.record
     if record is not None and other.record is not None:
         runs, cost = record.runs + other.record.runs, record.cost + other.record.cost
-        record = replace(record, runs=runs, cost=cost)
-    return replace(one, record=record, gone=one.gone + 1, outcomes=(*one.outcomes, *other.outcomes))
+        record = replace(record, runs=runs, cost=cost, scale=None)
+    outcomes = (*one.scales(), *other.scales())
+    number = max(1, one.stands_for) + max(1, other.stands_for)
+    return replace(one, record=record, stands_for=number, outcomes=outcomes)
