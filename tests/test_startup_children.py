@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import socket
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from running import Run, python, run
+
+from amp_graph.autopatch.children import children_heard
 
 
 def trained(folder: Path, script: str, *arguments: str) -> Run:
@@ -70,13 +75,30 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("imported", ["before", "after"])
+OF_MAIN = {
+    "before": "no module with parameters was called in this process; the processes that it started",
+    "after": "NOTHING WAS CONVERTED, because",
+}
+
+
+@pytest.mark.parametrize("imported", OF_MAIN)
 def test_a_forked_process_that_trains_reports_under_its_name(tmp_path, imported):
     done = trained(tmp_path, FORKED, imported)
     assert done.code == 0, done.err
     of_child, of_main = done.said
     assert of_child.startswith("amp_graph: actor: Linear: 1 of 1 operators in bfloat16")
-    assert of_main.startswith("amp_graph: NOTHING WAS CONVERTED")
+    assert of_main.startswith(f"amp_graph: {OF_MAIN[imported]}")
+
+
+def test_children_that_report_are_heard_of(monkeypatch):
+    monkeypatch.setattr(BaseProcess, "start", started := Mock())
+    heard = Mock()
+    with children_heard(heard):
+        multiprocessing.Process(daemon=True).start()
+        assert not heard.called
+        multiprocessing.get_context("spawn").Process().start()
+    assert heard.call_count == 1 and started.call_count == 2
+    assert BaseProcess.start is started
 
 
 LATE_RANKS = """

@@ -18,6 +18,11 @@ from amp_graph.inspection.dump import dump
 from amp_graph.inspection.spelling import byte_count, plural
 from amp_graph.reasons import dtype_of, why_nothing_is_low
 
+OF_CHILDREN = (
+    "no module with parameters was called in this process; the processes that it started tell of "
+    "theirs"
+)
+
 
 def write_report(
     models: Sequence[Model],
@@ -25,18 +30,20 @@ def write_report(
     process: str = "",
     missed: Sequence[str] = (),
     compiles: bool = False,
+    has_children: bool = False,
 ) -> None:
     """Print the report; with a folder also write report.json and the annotated graphs there: a
     text for each plan and, of models that still live, all that `dump` writes. `process` names one
     of several that report: it begins each line, and its files have a folder of that name. `missed`
     has the globs that match no module of a converted model. `compiles`: whether the script compiles
-    something by itself."""
+    something by itself. `has_children`: whether it has started processes that report, too."""
     models = folded(models)
     described = [describe(m) for m in models]
     breaks = dict.fromkeys(b for m in described for b in m.get("graph_breaks", ()))
     report = {"models": described, "graph_breaks": [*breaks], "script_compiles": compiles}
     missing = (f"AMP_GRAPH_SKIP={glob} matches no module that was converted" for glob in missed)
-    say(*_lines(report, _in_lines(models)), *missing, of=process)
+    told = [OF_CHILDREN] if has_children and not models else _lines(report, _in_lines(models))
+    say(*told, *missing, of=process)
     if folder is None:
         return
     folder /= process.replace(" ", "")

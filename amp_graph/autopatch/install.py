@@ -3,7 +3,7 @@
 Private name of PyTorch patched here: `nn.Module._compiled_call_impl`, a class attribute that
 `module(...)` looks at before anything else, and that is None where `nn.Module.compile` was not
 used (torch 2.11 to 2.15). A descriptor in its place sees every call that Dynamo does not inline;
-Dynamo itself does not look there. `loaded_states` patches a public one.
+Dynamo itself does not look there. `loaded_states` and `children` patch public ones.
 
 This is the only file that reads the environment.
 """
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_graph.autopatch.children import children_heard
 from amp_graph.autopatch.exit_report import write_report
 from amp_graph.autopatch.first_call import Models
 from amp_graph.autopatch.loaded_states import scales_are_loaded
@@ -142,13 +143,14 @@ class Installation:
     def __init__(self, settings: Settings):
         self.models = Models(settings.policy, settings.verbose, self._say)
         self._policy, self._dump, self._process = settings.policy, settings.dump, os.getpid()
-        self._has_reported = False
+        self._has_reported = self._has_children = False
         self._said: set[str] = set()  # once of parts that are alike
         self._original = getattr(nn.Module, SLOT)
         self._undone = contextlib.ExitStack()
         self._undone.enter_context(telling(self._say))
         self._undone.enter_context(scales_are_loaded())
         self._undone.enter_context(scales_expected(self._scales))
+        self._undone.enter_context(children_heard(self._on_child))
         self._undone.enter_context(other_captures_heard(self.models.on_compiling))
         self._patch = _EveryCall(self.models)
         setattr(nn.Module, SLOT, self._patch)
@@ -165,7 +167,7 @@ class Installation:
     def begin_child(self) -> None:
         """A process of multiprocessing begins, forked or spawned. It has no exit handlers then: it
         drops multiprocessing's own, and a forked one ends without running Python's."""
-        self._process = os.getpid()
+        self._process, self._has_children = os.getpid(), False
         self.models.begin_child()
         Finalize(None, self.report, exitpriority=0)
 
@@ -180,9 +182,13 @@ class Installation:
         try:
             missed = sorted(self.models.missed or ())
             name = self._name() if is_child else ""
-            write_report(models, self._dump, name, missed, self.models.compiles)
+            compiles, has_children = self.models.compiles, self._has_children
+            write_report(models, self._dump, name, missed, compiles, has_children)
         except Exception as error:
             say(f"no report ({in_words(error)})")
+
+    def _on_child(self) -> None:
+        self._has_children = True
 
     def _is_child_told_of(self, models: list[Model]) -> bool:
         """Not workers, which are daemons, nor processes that only helped."""
