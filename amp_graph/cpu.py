@@ -36,9 +36,9 @@ def why_emulated(dtypes: Iterable[torch.dtype]) -> str:
     """What to tell whoever computes in these."""
     names = ", ".join(sorted(dtype_name(dtype) for dtype in dtypes if emulates(dtype)))
     others = [dtype_name(dtype) for dtype in ASKED if not emulates(dtype)]
-    better = f"It has some for {others[0]}; else " if others else ""
+    better = f"It has kernels for {others[0]}. " if others else ""
     return (
         f"this CPU has no kernels for products in {names}, which PyTorch emulates. {better}"
-        'Policy(emulation="float32"), or AMP_GRAPH_EMULATION=float32, leaves them to float32 '
-        "kernels, several times faster"
+        'With amp_graph.Policy(emulation="float32"), or AMP_GRAPH_EMULATION=float32, float32 '
+        f"kernels compute products in {names}, several times faster"
     )

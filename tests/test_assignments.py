@@ -16,7 +16,7 @@ import amp_graph
 from amp_graph import Policy
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-IGNORING_AUTOCAST = pytest.mark.filterwarnings("ignore:graph 0 runs under autocast")
+IGNORING_AUTOCAST = pytest.mark.filterwarnings("ignore:graph 0 of .* runs under autocast")
 IS_OPERATOR = torch.__version__ >= "2.14"  # an assignment, for Dynamo
 
 
@@ -168,7 +168,7 @@ def test_an_average_is_computed_in_float32() -> None:
 
 @pytest.mark.parametrize("kind", LEFT)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.filterwarnings("ignore:graph . runs under autocast")
+@pytest.mark.filterwarnings("ignore:graph . of .* runs under autocast")
 def test_what_cannot_is_left_to_autocast(kind: type[nn.Module], policy: Policy) -> None:
     """Memory that others have, another shape, or a parameter that is trained; where it is an
     operator, the first alone."""
@@ -193,7 +193,7 @@ def test_what_is_returned_is_the_buffer() -> None:
         assert model(X)[1].data_ptr() == model.queue.data_ptr()
 
 
-@pytest.mark.filterwarnings("ignore:graph 0 is not compiled")
+@pytest.mark.filterwarnings("ignore:graph 0 of .* is not compiled")
 def test_they_are_compiled_where_they_are_operators() -> None:
     """Else AOTAutograd would make the assignment once, when it traces."""
     plain, model = twins(Follows(), Policy("bfloat16", compiler="inductor"))

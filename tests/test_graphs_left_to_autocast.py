@@ -28,7 +28,9 @@ class Transformed(nn.Module):
 
 def test_a_graph_left_to_autocast_is_told_of() -> None:
     model = amp_graph.convert(Transformed("einsum"), policy="bfloat16")
-    with pytest.warns(ConversionWarning, match="graph 0 runs under autocast: not retraced"):
+    with pytest.warns(
+        ConversionWarning, match="graph 0 of Transformed runs under autocast: not retraced"
+    ):
         model(torch.randn(2, 3, 4))
 
 

@@ -82,7 +82,7 @@ class Assembler:
             under_autocast(built.original, built.devices, dtype, keeps_casts=False),
             built.original,
             built.tensors,
-            partial(self._record.not_under_autocast, index, f"graph {index}"),
+            partial(self._record.not_under_autocast, index, self._record.graph(index)),
         )
         scale = self._scale_for(dtype)
         if scale is None:

@@ -26,7 +26,7 @@ def unscaled(dtype: torch.dtype) -> None:
 
 class Compiler:
     """Rewrites every graph of one model that Dynamo hands over; keeps plans and graphs in order of
-    capture."""
+    capture. `model` is what it is called in warnings."""
 
     def __init__(
         self,
@@ -34,12 +34,13 @@ class Compiler:
         saved: Saved | None = None,
         scale_for: ScaleFor = unscaled,
         weights: LowPrecisionWeights | None = None,
+        model: str = "",
     ) -> None:
         if weights is None:
             weights = LowPrecisionWeights(policy.keeps_weights)
         self.policy = policy
         self.saved = saved
-        self.record = Record()
+        self.record = Record(model)
         self.lists = policy.load_lists()
         self._builder = Builder(policy, self.lists)
         self._assembler = Assembler(weights, self.record, scale_for)

@@ -16,8 +16,10 @@ from amp_graph.training.graph_scale import GraphScale
 @dataclass
 class Record:
     """The plans of a model's graphs in order of capture, how often each graph ran, where and why
-    graphs ended before the model did, what capturing has cost, and the loss scale."""
+    graphs ended before the model did, what capturing has cost, and the loss scale. `model` is its
+    name, if it is known."""
 
+    model: str = ""
     plans: list[Plan] = field(default_factory=list)
     runs: Counter[int] = field(default_factory=Counter)
     breaks: list[str] = field(default_factory=list)
@@ -43,7 +45,11 @@ class Record:
 
     def tell_as_captured(self, index: int) -> None:
         reason = self.plans[index].fallback
-        warn(f"graph {index} runs as it was captured, in its own precision: {reason}")
+        warn(f"{self.graph(index)} runs as it was captured, in its own precision: {reason}")
+
+    def graph(self, index: int) -> str:
+        """What it goes by in a warning."""
+        return f"graph {index} of {self.model}" if self.model else f"graph {index}"
 
     def not_under_autocast(self, index: int, what: str, reason: str) -> None:
         plan = self.plans[index]
@@ -53,4 +59,4 @@ class Record:
 
     def not_compiled(self, index: int, reason: str) -> None:
         self.plans[index] = replace(self.plans[index], uncompiled=reason)
-        warn(f"graph {index} is not compiled, but runs operator by operator: {reason}")
+        warn(f"{self.graph(index)} is not compiled, but runs operator by operator: {reason}")

@@ -100,7 +100,8 @@ class Conversion(Entered):
     ):
         super().__init__(module)
         self.policy, self.methods = policy, methods
-        self.compiler = Compiler(policy, saved, weak_method(self.scale_for))
+        scale_for, name = weak_method(self.scale_for), type(module).__name__
+        self.compiler = Compiler(policy, saved, scale_for, model=name)
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         entries = (Entry(module, method) for method in (CALL, *methods))
         self._calls = {entry.method: CapturedCalls(entry, self.compiler) for entry in entries}

@@ -116,7 +116,7 @@ class ModelGraphs:
         plan = record.plans[index]
         if plan.autocast and not any(map(torch.is_autocast_enabled, autocast_devices())):
             # Else it was said of all the code around.
-            warn(f"graph {index} {plan.otherwise}")
+            warn(f"{record.graph(index)} {plan.otherwise}")
         if graph.widened:
             written = written_inputs(plan) if plan.facts else frozenset(graph.widened)
             run = taking_narrow(run, graph.built.original, graph.widened, written)

@@ -69,7 +69,7 @@ class Rerun:
     def __init__(self, model: nn.Module, policy: Policy, saved: Saved | None = None):
         policy = policy.uncompiled()
         self.model = model
-        self.compiler = Compiler(policy, saved)
+        self.compiler = Compiler(policy, saved, model=type(model).__name__)
         self.emulated = emulated_nodes(policy, self.compiler.lists)
         self.first_of: dict[int, int] = {}
         self.replacement: Callable[[int], fx.GraphModule | None] = _as_emitted
