@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -36,6 +37,16 @@ def test_softmax_and_norms_keep_low_tensors_from_balanced_on():
     assert narrowed(lambda x, w: F.group_norm(x @ w, 2) @ w, X, W) == [False, True, True]
     assert narrowed(lambda x, w: (x @ w).var(0) @ w, X, W) == [False, False, True]
     assert narrowed(lambda x, w: (x @ w).exp() @ w, X, W) == [False, False, False]
+
+
+def test_a_softmax_asked_for_in_float32_does_so_for_products_alone():
+    """As in transformers' attention, and not where probabilities are mixed by hand, as experts."""
+    asked = partial(torch.softmax, dim=-1, dtype=torch.float32)
+    assert narrowed(lambda x, w: asked(x @ w) @ w, X, W) == [False, True, True]
+    assert narrowed(lambda x, w: F.dropout(asked(x @ w)) @ w, X, W) == [False, True, True]
+    mixed = narrowed(lambda x, w: (asked(x @ w) * (w @ x)).sum(-1), X, W)
+    assert mixed == [False, False, True]
+    assert narrowed(lambda x, w: ((x @ w).softmax(-1) * (w @ x)).sum(-1), X, W)[1]
 
 
 def test_upsampling_does_so_where_its_kernel_adds_up_gradients_in_float32():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -67,8 +67,8 @@ class Scene:
         """List colours with the user's overrides. An operator that computes in float32 on
         low-precision tensors is as free as an infer one, unless its result, say of a last softmax,
         is returned, or orders elements, as that of a router does, or was asked for in float32, and
-        not for products alone; so is what moves places. What
-        saturates is denied where that is seen."""
+        not for products alone; so is what moves places. What saturates is denied where that is
+        seen."""
         colors = [*self.colors_by_lists]
         for n in self.saturating:
             colors[n] = Color.DENY
@@ -93,13 +93,15 @@ class Scene:
                 colors[n] = Color.INFER
         return colors
 
-    def _asked_for(self, colors: Sequence[Color | None]) -> Iterator[int]:
+    def _asked_for(self, colors: Sequence[Color | None]) -> Iterable[int]:
         """What the model's code asks for in float32, and others than allowed operators read, which
         would round it; seen through free ones."""
-        asked = {n for n in self.narrowed if self.facts[n].asked}
+        asked = [n for n in self.narrowed if self.facts[n].asked]
+        if not asked:
+            return ()
         readers = (n for n, c in enumerate(colors) if c not in (Color.ALLOW, *FREE))
         read = read_by(self.flow, operands_of(self.flow, readers), lambda n: colors[n] in FREE)
-        return (n for n in asked if n in read)
+        return filter(read.__contains__, asked)
 
     saturating = cached_property(read_near_bounds)
     phases = cached_property(read_for_phase)
