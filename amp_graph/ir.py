@@ -91,7 +91,8 @@ class NodeFacts:
     external: its memory is an input's, a parameter's or a buffer's.
     user_cast: of float32 to float32, in the model's code: stay precise from here.
     asked: whether the model's code asks it for float32 (`softmax(x, -1, dtype=torch.float32)`).
-    recorded: whether autograd records it, as what leads to it needs a gradient.
+    recorded: whether autograd records it, as what leads to it needs a gradient. Layers of which the
+        first gets no gradient are alike all the same.
     scalars: the numbers that take part in its arithmetic.
     terms: of a product of matrices, how many products of two numbers an element is the sum of.
     called: of an input, what people call it: the path of a parameter or buffer in the model
@@ -125,7 +126,7 @@ class NodeFacts:
     is_parameter: bool = False
     user_cast: bool = False
     asked: bool = False
-    recorded: bool = False
+    recorded: bool = field(default=False, compare=False)
     scalars: tuple[float, ...] = ()
     terms: int | None = None
     sums: int = 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphs import BFLOAT16 as IN_BFLOAT16
 from graphs import rewritten
 from torch import Tensor, nn
 from training import assert_same_gradients, distance, twins
@@ -71,7 +70,7 @@ def test_what_is_written_into_a_view_of_attention_is_seen() -> None:
 
     args = [torch.randn(2, 4, 5, 8, requires_grad=True) for _ in range(2)]
     args += [torch.randn(2, 4, 5, 8), torch.randn(5, 5, requires_grad=True)]
-    result = rewritten(trace(function, args), IN_BFLOAT16)
+    result = rewritten(trace(function, args), Policy("bfloat16"))
     assert not result.nodes("scaled_dot_product_attention")
     found, wanted = result.module(*args), function(*args)
     assert (found - wanted).norm() <= 0.02 * wanted.norm()
