@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -68,7 +69,7 @@ class KeptContainers:
 
     def put_back(self) -> None:
         for held, kept in self._held:
-            if _objects_in(held) != _objects_in(kept):
+            if not _has_the_same(held, kept):
                 held.clear()
                 (held.update if isinstance(held, (dict, set)) else held.extend)(kept)
 
@@ -111,11 +112,14 @@ class Kept:
         self._random.put_back()
 
 
-def _objects_in(container: Any) -> list[int]:
-    """By their ids, in order; a dictionary's keys with its values."""
-    if isinstance(container, dict):
-        return [id(x) for item in container.items() for x in item]
-    return sorted(map(id, container)) if isinstance(container, set) else [*map(id, container)]
+def _has_the_same(held: Any, kept: Any) -> bool:
+    """Whether two containers of a kind have the same objects in them, in the same order."""
+    if isinstance(held, set):
+        return bool(held == kept)
+    pairs = [(held, kept)]
+    if isinstance(held, dict):
+        pairs.append((held.values(), kept.values()))
+    return len(held) == len(kept) and all(all(map(operator.is_, *pair)) for pair in pairs)
 
 
 def _can_be_kept(value: Any) -> bool:

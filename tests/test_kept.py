@@ -117,3 +117,15 @@ def test_what_is_in_containers_is_put_back() -> None:
         model.table.pop("b"), model.names.clear(), model.latest.append(3)  # type: ignore[operator]
     assert (model.seen, [*model.table], model.names) == ([1], ["b", "a"], {"x"})
     assert model.latest is latest and [*latest] == [1, 2] and latest.maxlen == 2
+
+
+def test_what_has_not_changed_in_containers_is_not_written_to() -> None:
+    """Nor compared by its parts' own ideas of equality."""
+    model = nn.Linear(2, 2)
+    model.seen = deque([torch.ones(2), math.nan])  # type: ignore[assignment]
+    model.table = {"a": torch.ones(2)}  # type: ignore[assignment]
+    over_both = zip(model.seen, model.table, strict=False)  # type: ignore[arg-type]
+    next(over_both)
+    with unchanged(model, parameters=False):
+        pass
+    next(over_both, None)  # raises if one was written to

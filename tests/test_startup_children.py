@@ -76,7 +76,7 @@ if __name__ == "__main__":
 
 
 OF_MAIN = {
-    "before": "no module with parameters was called in this process; the processes that it started",
+    "before": "nothing was converted here, because no module",
     "after": "NOTHING WAS CONVERTED, because",
 }
 

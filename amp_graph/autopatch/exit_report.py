@@ -18,10 +18,7 @@ from amp_graph.inspection.dump import dump
 from amp_graph.inspection.spelling import byte_count, plural
 from amp_graph.reasons import dtype_of, why_nothing_is_low
 
-OF_CHILDREN = (
-    "no module with parameters was called in this process; the processes that it started tell of "
-    "theirs"
-)
+OF_CHILDREN = "the processes that it started tell of theirs, if they called any"
 
 
 def write_report(
@@ -42,7 +39,9 @@ def write_report(
     breaks = dict.fromkeys(b for m in described for b in m.get("graph_breaks", ()))
     report = {"models": described, "graph_breaks": [*breaks], "script_compiles": compiles}
     missing = (f"AMP_GRAPH_SKIP={glob} matches no module that was converted" for glob in missed)
-    told = [OF_CHILDREN] if has_children and not models else _lines(report, _in_lines(models))
+    told = _lines(report, _in_lines(models))
+    if has_children and not models:
+        told = iter([f"nothing was converted here, because {_why_none(compiles)}; {OF_CHILDREN}"])
     say(*told, *missing, of=process)
     if folder is None:
         return
@@ -107,7 +106,7 @@ def _lines(report: dict[str, Any], models: Sequence[dict[str, Any]]) -> Iterator
     told: set[str] = set()  # of breaks in code that models share
     if not any(m["converted"] for m in models):
         whys = "; ".join(f"{_name(m)}: {m['why']}" for m in models)
-        whys = whys or _why_none_was_called(report["script_compiles"])
+        whys = whys or _why_none(report["script_compiles"])
         yield f"NOTHING WAS CONVERTED, because {whys}"
     else:  # what was left alone was told of when it was first called
         tried = [m for m in models if "graphs" in m and not m["converted"]]
@@ -136,7 +135,7 @@ def _lines(report: dict[str, Any], models: Sequence[dict[str, Any]]) -> Iterator
     yield from (f"  graph break at {b}" for b in untold)
 
 
-def _why_none_was_called(compiles: bool) -> str:
+def _why_none(compiles: bool) -> str:
     why = (
         "no module with parameters was called in this process by nn.Module.__call__ "
         "outside of torch.func.grad and tracers"

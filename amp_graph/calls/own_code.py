@@ -25,7 +25,7 @@ class OwnCode:
         self._policy = policy
         self._record = record
         self._for_copies: int | None = None  # the plan that stands for them, once there are any
-        self._uncaptured: Run | None = None  # for what is never to be captured, once there is any
+        self._uncaptured: tuple[Any, Run] | None = None  # see `run_uncaptured`
 
     def dtype(self) -> torch.dtype:
         """Its low precision. It has no boundary at which gradients could be scaled, so where they
@@ -44,10 +44,11 @@ class OwnCode:
         return self._record.add(Plan(self.dtype(), fallback=fallback, autocast=autocast))
 
     def run_uncaptured(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it for what is never to be captured."""
-        if self._uncaptured is None:
-            self._uncaptured = self._run(None)
-        return self._uncaptured(*args, **kwargs)
+        """Run it for what is never to be captured, for as long as the model is where it is."""
+        place = devices_of(self._entry.module), self.dtype()
+        if self._uncaptured is None or self._uncaptured[0] != place:
+            self._uncaptured = place, self._run(None)
+        return self._uncaptured[1](*args, **kwargs)
 
     def run(self, index: int) -> Run:
         """What runs it for what cannot be captured, and plan `index` stands for."""

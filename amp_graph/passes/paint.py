@@ -27,6 +27,7 @@ from amp_graph.passes.scene import Paints, Rule, Scene
 from amp_graph.policy import Policy
 
 MOST = 1_000_000  # gradients that are counted
+MANY_COPIES = 512  # of a value, whose gradients' sum the loss scale would have to make room for
 # The rules whose denied operators deny, at levels below "max", what is computed on their results.
 SPREAD = ("listed", "override", "user cast", "constant out of range", "number not known")
 
@@ -166,11 +167,12 @@ def _gives_gradient(reader: NodeFacts) -> bool:
 
 
 def _copies(scene: Scene, f: NodeFacts) -> int:
-    """How often a value that is repeated or expanded is in the result."""
+    """How often a value that is repeated or expanded is in the result, where that is often."""
     if scene.dtype is not torch.float16:
         return 1
     largest = max((o.numel for o in scene.operands(f)), default=0)
-    return f.numel // max(1, largest)
+    copies = f.numel // max(1, largest)
+    return copies if copies > MANY_COPIES else 1
 
 
 def _is_one_value(f: NodeFacts) -> bool:
