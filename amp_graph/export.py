@@ -17,7 +17,6 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -143,7 +142,8 @@ def _rewritten(exported: ExportedProgram, lifted: Lifted) -> ExportedProgram:
         target = signature.inputs_to_parameters.get(node.name)
         if target is not None and id(state[target]) in weights:
             node.meta["val"] = node.meta["val"].to(weights[id(state[target])].dtype)
-    with _own_deprecation_unheard():
+    with warnings.catch_warnings():  # PyTorch's, of a class of its own that it copies here
+        warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
         program = exported._update(
             fx.GraphModule(lifted.graph, graph),
             signature,
@@ -151,14 +151,6 @@ def _rewritten(exported: ExportedProgram, lifted: Lifted) -> ExportedProgram:
         )
     program.range_constraints.update(_ranges(program))
     return program
-
-
-@contextlib.contextmanager
-def _own_deprecation_unheard() -> Iterator[None]:
-    """PyTorch warns of a class of its own where it copies what a program is called with."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
-        yield
 
 
 def _with_weights(lifted: Lifted) -> tuple[fx.Graph, dict[str, torch.dtype]]:

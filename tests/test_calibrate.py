@@ -15,7 +15,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.ir import Color
-from amp_graph.numerics.calibrate import _smallest
+from amp_graph.numerics.smallest import smallest
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -68,7 +68,7 @@ def test_nothing_to_do() -> None:
 def test_the_set_found_is_the_one_needed(needed: set[int], seed: int) -> None:
     nodes = tuple((0, "", str((i * 7 + seed) % 31)) for i in range(31))
     wanted = {(0, "", str(i)) for i in needed}
-    assert set(_smallest(nodes, lambda chosen: wanted <= set(chosen))) == wanted
+    assert set(smallest(nodes, lambda chosen: wanted <= set(chosen))) == wanted
 
 
 def test_errors_are_told_from_the_bound() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from training import assert_same_gradients, distance, twins
 from two_layers import BFLOAT16, POLICIES, Two, X
@@ -172,29 +171,6 @@ def test_bodies_of_checkpoints(around: Any, kind: type[nn.Module], policy: Polic
             y = each(X)
         y.square().mean().backward()
     assert_same_gradients(model, plain, BFLOAT16)
-
-
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_forward_mode(policy: Policy) -> None:
-    plain, model = twins(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), policy)
-    model(X).sum().backward()
-    tangents = []
-    for each in (plain, model):
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(X, X.cos())
-            tangents.append(forward_ad.unpack_dual(each(dual)).tangent)
-    assert distance(tangents[1], tangents[0]) <= BFLOAT16
-
-
-def test_forward_mode_runs_the_model_once_also_where_autocast_fails() -> None:
-    layers = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LayerNorm(8), nn.Linear(8, 4)
-    plain, model = twins(nn.Sequential(*layers), Policy("bfloat16"))
-    for each in (plain, model):
-        for _ in range(2):
-            with forward_ad.dual_level():
-                each(forward_ad.make_dual(X, X.cos()))
-    assert model[1].num_batches_tracked == 2
-    assert torch.equal(model[1].running_mean, plain[1].running_mean)
 
 
 def test_inspection_of_casts_where_recording_is_off(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.numerics.statistics import exponents, statistics
+from amp_graph.numerics.watched_graph import WatchedGraph
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -110,16 +111,14 @@ def test_the_figures_are_those_of_two_runs_by_hand() -> None:
 
 
 def test_a_graph_whose_kernel_is_missing_runs_as_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from amp_graph.numerics import rerun
-
-    run_node = rerun._Watched.run_node
+    run_node = WatchedGraph.run_node
 
     def missing(self, n):
         if n.name.endswith("_bfloat16"):
             raise RuntimeError("not implemented for 'BFloat16'")
         return run_node(self, n)
 
-    monkeypatch.setattr(rerun._Watched, "run_node", missing)
+    monkeypatch.setattr(WatchedGraph, "run_node", missing)
     comparison = amp_graph.compare(Net(), torch.randn(4, 8), policy="bfloat16")
     assert (comparison.outputs, comparison.gradients) == (0, 0)
 

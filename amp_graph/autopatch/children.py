@@ -5,26 +5,19 @@ Nobody is told of one when it starts, so `BaseProcess.start`, which is public, i
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from multiprocessing.process import BaseProcess
 
+from amp_graph.autopatch.patched import method_patched
 
-@contextlib.contextmanager
-def children_heard(hear: Callable[[], None]) -> Iterator[None]:
+
+def children_heard(hear: Callable[[], None]) -> AbstractContextManager[None]:
     """In here `hear` is called when a process has started that reports by itself: no daemon."""
-    original = BaseProcess.start
 
-    @functools.wraps(original)
-    def start(self: BaseProcess) -> None:
-        original(self)
-        if not self.daemon:
+    def start(original: Callable[[BaseProcess], None], process: BaseProcess) -> None:
+        original(process)
+        if not process.daemon:
             hear()
 
-    BaseProcess.start = start  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if BaseProcess.start is start:
-            BaseProcess.start = original  # type: ignore[method-assign]
+    return method_patched(BaseProcess, "start", start)

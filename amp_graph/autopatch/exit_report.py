@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,7 @@ def write_report(
     breaks = dict.fromkeys(b for m in described for b in m.get("graph_breaks", ()))
     report = {"models": described, "graph_breaks": [*breaks], "script_compiles": compiles}
     missing = (f"AMP_GRAPH_SKIP={glob} matches no module that was converted" for glob in missed)
-    told = _lines(report, _in_lines(models))
-    if has_children and not models:
-        told = iter([f"nothing was converted here, because {_why_none(compiles)}; {OF_CHILDREN}"])
-    say(*told, *missing, of=process)
+    say(*_lines(_in_lines(models), breaks, compiles, has_children), *missing, of=process)
     if folder is None:
         return
     folder /= process.replace(" ", "")
@@ -102,11 +99,14 @@ def describe(model: Model) -> dict[str, Any]:
     return described
 
 
-def _lines(report: dict[str, Any], models: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _lines(
+    models: Sequence[dict[str, Any]], breaks: Iterable[str], compiles: bool, has_children: bool
+) -> Iterator[str]:
     told: set[str] = set()  # of breaks in code that models share
-    if not any(m["converted"] for m in models):
-        whys = "; ".join(f"{_name(m)}: {m['why']}" for m in models)
-        whys = whys or _why_none(report["script_compiles"])
+    if not models and has_children:
+        yield f"nothing was converted here, because {_why_none(compiles)}; {OF_CHILDREN}"
+    elif not any(m["converted"] for m in models):
+        whys = "; ".join(f"{_name(m)}: {m['why']}" for m in models) or _why_none(compiles)
         yield f"NOTHING WAS CONVERTED, because {whys}"
     else:  # what was left alone was told of when it was first called
         tried = [m for m in models if "graphs" in m and not m["converted"]]
@@ -131,7 +131,7 @@ def _lines(report: dict[str, Any], models: Sequence[dict[str, Any]]) -> Iterator
         yield from (f"  graph break at {b}" for b in m["graph_breaks"] if b not in told)
         told.update(m["graph_breaks"])
     in_reasons = " ".join(m["why"] for m in models if not m["converted"])
-    untold = (b for b in report["graph_breaks"] if b not in told and b not in in_reasons)
+    untold = (b for b in breaks if b not in told and b not in in_reasons)
     yield from (f"  graph break at {b}" for b in untold)
 
 

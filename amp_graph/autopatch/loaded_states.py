@@ -6,30 +6,22 @@ does not know in a state. So `Optimizer.load_state_dict` is patched.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.optim import Optimizer
 
+from amp_graph.autopatch.patched import method_patched
 from amp_graph.training.optimizers import before_load
 
 
-@contextlib.contextmanager
-def scales_are_loaded() -> Iterator[None]:
+def scales_are_loaded() -> AbstractContextManager[None]:
     """In here an optimizer that loads a state with loss scales goes on from them, though it is
     given to nobody."""
-    original = Optimizer.load_state_dict
+    return method_patched(Optimizer, "load_state_dict", _load)
 
-    @functools.wraps(original)
-    def load_state_dict(self: Optimizer, state_dict: Any) -> None:
-        before_load(self, state_dict)
-        original(self, state_dict)
 
-    Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if Optimizer.load_state_dict is load_state_dict:
-            Optimizer.load_state_dict = original  # type: ignore[method-assign]
+def _load(original: Callable[..., None], optimizer: Optimizer, state_dict: Any) -> None:
+    before_load(optimizer, state_dict)
+    original(optimizer, state_dict)

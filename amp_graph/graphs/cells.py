@@ -10,6 +10,7 @@ computes all of a step's gates, in float32 inside.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,48 +18,44 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn import functional as F
 
+aten = torch.ops.aten
 
-def gru_cell(
-    input: Tensor,
-    hx: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Any:
-    """The state that follows: (batch, hidden), as `hx`; `input`: (batch, features)."""
-    if not _is_on_cpu(input):
-        return NotImplemented
-    reset_x, update_x, new_x = F.linear(input, w_ih, b_ih).chunk(3, 1)
-    reset_h, update_h, new_h = F.linear(hx, w_hh, b_hh).chunk(3, 1)
+
+def gru_cell(input: Tensor, state: Tensor, *weights: Any) -> Tensor:
+    """The state that follows: (batch, hidden), as `state`; `input`: (batch, features)."""
+    of_input, of_state = _products(input, state, *weights)
+    reset_x, update_x, new_x = of_input.chunk(3, 1)
+    reset_h, update_h, new_h = of_state.chunk(3, 1)
     reset, update = (reset_h + reset_x).sigmoid(), (update_h + update_x).sigmoid()
     new = (new_x + new_h * reset).tanh()
-    return (hx - new) * update + new
+    return (state - new) * update + new
 
 
-def lstm_cell(
-    input: Tensor,
-    hx: Sequence[Tensor],
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Any:
-    """The output and the state that follow: (batch, hidden) each, as `hx` has them."""
-    if not _is_on_cpu(input):
-        return NotImplemented
-    hidden, state = hx
-    gates = F.linear(hidden, w_hh, b_hh) + F.linear(input, w_ih, b_ih)
-    entry, forget, new, exit = gates.chunk(4, 1)
+def lstm_cell(input: Tensor, given: Sequence[Tensor], *weights: Any) -> tuple[Tensor, Tensor]:
+    """The output and the state that follow: (batch, hidden) each, as `given` has them."""
+    output, state = given
+    of_input, of_output = _products(input, output, *weights)
+    entry, forget, new, exit = (of_output + of_input).chunk(4, 1)
     state = forget.sigmoid() * state + entry.sigmoid() * new.tanh()
     return exit.sigmoid() * state.tanh(), state
 
 
-def _is_on_cpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
+def _products(
+    input: Tensor,
+    hidden: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    return F.linear(input, w_ih, b_ih), F.linear(hidden, w_hh, b_hh)
+
+
+def _on_cpu(parts: Callable[..., Any], input: Tensor, *given: Any) -> Any:
+    return parts(input, *given) if input.device.type == "cpu" else NotImplemented
 
 
 CELLS: dict[OpOverload, Callable[..., Any]] = {
-    torch.ops.aten.gru_cell.default: gru_cell,
-    torch.ops.aten.lstm_cell.default: lstm_cell,
+    aten.gru_cell.default: partial(_on_cpu, gru_cell),
+    aten.lstm_cell.default: partial(_on_cpu, lstm_cell),
 }

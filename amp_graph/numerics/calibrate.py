@@ -8,7 +8,7 @@
 
 Each trial rewrites the captured graphs with the nodes in question denied, and runs the batches.
 The set found is minimal in this sense: with any one of its nodes back in low precision, the bound
-is not met. (Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002.)
+is not met.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from amp_graph.numerics.compare import Beside, NodeNumerics, Reference, outcome_
 from amp_graph.numerics.observer import Observer
 from amp_graph.numerics.outputs import check_loss
 from amp_graph.numerics.rerun import Batch, Loss, Outcome, Rerun, rerun_of
+from amp_graph.numerics.smallest import smallest
 from amp_graph.plans.pins import Pins
 from amp_graph.plans.plan_file import save_plan
 
@@ -42,7 +43,6 @@ SLIGHT = 0.01  # a smaller share of underflow is not worth naming as the reason
 Node = tuple[int, str, str]
 """A node that could be denied: its graph, the path of the body in it, its name."""
 Progress = Callable[[int, float], None]
-Meets = Callable[[Sequence[Node]], bool]
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,7 +103,7 @@ def calibrate(
     reasons: dict[Node, str] = {}
     if before > bound:
         reasons = search.suspects()
-        chosen = _smallest(tuple(reasons), search.meets)
+        chosen = smallest(tuple(reasons), search.meets)
     after = search.error(chosen)
     if after > bound:
         raise AmpGraphError(
@@ -228,33 +228,6 @@ def _pins(plan: Plan, saved: Pins, paints: Mapping[tuple[str, str], Paint], body
         for name, inner in plan.bodies.items()
     }
     return Pins({**saved.paints, **own}, False, "calibrate", bodies)
-
-
-def _smallest(suspects: tuple[Node, ...], meets: Meets) -> tuple[Node, ...]:
-    """A part of `suspects` that meets the bound, and of which every node is needed."""
-    if not meets(suspects):
-        return suspects
-    too_few, enough = 0, len(suspects)
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        too_few, enough = (too_few, middle) if meets(suspects[:middle]) else (middle, enough)
-    return _needed(suspects[:enough], meets)
-
-
-def _needed(nodes: tuple[Node, ...], meets: Meets) -> tuple[Node, ...]:
-    """Leave out ever smaller parts for as long as the rest still meets the bound."""
-    size = max(1, len(nodes) // 2)
-    while True:
-        start, before = 0, len(nodes)
-        while start < len(nodes):
-            rest = nodes[:start] + nodes[start + size :]
-            if meets(rest):
-                nodes = rest
-            else:
-                start += size
-        if size == 1 and len(nodes) == before:
-            return nodes
-        size = max(1, size // 2)
 
 
 def _low(plan: Plan, graph: int, body: str = "") -> list[Node]:

@@ -151,14 +151,14 @@ def compare(
     loss or scale that is none.
     """
     check_loss(loss, loss_scale)
-    rerun = rerun_of(model, policy)
-    kept = Reference()
+    rerun, kept = rerun_of(model, policy), Reference()
     reference = rerun.run(batch, loss, kept, mixed=False, loss_scale=loss_scale)
     ran, seen = rerun.ran, Beside(rerun, kept)
     mixed = rerun.run(batch, loss, seen, mixed=True, loss_scale=loss_scale)
     outputs, lost, gradients = outcome_errors(reference, mixed)
-    plans = [*rerun.plans().values()]
-    fallbacks = [f for i, plan in rerun.plans().items() for f in _fallbacks(f"graph{i}", plan)]
+    by_graph = rerun.plans()
+    plans = [*by_graph.values()]
+    fallbacks = [f for i, plan in by_graph.items() for f in _fallbacks(f"graph{i}", plan)]
     fallbacks += [f"graph{i}: {ALONE}" for i in dict.fromkeys(rerun.ran) if i not in ran]
     for gradient in reference.gradients.values():
         kept.count(gradient * loss_scale)

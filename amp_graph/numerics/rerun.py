@@ -12,30 +12,28 @@ Python code between graphs and the backward pass of a custom autograd function.
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
-from torch._ops import HigherOrderOperator, OpOverload
 
 from amp_graph.backend.build import Built
 from amp_graph.backend.compiler import Compiler
-from amp_graph.backend.emulation import emulated_nodes, in_float32
+from amp_graph.backend.emulation import emulated_nodes
 from amp_graph.calls.conversion import found_conversion
 from amp_graph.capture.captures import Assembled, Caller, Captures, captured_names
 from amp_graph.capture.dynamo import is_of_capture
 from amp_graph.capture.frames import Frames
 from amp_graph.errors import AmpGraphError, CaptureError, ConversionWarning, in_words
-from amp_graph.graphs.aten import get_attribute
 from amp_graph.ir import Plan
 from amp_graph.kept import unchanged
 from amp_graph.modules import Entry, call_with, plain_code, unwrapped
 from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import default_loss, floating
+from amp_graph.numerics.watched_graph import SEED, WatchedGraph
 from amp_graph.plans.pins import Saved, fingerprint
 from amp_graph.policy import Policy, as_policy
 from amp_graph.results import map_tensors
@@ -44,8 +42,6 @@ Batch: TypeAlias = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 """A tensor, positional arguments as a sequence, or keyword arguments as a mapping."""
 Loss: TypeAlias = Callable[[Any], torch.Tensor]
 """From the model's output to a scalar."""
-
-SEED = 0
 
 
 @dataclass(frozen=True)
@@ -109,12 +105,15 @@ class Rerun:
             if self._mixed and self.compiler.plans[index].fallback is None:
                 chosen = self.replacement(index) or emitted
                 try:
-                    return _Watched(chosen, self, place).run(*args)
+                    return self._watched(chosen, place).run(*args)
                 except Exception as error:  # as in a converted model, the graph runs as captured
                     self.compiler.record.fall_back(index, in_words(error))
-            return _Watched(captured, self, place).run(*args)
+            return self._watched(captured, place).run(*args)
 
         return Assembled(index, run)
+
+    def _watched(self, graph: fx.GraphModule, place: Place) -> WatchedGraph:
+        return WatchedGraph(graph, place, self.show, self.emulated)
 
     def run(
         self,
@@ -242,74 +241,6 @@ def _not_captured(model: nn.Module) -> CaptureError:
         f"{name} cannot be captured, so there is no graph to look into; converted, "
         f"it runs its own code under autocast"
     )
-
-
-class _Watched(fx.Interpreter):
-    """Runs one graph and shows every node."""
-
-    def __init__(self, module: fx.GraphModule, rerun: Rerun, place: Place):
-        super().__init__(module)
-        self.rerun = rerun
-        self.place = place
-
-    def run_node(self, n: fx.Node) -> Any:
-        if isinstance(n.target, OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags:
-            torch.manual_seed(SEED + hash_of(n.name))  # casts draw none, but orders may differ
-        if self.rerun.emulated(n):
-            args, kwargs = self.fetch_args_kwargs_from_env(n)
-            value = in_float32(cast(Any, n.target))(*args, **kwargs)
-        else:
-            value = self._run_inside(n) if _is_entered(n) else super().run_node(n)
-        place = self.place
-        self.rerun.show(place.at(n), n, value)
-        return value
-
-    def _run_inside(self, n: fx.Node) -> Any:
-        """As the operator would run, its bodies watched too; not the backward one of a function."""
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        kind = str(n.target)
-        if kind == CHECKPOINT:
-            return self._body(n.args[0]).run(*args[1:])
-        if kind == COND:
-            condition, _, _, operands = args
-            return self._body(n.args[1] if condition else n.args[2]).run(*operands)
-        return n.target(_as_module(self._body(n.args[0])), *args[1:], **kwargs)  # type: ignore[operator]
-
-    def _body(self, node: Any) -> _Watched:
-        name, place = str(node.target), self.place
-        inner = Place(place.call, place.graph, f"{place.body}{name}/", "")
-        return _Watched(get_attribute(self.module, name), self.rerun, inner)
-
-
-CHECKPOINT, COND, FUNCTION = "tag_activation_checkpoint", "cond", "autograd_function_apply"
-
-
-def _is_entered(n: fx.Node) -> bool:
-    entered = (CHECKPOINT, COND, FUNCTION)
-    return isinstance(n.target, HigherOrderOperator) and str(n.target) in entered
-
-
-class _Run(nn.Module):
-    def __init__(self, watched: _Watched):
-        super().__init__()
-        self.run = watched.run
-
-    def forward(self, *args: Any) -> Any:
-        return self.run(*args)
-
-
-def _as_module(watched: _Watched) -> fx.GraphModule:
-    """A graph of one node, which runs all that is watched."""
-    graph = fx.Graph()
-    body = cast(fx.GraphModule, watched.module)
-    inputs = [graph.placeholder(n.name) for n in body.graph.find_nodes(op="placeholder")]
-    graph.output(graph.call_module("run", tuple(inputs)))
-    return fx.GraphModule({"run": _Run(watched)}, graph)
-
-
-def hash_of(name: str) -> int:
-    """A number from a name, the same in every process."""
-    return zlib.crc32(name.encode())
 
 
 def rerun_of(model: nn.Module, policy: Policy | str | torch.dtype | None = None) -> Rerun:

@@ -6,7 +6,7 @@ in a scene.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import networkx as nx
@@ -126,6 +126,17 @@ def read_for_digits(scene: Scene) -> dict[int, int]:
     readers = (n for n, f in enumerate(facts) if _reads_digits(f, colors[n]) and n not in narrowed)
     passes = {n for n, color in enumerate(colors) if color in FREE and n not in narrowed}
     return read_by(scene.flow, operands_of(scene.flow, readers), passes.__contains__)
+
+
+def asked_for(scene: Scene, colors: Sequence[Color | None]) -> Iterable[int]:
+    """Of the `narrowed`, those that the model's code asks for float32, and others than allowed
+    operators read, which would round it; seen through operators that are free by these colours."""
+    asked = [n for n in scene.narrowed if scene.facts[n].asked]
+    if not asked:
+        return ()
+    readers = (n for n, f in enumerate(scene.facts) if _reads_digits(f, colors[n]))
+    read = read_by(scene.flow, operands_of(scene.flow, readers), lambda n: colors[n] in FREE)
+    return filter(read.__contains__, asked)
 
 
 def norms_of_streams(scene: Scene) -> frozenset[int]:

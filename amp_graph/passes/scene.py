@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,10 +11,11 @@ import networkx as nx
 import torch
 
 from amp_graph.flow import raw_values, returned, vanishing_constants
-from amp_graph.ir import FREE, Color, Level, NodeFacts, Paint
+from amp_graph.ir import Color, Level, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 from amp_graph.passes.masks import filled_scores, masked_scores, masks_in
 from amp_graph.passes.readers import (
+    asked_for,
     begin_streams,
     displaced,
     norms_of_streams,
@@ -85,23 +86,13 @@ class Scene:
             moved = read_by(
                 self.flow, operands_of(self.flow, ordering), lambda n: colors[n] is Color.CLEAR
             )
-            kept = {*self.returned, *moved, *self._asked_for(colors)}
+            kept = {*self.returned, *moved, *asked_for(self, colors)}
         for n in self.narrowed - kept:
             colors[n] = Color.INFER
         for n, f in enumerate(self.facts):
             if colors[n] is Color.ALLOW and self._moves_places(f):
                 colors[n] = Color.INFER
         return colors
-
-    def _asked_for(self, colors: Sequence[Color | None]) -> Iterable[int]:
-        """What the model's code asks for in float32, and others than allowed operators read, which
-        would round it; seen through free ones."""
-        asked = [n for n in self.narrowed if self.facts[n].asked]
-        if not asked:
-            return ()
-        readers = (n for n, c in enumerate(colors) if c not in (Color.ALLOW, *FREE))
-        read = read_by(self.flow, operands_of(self.flow, readers), lambda n: colors[n] in FREE)
-        return filter(read.__contains__, asked)
 
     saturating = cached_property(read_near_bounds)
     phases = cached_property(read_for_phase)

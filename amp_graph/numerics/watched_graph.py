@@ -1,0 +1,93 @@
+"""A graph that is run node by node, each of them shown, those of bodies inside of it too.
+
+Random operators are seeded by their names, so that two runs draw the same numbers.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch._ops import HigherOrderOperator, OpOverload
+
+from amp_graph.backend.emulation import in_float32
+from amp_graph.graphs.aten import get_attribute
+from amp_graph.numerics.observer import Place
+
+SEED = 0
+
+
+class WatchedGraph(fx.Interpreter):
+    """Runs one graph and shows every node, with its place. `emulated`: which nodes are computed
+    `in_float32`."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        place: Place,
+        show: Callable[[Place, fx.Node, Any], None],
+        emulated: Callable[[fx.Node], bool],
+    ):
+        super().__init__(module)
+        self.place, self.show, self.emulated = place, show, emulated
+
+    def run_node(self, n: fx.Node) -> Any:
+        if isinstance(n.target, OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags:
+            torch.manual_seed(SEED + hash_of(n.name))  # casts draw none, but orders may differ
+        if self.emulated(n):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            value = in_float32(cast(Any, n.target))(*args, **kwargs)
+        else:
+            value = self._run_inside(n) if _is_entered(n) else super().run_node(n)
+        self.show(self.place.at(n), n, value)
+        return value
+
+    def _run_inside(self, n: fx.Node) -> Any:
+        """As the operator would run, its bodies watched too; not the backward one of a function."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        kind = str(n.target)
+        if kind == CHECKPOINT:
+            return self._body(n.args[0]).run(*args[1:])
+        if kind == COND:
+            condition, _, _, operands = args
+            return self._body(n.args[1] if condition else n.args[2]).run(*operands)
+        return n.target(_as_module(self._body(n.args[0])), *args[1:], **kwargs)  # type: ignore[operator]
+
+    def _body(self, node: Any) -> WatchedGraph:
+        name, place = str(node.target), self.place
+        inner = Place(place.call, place.graph, f"{place.body}{name}/", "")
+        return WatchedGraph(get_attribute(self.module, name), inner, self.show, self.emulated)
+
+
+CHECKPOINT, COND, FUNCTION = "tag_activation_checkpoint", "cond", "autograd_function_apply"
+
+
+def _is_entered(n: fx.Node) -> bool:
+    entered = (CHECKPOINT, COND, FUNCTION)
+    return isinstance(n.target, HigherOrderOperator) and str(n.target) in entered
+
+
+class _Run(nn.Module):
+    def __init__(self, watched: WatchedGraph):
+        super().__init__()
+        self.run = watched.run
+
+    def forward(self, *args: Any) -> Any:
+        return self.run(*args)
+
+
+def _as_module(watched: WatchedGraph) -> fx.GraphModule:
+    """A graph of one node, which runs all that is watched."""
+    graph = fx.Graph()
+    body = cast(fx.GraphModule, watched.module)
+    inputs = [graph.placeholder(n.name) for n in body.graph.find_nodes(op="placeholder")]
+    graph.output(graph.call_module("run", tuple(inputs)))
+    return fx.GraphModule({"run": _Run(watched)}, graph)
+
+
+def hash_of(name: str) -> int:
+    """A number from a name, the same in every process."""
+    return zlib.crc32(name.encode())
