@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 def gru_cell(input: Tensor, state: Tensor, *weights: Any) -> Tensor:
     """The state that follows: (batch, hidden), as `state`; `input`: (batch, features)."""
-    of_input, of_state = _products(input, state, *weights)
+    of_state, of_input = _products(input, state, *weights)
     reset_x, update_x, new_x = of_input.chunk(3, 1)
     reset_h, update_h, new_h = of_state.chunk(3, 1)
     reset, update = (reset_h + reset_x).sigmoid(), (update_h + update_x).sigmoid()
@@ -34,7 +34,7 @@ def gru_cell(input: Tensor, state: Tensor, *weights: Any) -> Tensor:
 def lstm_cell(input: Tensor, given: Sequence[Tensor], *weights: Any) -> tuple[Tensor, Tensor]:
     """The output and the state that follow: (batch, hidden) each, as `given` has them."""
     output, state = given
-    of_input, of_output = _products(input, output, *weights)
+    of_output, of_input = _products(input, output, *weights)
     entry, forget, new, exit = (of_output + of_input).chunk(4, 1)
     state = forget.sigmoid() * state + entry.sigmoid() * new.tanh()
     return exit.sigmoid() * state.tanh(), state
@@ -48,7 +48,7 @@ def _products(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return F.linear(input, w_ih, b_ih), F.linear(hidden, w_hh, b_hh)
+    return F.linear(hidden, w_hh, b_hh), F.linear(input, w_ih, b_ih)
 
 
 def _on_cpu(parts: Callable[..., Any], input: Tensor, *given: Any) -> Any:
