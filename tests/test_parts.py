@@ -76,6 +76,22 @@ def test_a_model_that_is_trained_by_a_method_is_not_told_of(start, capsys):
     assert "is trained in float32" not in capsys.readouterr().err
 
 
+def test_a_part_that_is_used_by_itself_in_evaluation_is_converted(start):
+    """As an average of the weights is, or the encoder that `generate` calls; a look is not use."""
+    installation, model = start(), net().eval()
+    exact = model[0].forward(X)
+    with torch.no_grad():
+        model(X)
+        looks = [model[0](X) for _ in range(3)]
+        assert all(torch.equal(look, exact) for look in looks)
+        assert not amp_graph.is_converted(model[0])
+        used = [model[0](X) for _ in range(3)]
+    assert amp_graph.is_converted(model[0]) and amp_graph.is_converted(model)
+    assert not any(torch.equal(each, exact) for each in used)
+    assert [m.name for m in installation.models.seen] == ["Sequential", "Linear"]
+    assert [m.record.runs.total() for m in installation.models.seen] == [1, 3]
+
+
 def test_a_part_of_a_model_that_is_gone_is_a_model(start):
     installation, model = start(), net()
     model(X)

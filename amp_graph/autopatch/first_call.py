@@ -47,7 +47,7 @@ from amp_graph.policy import Policy
 from amp_graph.training.engine import OUTSIDE, backward_pass, has_process_group
 from amp_graph.uncaptured import never_captured, passed_over
 
-TRIALS = 3  # calls of a part in the constructor of a module
+TRIALS = 3  # calls of a part in the constructor of a module, or to see what it computes
 PATIENCE = MAX_CAPTURES * REPAID_BY  # calls of a model whose like did not live long
 SHORT_LIVED = (
     f"models of this name are made and captured anew, and called too seldom to repay that; each is "
@@ -130,7 +130,7 @@ class Models:
 
     def _is_open(self, module: nn.Module) -> bool:
         """Whether it is yet to be decided about: it is new, no longer on the meta device, or a part
-        of a converted model that goes on without it."""
+        of a converted model that is called without it."""
         if module not in self._parts:
             return True
         model = self._parts[module]
@@ -138,7 +138,9 @@ class Models:
             return False
         if model.left_alone:
             return model.left_alone == ON_META and not is_on_meta(module)
-        return model.module() is not unwrapped(module) and _goes_on_alone(module, model)
+        if backward_pass() != OUTSIDE:  # it repeats what the whole did (`checkpoint`)
+            return False
+        return model.module() is not unwrapped(module)
 
     def _is_decided(self, module: nn.Module, given: Any) -> bool:
         """Decide about a module. False: it has no parameters, now at least, or runs later, so that
@@ -165,9 +167,9 @@ class Models:
 
     def _is_tried_out(self, part: nn.Module) -> bool:
         """Whether it may be called no more: by the constructor of a module, to see what sizes come
-        of it, or since others of its name did not live long. One that is called again and again is
-        trained."""
-        if _is_being_built():
+        of it, for a look at what a part of a model computes, or since others of its name did not
+        live long. One that is called again and again is in use."""
+        if _is_being_built() or self._is_looked_at(part):
             enough = TRIALS
         elif owed(self.seen, name := type(part).__name__) >= MAX_CAPTURES:
             enough = PATIENCE
@@ -177,6 +179,16 @@ class Models:
         trials: int = self._trials.get(part, 0) + 1
         self._trials[part] = trials
         return trials <= enough
+
+    def _is_looked_at(self, part: nn.Module) -> bool:
+        """Whether it is part of a model that lives, and not trained by itself, as by a step that
+        calls the parts where validation calls the whole."""
+        model = self._parts.get(part)
+        whole = None if model is None else model.module()
+        if whole is None or whole is part:
+            return False
+        is_trained = part.training and torch.is_grad_enabled()
+        return not (is_trained and any(p.requires_grad for p in part.parameters()))
 
     def _first_call(self, module: nn.Module, inner: nn.Module) -> None:
         """Convert a model or leave it alone; the latter whatever goes wrong."""
@@ -283,15 +295,3 @@ def _are_described(given: Any) -> bool:
         x.is_meta if isinstance(x, torch.Tensor) else type(x).__name__ == "KerasTensor"
         for x in tree_leaves(given)
     )
-
-
-def _goes_on_alone(part: nn.Module, model: Model) -> bool:
-    """Whether a part that is called by itself is more than looked at: it is trained so, by a step
-    that calls the parts where validation calls the whole, or the whole is gone. A backward pass
-    that calls it (`checkpoint`) repeats what the whole did."""
-    if backward_pass() != OUTSIDE:
-        return False
-    if model.module() is None:
-        return True
-    is_trained = part.training and torch.is_grad_enabled()
-    return is_trained and any(p.requires_grad for p in part.parameters())
