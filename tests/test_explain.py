@@ -1,7 +1,5 @@
 """The report: its figures equal what a run dispatches, and it says what could be changed."""
 
-# ruff: noqa: E501
-
 from __future__ import annotations
 
 import builtins
@@ -115,14 +113,12 @@ In low precision, by module
 
 Casts: 6, moving 1.2 KiB
   value         to        bytes  because
-  first.weight  bfloat16  384 B  linear takes bfloat16 (listed: matmul); linear_2 takes bfloat16 (listed:
-                                 matmul)
+  first.weight  bfloat16  384 B  linear and 1 more take bfloat16 (listed: matmul)
   x             bfloat16  192 B  linear takes bfloat16 (listed: matmul)
   gelu          float32   192 B  exp takes float32 (listed: exponentials)
   getitem       bfloat16  192 B  linear_2 takes bfloat16 (listed: matmul)
   linear_2      float32   192 B  output takes float32 (as captured: output)
-  first.bias    bfloat16   48 B  linear takes bfloat16 (listed: matmul); linear_2 takes bfloat16 (listed:
-                                 matmul)
+  first.bias    bfloat16   48 B  linear and 1 more take bfloat16 (listed: matmul)
 
 Most rewarding changes
   1. an override keeps operators in float32: module=second
@@ -145,6 +141,33 @@ def test_breaks_and_fallbacks_are_named() -> None:
     text = str(amp_graph.explain(wrapped))
     assert "graph0 runs as captured: planted" in text
     assert "0% of operators" in text
+
+
+class Unrolled(nn.Module):
+    """A weight with more readers than share a cast for their gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTMCell(4, 8)
+
+    def forward(self, x):
+        state = x.new_zeros(2, 8), x.new_zeros(2, 8)
+        for _ in range(40):
+            state = self.cell(x, state)
+        return state[0]
+
+
+def test_casts_of_one_weight_are_one_copy():
+    model = amp_graph.convert(Unrolled(), policy="bfloat16")
+    model(torch.ones(2, 4))
+    data = amp_graph.explain(model).data
+    of_weight = [c for c in data.casts if c.value == "cell.weight_hh"]
+    assert [(c.bytes, c.dtype) for c in of_weight] == [(8 * 32 * (4 + 2), "bfloat16")]
+    assert of_weight[0].why == "linear and 39 more take bfloat16 (listed: matmul)"
+    (graph,) = data.graphs
+    assert graph.casts == len(data.casts) and graph.cast_bytes == sum(c.bytes for c in data.casts)
+    (plan,) = amp_graph.plans(model)
+    assert plan.weight_bytes == sum(p.numel() for p in model.parameters()) * (4 + 2)
 
 
 def test_what_the_figures_leave_out_is_said() -> None:

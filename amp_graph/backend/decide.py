@@ -21,7 +21,7 @@ from amp_graph.errors import MISTAKES, in_words
 from amp_graph.graphs.input_names import Names
 from amp_graph.ir import Plan
 from amp_graph.oplists import OpLists
-from amp_graph.passes.lift_weights import lift_weights
+from amp_graph.passes.lift_weights import lift_weights, with_lifted
 from amp_graph.passes.scale_inside import scale_inside
 from amp_graph.plans.pins import Saved
 from amp_graph.policy import Policy
@@ -98,6 +98,7 @@ def decide(
     except Exception as error:
         plan = outline(captured, policy, lists).as_captured(in_words(error))
         return Decision(plan, Graphs(captured, captured))
+    plan = with_lifted(plan) if lifted.weights else plan
     return Decision(plan, Graphs(captured, emitted), lifted)
 
 

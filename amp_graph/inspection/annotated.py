@@ -50,6 +50,7 @@ class AnnotatedNode:
     is_float: it is an operator on float32 tensors.
     operands, readers: nodes of the same graph, casts included.
     value: of a cast, the captured node whose value it converts.
+    copy_of: of a cast of a weight, the one before it that makes the copy which both are.
     bytes: of an operator, what its results take up in memory of their own; of a cast, what it
         reads and writes.
     traffic: bytes that an operator would read and write less in low precision.
@@ -74,6 +75,7 @@ class AnnotatedNode:
     readers: tuple[str, ...] = ()
     numbers: tuple[float, ...] = ()
     value: str = ""
+    copy_of: str = ""
     low: bool = False
     is_float: bool = False
     bytes: int = 0
@@ -84,6 +86,11 @@ class AnnotatedNode:
     def is_cast(self) -> bool:
         """Whether it converts, unlike what clamps in front of a saturating cast."""
         return self.kind == "cast" and self.op == short_op(str(CAST))
+
+    @property
+    def makes_copy(self) -> bool:
+        """Whether it is a cast, and not one for which another one's copy serves."""
+        return self.is_cast and not self.copy_of
 
 
 @dataclass(frozen=True)
@@ -154,6 +161,7 @@ class _Writer:
         self.casts: dict[tuple[str, torch.dtype], list[Cast]] = defaultdict(list)
         for cast in plan.casts:
             self.casts[cast.value, cast.dtype].append(cast)
+        self.copies: dict[Cast, str] = {}  # of weights, by what was written first
 
     def node(self, node: fx.Node) -> AnnotatedNode:
         if is_switch(node, self.plan.facts):
@@ -221,7 +229,10 @@ class _Writer:
         to, came = _dtype(node), _dtype(source)
         cast = self._planned(value.name, node)
         size = sum(t.numel for t in map(tensor_facts, tensors_of(node)))
-        is_cast = node.target is CAST
+        is_cast, made = node.target is CAST, node.name
+        if is_cast and cast is not None and cast.is_weight:
+            made = self.copies.setdefault(cast, made)
+        is_new = made == node.name
         return AnnotatedNode(
             name=node.name,
             label=self.labels[value.name] + node.name.removeprefix(value.name),
@@ -237,7 +248,8 @@ class _Writer:
             operands=_names(node.all_input_nodes),
             readers=_names(node.users),
             value=value.name,
-            bytes=size * (came.itemsize + to.itemsize) if is_cast else 0,
+            copy_of="" if is_new else made,
+            bytes=size * (came.itemsize + to.itemsize) if is_cast and is_new else 0,
         )
 
     def _planned(self, value: str, node: fx.Node) -> Cast | None:
@@ -259,11 +271,14 @@ class _Writer:
 
     def _cast_chain(self, value: str, cast: Cast | None) -> tuple[Reason, ...]:
         own = Reason(value, f"{self.labels[value]} is {self.plan.precision(value)}")
-        steps = [own]
+        alike: dict[tuple[str, str], list[str]] = defaultdict(list)
         for reader in cast.readers if cast else ():
-            text = f"{self.labels[reader]} takes {self.plan.precision(reader)}"
-            why = short_reason(self.plan, reader)
-            steps.append(Reason(reader, f"{text} ({why})" if why else text))
+            alike[self.plan.precision(reader), short_reason(self.plan, reader)].append(reader)
+        steps = [own]
+        for (precision, why), (first, *others) in alike.items():
+            label = self.labels[first]
+            who = f"{label} and {len(others)} more take" if others else f"{label} takes"
+            steps.append(Reason(first, f"{who} {precision}" + (f" ({why})" if why else "")))
         if cast is not None:
             steps.append(Reason(value, f"one cast for all its readers: {byte_count(cast.bytes)}"))
         return tuple(steps)

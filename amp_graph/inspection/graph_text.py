@@ -26,7 +26,7 @@ def graph_text(graph: AnnotatedGraph) -> str:
 
 
 def _lines(graph: AnnotatedGraph) -> Iterator[str]:
-    casts = [n.bytes for n in graph.nodes if n.is_cast]
+    casts = [n.bytes for n in graph.nodes if n.makes_copy]
     moved = f", {count(len(casts), 'cast')} moving {byte_count(sum(casts))}" if casts else ""
     yield f"{graph.name} in {graph.dtype}: {count(len(graph.nodes), 'node')}{moved}"
     if graph.fallback:

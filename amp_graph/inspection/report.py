@@ -128,7 +128,7 @@ def figures_of(node: AnnotatedNode) -> Figures:
 
 def _graph(graph: AnnotatedGraph) -> GraphFigures:
     nodes = [n for g in graph.everything() for n in g.nodes]
-    casts = [n.bytes for n in nodes if n.is_cast]
+    casts = [n.bytes for n in nodes if n.makes_copy]
     total = sum((figures_of(n) for n in nodes), Figures())
     return GraphFigures(graph.name, len(nodes), total, len(casts), sum(casts), graph.fallback)
 
@@ -166,7 +166,7 @@ def _casts(graphs: Iterable[AnnotatedGraph]) -> Iterator[CastFigures]:
     for graph in graphs:
         labels = {n.name: n.label for n in graph.nodes}
         for node in graph.nodes:
-            if node.is_cast:
+            if node.makes_copy:
                 why = "; ".join(r.text for r in node.chain[1:-1])
                 value = labels.get(node.value, node.value)
                 yield CastFigures(graph.name, value, node.storage, node.bytes, why)

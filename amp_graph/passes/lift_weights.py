@@ -6,16 +6,19 @@
     inputs: x, w                                inputs: x, w, w_bfloat16
 
 All low-precision weights can then be made in one fused call, and their gradients widened in one.
+Several casts of one weight are an input each, for their gradients, and one copy.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from amp_graph.graphs.aten import CAST
 from amp_graph.graphs.grad_modes import is_switch
-from amp_graph.ir import Plan
+from amp_graph.ir import Cast, Plan
 
 
 def lift_weights(
@@ -45,3 +48,14 @@ def lift_weights(
         if node not in copies and node not in dropped:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     return fx.GraphModule(emitted, graph, class_name="AmpGraph"), tuple(weights)
+
+
+def with_lifted(plan: Plan) -> Plan:
+    """The plan once weights are lifted: casts of one weight are one cast, for all their readers."""
+    casts: dict[object, Cast] = {}
+    for number, cast in enumerate(plan.casts):
+        copy = (cast.value, cast.dtype) if cast.is_weight else number
+        before = casts.get(copy)
+        readers = cast.readers if before is None else (*before.readers, *cast.readers)
+        casts[copy] = replace(cast, readers=readers)
+    return replace(plan, casts=(*casts.values(),))
