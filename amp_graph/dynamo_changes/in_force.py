@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from amp_graph.dynamo_changes.absent_names import absence_guarded
 from amp_graph.dynamo_changes.asked_gradients import asked_gradients_kept_inside
 from amp_graph.dynamo_changes.attention_calls import attention_calls_settled
+from amp_graph.dynamo_changes.bound_methods import bound_methods_known
 from amp_graph.dynamo_changes.cached_functions import cached_draws_left_to_python
 from amp_graph.dynamo_changes.causal_masks import causal_masks_known
 from amp_graph.dynamo_changes.checkpoint_sequences import checkpoint_sequences_known
@@ -58,6 +59,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     own_dicts_guarded,
     absence_guarded,
     containers_whole,
+    bound_methods_known,
     cached_draws_left_to_python,
     hooks_keep_dtypes,
     gradients_unread,

@@ -1,0 +1,57 @@
+"""A method of a container that is called with what ends a graph.
+
+    seen.append(lengths.tolist())
+
+Python has looked the method up before the graph ends, and calls it behind: it is handed to what is
+captured there, as an object that is another one in each call. Dynamo guards it by that, so that the
+code behind was captured in each call. Here it is the method of that name of what it is bound to.
+
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+
+    torch._dynamo.variables.builder.VariableBuilder._wrap, .source, .tx
+    torch._dynamo.variables.VariableTracker.build, GetAttrVariable
+    torch._dynamo.source.AttrSource, LocalSource
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass
+from types import BuiltinMethodType
+from typing import Any
+
+from torch._dynamo.source import AttrSource, LocalSource
+from torch._dynamo.variables import GetAttrVariable, VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder
+
+from amp_graph.dynamo_changes.own_guards import hold_while
+from amp_graph.dynamo_changes.replaced import method_inside
+
+CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+
+
+def bound_methods_known() -> contextlib.AbstractContextManager[None]:
+    """Within, Dynamo knows methods of containers by their names."""
+    return method_inside(VariableBuilder, "_wrap", _wrap)
+
+
+def _wrap(method: Any, builder: Any, value: Any) -> Any:
+    source = builder.source
+    is_bound = type(value) is BuiltinMethodType and type(value.__self__) in CONTAINERS
+    if not is_bound or not isinstance(source, LocalSource):
+        return method(builder, value)
+    name = value.__name__
+    hold_while(_IsNamed(name), source, f"it is a method {name!r}")
+    owner = VariableTracker.build(builder.tx, value.__self__, AttrSource(source, "__self__"))
+    return GetAttrVariable(owner, name, py_type=type(value))
+
+
+@dataclass(frozen=True)
+class _IsNamed:
+    """Whether something is a method of this name."""
+
+    name: str
+
+    def __call__(self, asked: Any) -> bool:
+        return type(asked) is BuiltinMethodType and asked.__name__ == self.name
