@@ -155,6 +155,41 @@ def test_a_mask_that_was_written_into_is_not_taken_for_full(write: str) -> None:
     assert (unmasked - expected).norm() > 0.02 * expected.norm()  # it makes a difference
 
 
+class MaskMaking(nn.Module):
+    """As models do that are given no mask, and hide what is padded in one of their own."""
+
+    def __init__(self, make: Callable[[Tensor], Tensor], hide: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.masked, self.make = Masked(hide), make
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.masked(ids, self.make(ids))
+
+
+ONES: dict[str, Callable[[Tensor], Tensor]] = {
+    "ones": lambda ids: torch.ones(ids.shape, dtype=torch.int64),
+    "ones_like": torch.ones_like,
+    "new_ones": lambda ids: ids.new_ones(ids.shape, dtype=torch.bool),
+    "full": lambda ids: torch.full(ids.shape, 1.0),
+    "full of": lambda ids: torch.full(size=ids.shape, fill_value=True),
+}
+
+
+@pytest.mark.parametrize("name", ONES)
+def test_a_mask_of_ones_that_the_model_makes_is_full(name: str) -> None:
+    model = MaskMaking(ONES[name], lambda mask: None).eval()
+    with torch.no_grad():
+        assert in_graphs(model, ids=IDS) == [(False, False)] * 2
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_one_that_it_writes_into_is_not(write: str) -> None:
+    model = MaskMaking(torch.ones_like, WRITES[write]).eval()
+    expected = model(IDS)
+    found = amp_graph.convert(model, policy="bfloat16")(IDS)
+    assert (found - expected).norm() <= 0.02 * expected.norm()
+
+
 def test_a_function_of_another_version_is_asked_itself(monkeypatch) -> None:
     """As transformers had it in 4.56, where the window came fifth."""
 

@@ -9,7 +9,7 @@ Attention has faster kernels without a mask, which also keep none for backward. 
 it, transformers looks at no values, and makes masks in case. Here a capture finds what the model
 would find: that no mask is given, that positions which were counted up have no gaps, and that a
 mask which is an input is full. This last holds for such masks alone: a guard looks at each, as the
-model does, until one is not full; what is captured for that one is right for all.
+model does, until one is not full; what is captured for that one is right for all. A mask of ones that the model makes is full as well.
 
 On 2.11 Dynamo takes every capture for `torch.export`, for which masks are made as well.
 
@@ -120,11 +120,24 @@ def _keeps_steps(node: fx.Node) -> bool:
     return False
 
 
+def _full(code: Any, frame: Any, mask: Any) -> Any:
+    is_made = _is_made_of_ones(_before_casts(mask.as_proxy().node))
+    return ConstantVariable.create(True) if is_made else LOOK(code, frame, mask)
+
+
+def _is_made_of_ones(node: fx.Node) -> bool:
+    fills = 1 in (node.kwargs.get("fill_value"), *node.args[1:2])
+    is_made = node.target in ONES or (node.target is torch.full and fills)
+    return is_made and "out" not in node.kwargs and is_as_made(node)
+
+
+ONES = (torch.ones, torch.ones_like, "new_ones")
+LOOK = looked_at(is_full, "no zeros in it", _before_casts)
 MASKS = "transformers.masking_utils"
 FINDS: dict[tuple[str, str], Find] = {
     ("transformers.utils.import_utils", "is_tracing"): _traces,
     (MASKS, "find_packed_sequence_indices"): _packed,
     (MASKS, "_ignore_causal_mask_sdpa"): asked_instead(leaves_out_causal),
     (MASKS, "_ignore_bidirectional_mask_sdpa"): asked_instead(leaves_out_bidirectional),
-    (__name__, "is_full"): looked_at(is_full, "no zeros in it", _before_casts),
+    (__name__, "is_full"): _full,
 }
