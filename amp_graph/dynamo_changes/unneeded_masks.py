@@ -8,8 +8,8 @@
 Attention has faster kernels without a mask, which also keep none for backward. While anyone traces
 it, transformers looks at no values, and makes masks in case. Here a capture finds what the model
 would find: that no mask is given, that positions which were counted up have no gaps, and that a
-mask which is an input is full. This last holds for such masks alone: a guard looks at each, as the
-model does, until one is not full; what is captured for that one is right for all. A mask of ones that the model makes is full as well.
+mask is full which is made of ones, or is an input. A guard looks at each that is an input, as the
+model does, until one is not full; what is captured for that one is right for all.
 
 On 2.11 Dynamo takes every capture for `torch.export`, for which masks are made as well.
 
