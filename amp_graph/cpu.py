@@ -32,13 +32,15 @@ def has_amx() -> bool:
     return torch.backends.mkldnn.is_available() and torch.cpu._is_amx_tile_supported()
 
 
-def why_emulated(dtypes: Iterable[torch.dtype]) -> str:
-    """What to tell whoever computes in these."""
+def why_emulated(dtypes: Iterable[torch.dtype], is_compiled: bool) -> str:
+    """What to tell whoever computes in these; `is_compiled`: by a compiler, which emulates none."""
     names = ", ".join(sorted(dtype_name(dtype) for dtype in dtypes if emulates(dtype)))
     others = [dtype_name(dtype) for dtype in ASKED if not emulates(dtype)]
     better = f"It has kernels for {others[0]}. " if others else ""
+    setting = 'amp_graph.Policy(emulation="float32"), or AMP_GRAPH_EMULATION=float32'
+    if is_compiled:
+        setting = 'compiler="eager" and emulation="float32"'
     return (
         f"this CPU has no kernels for products in {names}, which PyTorch emulates. {better}"
-        'With amp_graph.Policy(emulation="float32"), or AMP_GRAPH_EMULATION=float32, float32 '
-        f"kernels compute products in {names}, several times faster"
+        f"With {setting}, float32 kernels compute products in {names}, several times faster"
     )

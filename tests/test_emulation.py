@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-from counting import Names
 from torch import nn
 from training import Mlp
 
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 def emulated(monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
     """The low precisions that the CPU has no kernels for; both, unless a test takes one out."""
     found = {torch.bfloat16, torch.float16}
-    for module in ("cpu", "calls.first_report", "graphs.recurrent"):
+    for module in ("cpu", "calls.first_report"):
         monkeypatch.setattr(f"amp_graph.{module}.emulates", found.__contains__)
     return found
 
@@ -57,6 +56,15 @@ def test_the_warning_names_a_precision_that_has_kernels(emulated: set[torch.dtyp
     assert "It has kernels for bfloat16. With amp_graph.Policy(emulation=" in message
 
 
+def test_a_compiled_model_is_told_of_what_it_may_have(
+    emulated: set[torch.dtype], traced: None
+) -> None:
+    policy = Policy("float16", compiler="inductor", loss_scale=None)
+    (message,) = messages(amp_graph.convert(Mlp(), policy=policy), calls=1)
+    assert 'With compiler="eager" and emulation="float32"' in message
+    Policy("float16", compiler="eager", emulation="float32")
+
+
 def test_a_model_that_stays_in_float32_is_not_slower(emulated: set[torch.dtype]) -> None:
     (message,) = messages(amp_graph.convert(Mlp(), policy=Policy(keep_float32="*")), calls=1)
     assert "nothing of Mlp was converted" in message
@@ -64,19 +72,3 @@ def test_a_model_that_stays_in_float32_is_not_slower(emulated: set[torch.dtype])
 
 def test_what_is_no_low_precision_is_not_emulated() -> None:
     assert not cpu.emulates(torch.float32)
-
-
-@pytest.mark.parametrize("emulates", [True, False])
-def test_a_compiled_lstm_does_not_ask_onednn_for_what_it_lacks(
-    traced: None, emulated: set[torch.dtype], emulates: bool
-) -> None:
-    if not emulates:
-        emulated.clear()
-        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            pytest.skip("this CPU has no kernels for bfloat16")
-    policy = Policy(dtype="bfloat16", compiler="inductor")
-    model = amp_graph.convert(nn.LSTM(4, 8), policy=policy)
-    with Names() as found, torch.no_grad():
-        model(torch.randn(3, 2, 4))
-    assert ("mkldnn_rnn_layer" in found.names) == (not emulates)
-    assert amp_graph.plans(model)[0].uncompiled is None

@@ -60,22 +60,11 @@ def conv_net() -> nn.Module:
     return nn.Sequential(*first, nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 25, 4))
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(11, 4), nn.Linear(8, 2)
-        self.lstm = nn.LSTM(4, 8, batch_first=True)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.lstm(self.words(ids))[0])
-
-
 MODELS = {
     "mlp": (Mlp, lambda: torch.randn(8, 4, requires_grad=True)),
     "batch norm": (Net, lambda: torch.randn(8, 8)),
     "convolutions": (conv_net, lambda: torch.randn(4, 3, 16, 16)),
     "attention": (Attention, lambda: torch.randn(2, 6, 16, requires_grad=True)),
-    "lstm": (Recurrent, lambda: torch.randint(0, 11, (3, 5))),
     "tied": (Tied, lambda: torch.randint(0, 11, (3, 5))),
     "checkpoint": (Checkpointed, lambda: torch.randn(3, 4, requires_grad=True)),
 }

@@ -96,15 +96,17 @@ def test_a_graph_that_fails_when_it_first_runs_does_too(monkeypatch) -> None:
     assert plan.fallback is None and "no such thing" in plan.uncompiled and plan.low
 
 
-def test_a_recurrent_layer_on_data_runs_low_though_it_is_not_compiled(traced, monkeypatch) -> None:
-    """Its kernel, of CPUs that have one, keeps nothing for backward when it runs compiled (torch
-    2.13)."""
-    monkeypatch.setattr("amp_graph.graphs.recurrent.emulates", lambda dtype: False)
-    eager, model = pair(nn.LSTM(4, 8, batch_first=True))
-    x = torch.randn(3, 5, 4)
-    with pytest.warns(ConversionWarning, match="not compiled"):
-        result = model(x)[0]
-    assert_same_results(eager, model, eager(x)[0], result)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_run_low_though_they_are_not_compiled(kind) -> None:
+    """Inductor would unroll one, in a minute for each length of a sequence."""
+    eager, model = pair(kind(4, 8, batch_first=True))
+    with pytest.warns(ConversionWarning, match="not compiled.*would unroll a recurrent layer"):
+        model(torch.randn(3, 5, 4))
+    for length in (6, 7, 8):
+        x = torch.randn(3, length, 4)
+        assert_same_results(eager, model, eager(x)[0], model(x)[0])
+        eager.zero_grad(), model.zero_grad()
+    assert len(amp_graph.plans(model)) <= 2
     assert low_share(model, x) == 1
 
 

@@ -1,4 +1,4 @@
-"""Recurrent layers: captured as one operator, for every length, compiled with their steps."""
+"""Recurrent layers: captured as one operator, for every length."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 import amp_graph
 from amp_graph.graphs.cells import CELLS
-from amp_graph.graphs.recurrent import KEY, LAYERS, PYTORCHS, recurrent_layers_whole
+from amp_graph.graphs.recurrent import KEY, LAYERS, recurrent_layers_whole
 from amp_graph.override import Override
 from amp_graph.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
+PYTORCHS = {layer: layer.py_kernels[KEY] for layer in LAYERS}
 KINDS: dict[str, Any] = {
     "lstm": nn.LSTM,
     "projected lstm": lambda *args, **kwargs: nn.LSTM(*args, proj_size=3, **kwargs),
@@ -95,13 +96,6 @@ def test_all_lengths_share_a_graph(kind: str) -> None:
 def test_a_layer_kept_in_float32_is_exact() -> None:
     plain, model = pair("gru", overrides=(Override("deny", op="aten.gru"),), keep_float32=("head",))
     compare(plain, model, 6, tolerance=1e-6)
-
-
-def test_a_compiled_layer_has_its_steps() -> None:
-    plain, model = pair("gru", compiler="inductor")
-    for length in (3, 4):
-        compare(plain, model, length, tolerance=1e-2)
-    assert [plan.uncompiled for plan in amp_graph.plans(model)] == [None, None]
 
 
 class Started(nn.Module):

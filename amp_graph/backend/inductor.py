@@ -36,7 +36,7 @@ from amp_graph.backend.decide import Lifted, Traced
 from amp_graph.dynamo_changes.replaced import method_inside
 from amp_graph.errors import CaptureError
 from amp_graph.graphs.aten import set_data
-from amp_graph.graphs.recurrent import recurrent_layers_in_steps
+from amp_graph.graphs.recurrent import has_recurrent_layer
 from amp_graph.modules import Run, without_autocast
 
 # All casts are in the graph, those of its backward as well. And a backward that cannot be compiled
@@ -57,6 +57,8 @@ def compile_graph(
     """
     if lifted.graph.graph.find_nodes(op="call_function", target=set_data):  # at once, as it traces
         raise CaptureError("tensors are put into other memory (`x.data = y`)")
+    if has_recurrent_layer(lifted.graph):
+        raise CaptureError("Inductor would unroll a recurrent layer, for each length anew")
     module = _described(copy.deepcopy(lifted.graph), traced.graph)
     inputs = [*traced.inputs]
     placeholders = module.graph.find_nodes(op="placeholder")
@@ -68,11 +70,9 @@ def compile_graph(
         inputs.append(_example(node.meta["val"], is_trained))
     read = _without_unread_parameters(module.graph)
     module.recompile()
-    with recurrent_layers_in_steps():
-        run = without_autocast(inductor, lifted.devices)(
-            module, [inputs[i] for i in read], config_patches=dict(settings)
-        )
-
+    run = without_autocast(inductor, lifted.devices)(
+        module, [inputs[i] for i in read], config_patches=dict(settings)
+    )
     frozen = [
         i
         for i, (node, value) in enumerate(zip(placeholders, inputs, strict=True))

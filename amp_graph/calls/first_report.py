@@ -26,7 +26,7 @@ def tell_of_first_call(entry: Entry, policy: Policy, plans: Sequence[Plan], has_
         warn(f"nothing of {entry.name} was converted: {why_nothing_is_low(plans)}")
     elif policy.emulation == "native" and "cpu" in devices_of(entry.module):
         if any(map(emulates, converted)):
-            why = why_emulated(converted)
+            why = why_emulated(converted, policy.is_compiled)
             warn(f"{entry.name} may be slower than in float32: {why}", once_about=why)
     names = [name for plan in plans for part in plan.parts() for name in part.facts]
     for override in policy.overrides if names and entry.is_call else ():

@@ -13,6 +13,7 @@ from amp_graph.dynamo_changes.cached_functions import cached_draws_left_to_pytho
 from amp_graph.dynamo_changes.causal_masks import causal_masks_known
 from amp_graph.dynamo_changes.checkpoint_sequences import checkpoint_sequences_known
 from amp_graph.dynamo_changes.checkpointed_writes import checkpointed_writes_inside
+from amp_graph.dynamo_changes.clamped_branches import clamped_branches_taken
 from amp_graph.dynamo_changes.containers import containers_whole
 from amp_graph.dynamo_changes.context_variables import context_variables_known
 from amp_graph.dynamo_changes.default_functions import default_functions_returned
@@ -45,6 +46,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     locations_untold,
     asked_gradients_kept_inside,
     known_values,
+    clamped_branches_taken,
     given_once,
     context_variables_known,
     tensor_indices_known,

@@ -24,13 +24,11 @@ from torch import Tensor, fx
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 
-from amp_graph.cpu import emulates
 from amp_graph.dtypes import LOW
 
 aten = torch.ops.aten
 LAYERS = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 KEY = DispatchKey.CompositeImplicitAutograd
-PYTORCHS = {layer: layer.py_kernels[KEY] for layer in LAYERS}
 
 
 def has_recurrent_layer(module: fx.GraphModule) -> bool:
@@ -40,29 +38,9 @@ def has_recurrent_layer(module: fx.GraphModule) -> bool:
 @contextlib.contextmanager
 def recurrent_layers_whole() -> Iterator[None]:
     """Within, the Python dispatcher takes their results from `results`."""
-    with _run_by(dict.fromkeys(LAYERS, results)):
-        yield
-
-
-@contextlib.contextmanager
-def recurrent_layers_in_steps() -> Iterator[None]:
-    """Within, they are PyTorch's own again: a compiler needs the steps."""
-    with _run_by({**PYTORCHS, aten.lstm.input: _lstm_in_steps}):
-        yield
-
-
-def _lstm_in_steps(input: Tensor, *others: Any) -> Any:
-    """PyTorch hands it to oneDNN also where that has no kernel for its dtype (torch 2.13)."""
-    has_kernel = input.dtype is torch.float32 or not emulates(input.dtype)
-    with contextlib.nullcontext() if has_kernel else torch.backends.mkldnn.flags(enabled=False):
-        return PYTORCHS[aten.lstm.input](input, *others)
-
-
-@contextlib.contextmanager
-def _run_by(kernels: Mapping[OpOverload, Any]) -> Iterator[None]:
-    before = {layer: layer.py_kernels[KEY] for layer in kernels}
+    before = {layer: layer.py_kernels[KEY] for layer in LAYERS}
     try:
-        _set(kernels)
+        _set(dict.fromkeys(LAYERS, results))
         yield
     finally:
         _set(before)
