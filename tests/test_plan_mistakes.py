@@ -16,7 +16,7 @@ from nets import Net
 from saved_plans import edit, save_net_plan
 
 import amp_graph
-from amp_graph import AmpGraphError, Plan, PlanError
+from amp_graph import AmpGraphError, Plan, PlanError, Policy, PolicyError
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -168,6 +168,18 @@ def test_plans_of_one_graph_have_to_agree(tmp_path: Path) -> None:
     followed = amp_graph.convert(Net().eval(), plan=path)
     followed(x)
     assert amp_graph.plans(followed)[0].paints["relu"].color is amp_graph.Color.DENY
+
+
+def test_an_empty_path_is_not_the_current_folder() -> None:
+    for call, kind in (
+        (lambda: amp_graph.dump(Net(), ""), AmpGraphError),
+        (lambda: amp_graph.load_plan(""), PlanError),
+        (lambda: amp_graph.save_plan(Plan(torch.bfloat16), ""), PlanError),
+        (lambda: amp_graph.convert(Net(), plan=""), PlanError),
+        (lambda: Policy(lists=""), PolicyError),
+    ):
+        with pytest.raises(kind, match=r"a path is empty; the current folder is '.'"):
+            call()
 
 
 def test_what_is_no_path() -> None:

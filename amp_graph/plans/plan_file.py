@@ -48,7 +48,7 @@ def save_plan(plan: Plan | Sequence[Plan], path: str | Path) -> None:
         "torch": str(torch.__version__),
         "plans": [encode_plan(p) for p in as_plans(plan).plans],
     }
-    path = as_path(path)
+    path = as_path(path, PlanError)
     if path.is_dir():
         raise PlanError(f"{path}: is a folder; give the path of a file")
     beside = path.with_name(f"{path.name}.part")
@@ -65,7 +65,7 @@ def load_plan(path: str | Path) -> tuple[Plan, ...]:
     describes the graph was edited.
     """
     try:
-        table = json.loads(as_path(path).read_text(encoding="utf-8"))
+        table = json.loads(as_path(path, PlanError).read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:  # not JSON, or not UTF-8
