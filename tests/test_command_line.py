@@ -40,6 +40,9 @@ def full():
 def wrong():
     return small()[0]
 
+def pair():
+    return 3, small()[1]
+
 def odd():
     return small()[0], 7
 
@@ -141,6 +144,7 @@ def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "models_here:absent"], "has no function 'absent'"),
         (["explain", "models_here:value"], "has no function 'value'"),
         (["explain", "models_here:wrong"], "has to return (model, batch[, loss])"),
+        (["explain", "models_here:pair"], "returned (int, tuple); it has to return (model"),
         (["explain", "models_here:odd"], "a batch is a tensor"),
         (["explain", "models_here:small", "--plan", "none.json"], "cannot be read"),
         (["explain", "models_here:small", "--lists", "none.toml"], "cannot be read"),
