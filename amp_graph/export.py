@@ -24,13 +24,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import ExportedProgram
+from torch.export import AdditionalInputs, ExportedProgram, ShapesCollection
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.backend.decide import Lifted, Traced, decide
 from amp_graph.calls.conversion import found_conversion
+from amp_graph.dynamo_changes.logs import quiet_logs
 from amp_graph.errors import AmpGraphError, PolicyError, in_brief, warn
 from amp_graph.graphs.aten import CAST
 from amp_graph.graphs.fake import fake_mode_of
@@ -39,6 +40,8 @@ from amp_graph.modules import unwrapped
 from amp_graph.plans.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, as_policy
 from amp_graph.reasons import why_nothing_is_low
+
+SHAPES = (Mapping, tuple, list, ShapesCollection, AdditionalInputs, type(None))
 
 # What torch.export asserts of the operand of a conversion: its dtype in float32, for one.
 ASSERTS_METADATA = torch.ops.aten._assert_tensor_metadata.default
@@ -63,8 +66,8 @@ def export(
     Warns if nothing of the program is in low precision.
 
     Raises what `torch.export` raises for a model that it cannot export, PolicyError, ListError
-    and PlanError as `convert` does, and AmpGraphError if the program cannot be rewritten or
-    `kwargs` is no mapping.
+    and PlanError as `convert` does, and AmpGraphError if the program cannot be rewritten or what
+    the model is to be exported with is of the wrong kind.
     """
     conversion = found_conversion(model)
     saved = None if plan is None else as_plans(plan)
@@ -75,16 +78,16 @@ def export(
         chosen = chosen.following(saved)
     if chosen.output_dtype is not None:
         raise PolicyError("output_dtype: a program returns the dtypes of the model; leave it out")
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise AmpGraphError(f"kwargs: takes arguments by their names, not {in_brief(kwargs)}")
-    given: Any = tuple(args) if isinstance(args, list) else args
-    exported = torch.export.export(
-        unwrapped(model), given, dict(kwargs or {}), dynamic_shapes=dynamic_shapes
-    )
+    _check_kinds(args, kwargs, dynamic_shapes)
+    lists = chosen.load_lists()
+    with quiet_logs():
+        exported = torch.export.export(
+            unwrapped(model), (*args,), dict(kwargs or {}), dynamic_shapes=dynamic_shapes
+        )
     with torch.no_grad():
         traced = _traced(exported)
         names = _names(exported, traced.inputs)
-        decision = decide(traced, chosen, chosen.load_lists(), saved, names)
+        decision = decide(traced, chosen, lists, saved, names)
     if decision.lifted is None:
         raise AmpGraphError(
             f"cannot export {type(model).__name__} in mixed precision: {decision.plan.fallback}. "
@@ -94,6 +97,18 @@ def export(
         reason = why_nothing_is_low([decision.plan])
         warn(f"nothing of {type(model).__name__} is in low precision in the program: {reason}")
     return _rewritten(exported, decision.lifted)
+
+
+def _check_kinds(args: Any, kwargs: Any, dynamic_shapes: Any) -> None:
+    if not isinstance(args, (tuple, list)):
+        raise AmpGraphError(f"args: takes a tuple, as of one tensor (x,), not {in_brief(args)}")
+    if not isinstance(kwargs, Mapping | None):
+        raise AmpGraphError(f"kwargs: takes arguments by their names, not {in_brief(kwargs)}")
+    if not isinstance(dynamic_shapes, SHAPES):
+        raise AmpGraphError(
+            "dynamic_shapes: takes what torch.export does, such as {'x': {0: Dim.AUTO}}, not "
+            f"{in_brief(dynamic_shapes)}"
+        )
 
 
 def _traced(exported: ExportedProgram) -> Traced:

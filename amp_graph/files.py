@@ -11,10 +11,13 @@ from typing import Any
 from amp_graph.errors import AmpGraphError, in_brief
 
 
-def as_path(given: Any) -> Path:
-    """Raises AmpGraphError for what is none."""
+def as_path(given: Any, kind: type[AmpGraphError] = AmpGraphError) -> Path:
+    """Raises an error of this kind for what is none. An empty text, as of a variable that is not
+    set, is not the current folder."""
     if not isinstance(given, (str, os.PathLike)):
-        raise AmpGraphError(f"a path is a str or a pathlib.Path, not {in_brief(given)}")
+        raise kind(f"a path is a str or a pathlib.Path, not {in_brief(given)}")
+    if not os.fspath(given):
+        raise kind("a path is empty; the current folder is '.'")
     return Path(given)
 
 

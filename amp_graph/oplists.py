@@ -30,6 +30,7 @@ import torch
 
 from amp_graph.dtypes import LOW_DTYPES
 from amp_graph.errors import ListError, did_you_mean
+from amp_graph.files import as_path
 from amp_graph.ir import COLORS, Color
 from amp_graph.listing import Listing, check_group
 
@@ -174,7 +175,9 @@ def _parse(path: Traversable) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise ListError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
-        raise ListError(f"{path}: cannot be read: {error}. Give the path of a TOML file.") from None
+        raise ListError(
+            f"{path}: cannot be read: {error.strerror}. Give the path of a TOML file."
+        ) from None
     if table.pop("schema", SCHEMA) != SCHEMA:
         raise ListError(f"{path}: this version reads `schema = {SCHEMA}` only.")
     return table
@@ -266,7 +269,7 @@ def _read_user(user: UserLists) -> dict[str, Listing]:
     entries: dict[str, Listing] = {}
     for source in sources:
         file = "the lists given" if isinstance(source, Mapping) else str(source)
-        table = source if isinstance(source, Mapping) else _parse(Path(source))
+        table = source if isinstance(source, Mapping) else _parse(as_path(source, ListError))
         for color, groups in table.items():
             if color not in COLORS:
                 hint = did_you_mean(color, COLORS)

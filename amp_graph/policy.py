@@ -17,6 +17,7 @@ import torch
 
 from amp_graph.dtypes import LOW_DTYPES, dtype_name
 from amp_graph.errors import PlanError, PolicyError, did_you_mean
+from amp_graph.files import as_path
 from amp_graph.ir import COLORS, Color, Level, NodeFacts
 from amp_graph.oplists import OpLists, UserLists, full_name, known_names, load_lists
 from amp_graph.override import Override, check_operator, inside
@@ -233,7 +234,7 @@ def _anchored(lists: Any) -> Any:
     """The lists with absolute paths: they are read again for a copy of a model, say, and a script
     may have gone to another folder meanwhile."""
     if isinstance(lists, str | Path):
-        return Path(lists).absolute()
+        return as_path(lists, PolicyError).absolute()
     if isinstance(lists, list | tuple):
         return [_anchored(given) for given in lists]
     if not isinstance(lists, Mapping | None):

@@ -13,8 +13,9 @@ from torch._dynamo.utils import counters
 import amp_graph
 from amp_graph.autopatch.exit_report import describe
 from amp_graph.autopatch.install import COLORS, SLOT, VARIABLES, Settings, install
-from amp_graph.errors import AmpGraphError
+from amp_graph.errors import AmpGraphError, PolicyError
 from amp_graph.ir import Level
+from amp_graph.policy import Policy
 
 X = torch.randn(4, 8)
 
@@ -66,6 +67,7 @@ def test_the_table_of_variables_is_what_is_read():
     assert Settings.read({"PATH": "x", **dict.fromkeys(VARIABLES, "")}) == Settings()
 
 
+SCALES = "choose dynamic, none or a finite number above 0"
 WRONG = {
     "DTYPE": ("float8", "AMP_GRAPH_DTYPE=float8: choose one of float16, bfloat16"),
     "LEVEL": ("fast", "AMP_GRAPH_LEVEL=fast: choose one of safe, balanced, max"),
@@ -76,9 +78,9 @@ WRONG = {
     "EMULATION": ("gpu", "AMP_GRAPH_EMULATION=gpu: choose one of native, float32"),
     "COMPILER": ("nvcc", "AMP_GRAPH_COMPILER=nvcc: choose one of eager, inductor"),
     "VERBOSE": ("2", "AMP_GRAPH_VERBOSE=2: choose one of 1, true, yes, on, 0, false, no, off"),
-    "LOSS_SCALE": ("big", "AMP_GRAPH_LOSS_SCALE=big: choose dynamic, none or a number above 0"),
-    "LOSS_SCALE ": ("-2", "AMP_GRAPH_LOSS_SCALE=-2: choose dynamic, none or a number above 0"),
-    "LOSS_SCALE  ": ("inf", "AMP_GRAPH_LOSS_SCALE=inf: choose dynamic, none or a number above 0"),
+    "LOSS_SCALE": ("big", f"AMP_GRAPH_LOSS_SCALE=big: {SCALES}"),
+    "LOSS_SCALE ": ("-2", f"AMP_GRAPH_LOSS_SCALE=-2: {SCALES}"),
+    "LOSS_SCALE  ": ("inf", f"AMP_GRAPH_LOSS_SCALE=inf: {SCALES}"),
     "LISTS": ("no.toml", "no.toml: cannot be read"),
     "DENYLIST_ADD": ("aten.no_such", "group 'AMP_GRAPH_DENYLIST_ADD'"),
     "ALLOWLIST_REMOVE": ("aten.gelu", "'aten.gelu' is on the infer list"),
@@ -93,6 +95,14 @@ def test_a_wrong_value_is_refused_with_what_is_legal(name):
     with pytest.raises(AmpGraphError) as error:
         Settings.read({f"AMP_GRAPH_{name.strip()}": value})
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("given", [3, Policy("bfloat16")], ids=["int", "Policy"])
+def test_what_are_no_settings(given):
+    before, kind = nn.Module.__dict__[SLOT], type(given).__name__
+    with pytest.raises(PolicyError, match=f"takes Settings, or nothing, not {kind} "):
+        install(given)
+    assert nn.Module.__dict__[SLOT] is before
 
 
 def test_dtype_and_loss_scale(start):

@@ -40,6 +40,9 @@ def full():
 def wrong():
     return small()[0]
 
+def pair():
+    return 3, small()[1]
+
 def odd():
     return small()[0], 7
 
@@ -141,6 +144,7 @@ def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "models_here:absent"], "has no function 'absent'"),
         (["explain", "models_here:value"], "has no function 'value'"),
         (["explain", "models_here:wrong"], "has to return (model, batch[, loss])"),
+        (["explain", "models_here:pair"], "returned (int, tuple); it has to return (model"),
         (["explain", "models_here:odd"], "a batch is a tensor"),
         (["explain", "models_here:small", "--plan", "none.json"], "cannot be read"),
         (["explain", "models_here:small", "--lists", "none.toml"], "cannot be read"),
@@ -203,9 +207,9 @@ CALIBRATE = ["calibrate", "models_here:counting", "--bound", "0.1", "--output"]
         (["compare", "models_here:counting", "--json", "no/c.json"], "no/c.json"),
         (["compare", "models_here:counting", "--plot", "no/c.svg"], "no/c.svg"),
         (["explain", "models_here:counting", "--json", "no/e.json"], "no/e.json"),
-        (["explain", "models_here:counting", "--json", ""], "."),
         (["dump", "models_here:counting", "models_here.py"], "models_here.py"),
         (["dump", "models_here:counting", "models_here.py/out"], "models_here.py/out"),
+        (["export", "models_here:counting", "small.txt"], "small.txt"),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_the_work(
@@ -215,6 +219,28 @@ def test_what_cannot_be_written_is_refused_before_the_work(
     assert main(arguments) == 2
     assert f"error: {path}: " in capsys.readouterr().err
     assert not sys.modules["models_here"].counted
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["dump", "models_here:counting", ""],
+        ["export", "models_here:counting", ""],
+        ["explain", "models_here:counting", "--json", ""],
+        ["compare", "models_here:counting", "--plot", ""],
+        ["compare", "models_here:small", "--lists", ""],
+        ["compare", "models_here:small", "--plan", ""],
+        ["diff", "", ""],
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(
+    arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    importlib.import_module("models_here")
+    assert main(arguments) == 2
+    assert "error: a path is empty; the current folder is '.'" in capsys.readouterr().err
+    assert not sys.modules["models_here"].counted
+    assert {f.name for f in folder.iterdir()} <= {"models_here.py", "__pycache__"}
 
 
 @pytest.mark.parametrize("command", [c.name for c in COMMANDS])

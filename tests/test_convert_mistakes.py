@@ -189,7 +189,7 @@ def test_an_override_that_names_no_node_is_told_of_after_the_first_call(recwarn)
     model = amp_graph.convert(Net(), policy=Policy("bfloat16", overrides=overrides))
     model(torch.randn(4, 8))
     (warning,) = recwarn.list
-    said = "Override(name=linear_9) names no node of the first call of Net. Did you mean 'linear"
+    said = "Override(name='linear_9') names no node of the first call of Net. Did you mean 'linear"
     assert str(warning.message).startswith(said)
     model(torch.randn(4, 8))
     assert len(recwarn.list) == 1

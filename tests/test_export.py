@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import subprocess
 import sys
 import warnings
@@ -21,7 +22,7 @@ from zoo.case import exportable, floating_outputs
 
 import amp_graph
 import amp_graph.backend.decide as decide
-from amp_graph import AmpGraphError, Override, Policy, PolicyError
+from amp_graph import AmpGraphError, ListError, Override, Policy, PolicyError
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -190,6 +191,10 @@ def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(4, 8)
     with pytest.raises(AmpGraphError, match="kwargs: takes arguments by their names, not int 5"):
         amp_graph.export(Net(), (x,), kwargs=5)
+    with pytest.raises(AmpGraphError, match=r"args: takes a tuple, .* \(x,\), not Tensor tensor"):
+        amp_graph.export(Net(), x)
+    with pytest.raises(AmpGraphError, match=r"dynamic_shapes: .* not int 3"):
+        amp_graph.export(Net(), (x,), dynamic_shapes=3)
     with pytest.raises(PolicyError, match="output_dtype"):
         amp_graph.export(Net(), (x,), policy=Policy("bfloat16", output_dtype="bfloat16"))
 
@@ -199,6 +204,24 @@ def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decide, "rewrite", fail)
     with pytest.raises(AmpGraphError, match=r"cannot export Net .* planted"):
         amp_graph.export(Net(), (x,))
+
+
+def test_a_mistake_in_the_lists_is_told_of_before_the_export(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.export, "export", lambda *_, **__: pytest.fail("it was exported"))
+    with pytest.raises(ListError, match=r"no operator 'aten.gelo'"):
+        amp_graph.export(Net(), (torch.randn(4, 8),), policy=Policy(lists={"deny": ["aten.gelo"]}))
+
+
+def test_a_model_that_cannot_be_exported_logs_no_traceback(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    with pytest.raises(RuntimeError, match="must have same reduction dim"):
+        amp_graph.export(Net(), (torch.randn(4, 3),))
+    assert not [record for record in caplog.records if record.name == log.name]
 
 
 def test_warns_of_nothing_that_torch_export_does_not() -> None:

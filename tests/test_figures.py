@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 import warnings
 from typing import Any
 
@@ -11,14 +13,11 @@ import zoo
 from counting import LOW, CastCounter, tensors
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import amp_graph
 from amp_graph import ConversionWarning
-from amp_graph.inspection.flops import attention_flops
-
-CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
+from amp_graph.inspection.flops import FORMULAS
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -37,8 +36,8 @@ class FlopsByPrecision(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         packet = getattr(func, "_overloadpacket", None)
-        if packet is CPU_ATTENTION:
-            flops = attention_flops(*(a.shape for a in args[:3]))
+        if packet in FORMULAS:
+            flops = FORMULAS[packet](*(getattr(a, "shape", a) for a in args))
         elif packet in flop_registry:
             flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
         else:
@@ -77,6 +76,61 @@ def test_figures_equal_what_a_run_dispatches(name: str) -> None:
     assert (whole.flops.low, whole.flops.total) == (flops.low, flops.total)
     assert sum(g.casts for g in report.graphs) == len(report.casts) == casts.forward.casts
     assert sum(c.bytes for c in report.casts) == casts.forward.bytes
+
+
+RECURRENT = {
+    "lstm": nn.LSTM(8, 16),
+    "deep lstm": nn.LSTM(8, 16, num_layers=3, bidirectional=True, batch_first=True),
+    "projected": nn.LSTM(8, 16, num_layers=2, proj_size=4, bias=False),
+    "gru": nn.GRU(8, 16, bidirectional=True),
+    "rnn": nn.RNN(8, 16, num_layers=2),
+}
+
+
+def flops_of_steps(layer: nn.Module, given: Any) -> int:
+    """What torch counts where the layer runs cell by cell."""
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False), counter:
+        layer(given)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_recurrent_layers_count_what_their_cells_do(name: str, dtype: str) -> None:
+    layer, x = RECURRENT[name].eval(), torch.randn(5, 3, 8)
+    model = amp_graph.convert(nn.Sequential(copy.deepcopy(layer)), policy=dtype)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConversionWarning)
+        model(x)
+    flops = amp_graph.explain(model).data.modules[0].figures.flops
+    assert flops.low == flops.total == flops_of_steps(layer, x) > 0
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_the_formulas_of_fused_recurrent_layers(name: str) -> None:
+    """Also where sequences are packed: their steps are rows then."""
+    layer, aten = RECURRENT[name], torch.ops.aten
+    weights = [p.shape for p in layer.parameters()]
+    packed = nn.utils.rnn.pack_sequence([torch.randn(n, 8) for n in (4, 2, 1)])
+    for given in (torch.randn(5, 3, 8), packed):
+        x = given.data.shape
+        for flops in (
+            FORMULAS[aten._cudnn_rnn](x, weights, 4, None, x),
+            FORMULAS[aten.miopen_rnn](x, weights, 4, x),
+            FORMULAS[aten._lstm_mps](x, [x], weights, True),
+        ):
+            assert flops == flops_of_steps(layer, given) > 0
+
+
+def test_what_no_formula_counts_is_a_dash() -> None:
+    model = amp_graph.convert(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), policy="bfloat16")
+    model(torch.randn(4, 8))
+    report = amp_graph.explain(model)
+    (line,) = (line for line in str(report).splitlines() if re.match(" +1 ", line))
+    assert line.split()[2:4] == ["–", "–"]
+    for shown in (str(report), report._repr_html_()):
+        assert "–" in shown and "512 FLOP" in shown and "0 FLOP" not in shown
 
 
 def test_modules_deeper_than_asked_are_left_out() -> None:

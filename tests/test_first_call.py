@@ -193,13 +193,14 @@ def test_a_copy_of_a_converted_model_inside_of_another_model(start, recwarn):
 
 
 def test_one_policy_serves_models_without_the_modules_it_skips(start, recwarn, capsys):
-    installation = start(SKIP="2,head,haed")
+    installation = start(SKIP="2,head,haed,xyz")
     model = net()
     model(X)
     assert amp_graph.is_converted(model) and not recwarn.list
     nn.Sequential(OrderedDict(head=nn.Linear(8, 8)))(X)
     installation.report()
-    assert re.findall("SKIP=(.*) matches no module", capsys.readouterr().err) == ["haed"]
+    said = re.findall("SKIP=(.*) matches no module that was (.*)", capsys.readouterr().err)
+    assert said == [("haed", "converted. Did you mean 'head'?"), ("xyz", "converted")]
 
 
 def test_an_error_of_the_models_own_is_raised_as_it_is(start):

@@ -138,6 +138,9 @@ def test_search_filters_and_reasons(tmp_path: Path) -> None:
         seen.code = document.querySelector("#detail pre").textContent;
         seen.facts = document.querySelector("#detail .facts").textContent;
         seen.call = document.querySelector("#detail .quiet").textContent;
+        for (const text of document.querySelectorAll("#detail p, #detail li"))
+          text.append("long".repeat(99));
+        seen.wide = get("detail").scrollWidth - get("detail").clientWidth;
         document.querySelector("#detail ol .link").click();
         seen.followed = document.querySelector("#detail h2").textContent;
         press("ArrowDown");
@@ -157,6 +160,7 @@ def test_search_filters_and_reasons(tmp_path: Path) -> None:
     assert "float32 for precision" in seen["why"][0]
     assert seen["code"] == "hidden = self.first(x).float().exp() + 1"
     assert seen["call"] == "add = aten.add.Tensor(exp, 1)" and "stores128 B" in seen["facts"]
+    assert seen["wide"] <= 0
     assert seen["followed"] in ("exp", "to") and seen["next"] != seen["followed"]
     assert seen["before"] == 0
     assert seen["place"].startswith("#graph0/")

@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nets import Net
 from saved_plans import edit, save_net_plan
+from torch import nn
 
 import amp_graph
-from amp_graph import AmpGraphError, Plan, PlanError
+from amp_graph import AmpGraphError, Plan, PlanError, Policy, PolicyError
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -53,6 +54,7 @@ PLAN = ("plans", 0)
         (put("other", "format"), 'does not say "format"'),
         (put(2, "schema"), "this version reads schema 1"),
         (drop("schema"), "this version reads schema 1"),
+        (put(2.13, "torch"), "'torch' must be the version"),
         (put([], "plans"), "at least one plan"),
         (put({}, "plans"), "at least one plan"),
         (put([3], "plans"), r"plans\[0\]: must be an object"),
@@ -168,6 +170,31 @@ def test_plans_of_one_graph_have_to_agree(tmp_path: Path) -> None:
     followed = amp_graph.convert(Net().eval(), plan=path)
     followed(x)
     assert amp_graph.plans(followed)[0].paints["relu"].color is amp_graph.Color.DENY
+
+
+def test_a_plan_of_another_graph_tells_of_another_torch(saved: Path) -> None:
+    def said() -> str:
+        with pytest.raises(PlanError, match="First difference") as error:
+            amp_graph.convert(nn.Sequential(nn.Linear(8, 8)), plan=saved)(torch.randn(4, 8))
+        return str(error.value)
+
+    assert "saved under" not in said()
+    edit(saved, put("1.0.0", "torch"))
+    assert f"It was saved under torch 1.0.0; this is {torch.__version__}. Save" in said()
+    edit(saved, drop("torch"))
+    assert "saved under" not in said()
+
+
+def test_an_empty_path_is_not_the_current_folder() -> None:
+    for call, kind in (
+        (lambda: amp_graph.dump(Net(), ""), AmpGraphError),
+        (lambda: amp_graph.load_plan(""), PlanError),
+        (lambda: amp_graph.save_plan(Plan(torch.bfloat16), ""), PlanError),
+        (lambda: amp_graph.convert(Net(), plan=""), PlanError),
+        (lambda: Policy(lists=""), PolicyError),
+    ):
+        with pytest.raises(kind, match=r"a path is empty; the current folder is '.'"):
+            call()
 
 
 def test_what_is_no_path() -> None:

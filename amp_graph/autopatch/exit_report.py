@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +25,24 @@ def write_report(
     models: Sequence[Model],
     folder: Path | None,
     process: str = "",
-    missed: Sequence[str] = (),
+    missed: Mapping[str, str] | None = None,
     compiles: bool = False,
     has_children: bool = False,
 ) -> None:
     """Print the report; with a folder also write report.json and the annotated graphs there: a
     text for each plan and, of models that still live, all that `dump` writes. `process` names one
     of several that report: it begins each line, and its files have a folder of that name. `missed`
-    has the globs that match no module of a converted model. `compiles`: whether the script compiles
+    has the globs that match no module of a converted model, with what comes close.
+    `compiles`: whether the script compiles
     something by itself. `has_children`: whether it has started processes that report, too."""
     models = folded(models)
     described = [describe(m) for m in models]
     breaks = dict.fromkeys(b for m in described for b in m.get("graph_breaks", ()))
     report = {"models": described, "graph_breaks": [*breaks], "script_compiles": compiles}
-    missing = (f"AMP_GRAPH_SKIP={glob} matches no module that was converted" for glob in missed)
+    missing = (
+        f"AMP_GRAPH_SKIP={glob} matches no module that was converted{hint and f'.{hint}'}"
+        for glob, hint in (missed or {}).items()
+    )
     say(*_lines(_in_lines(models), breaks, compiles, has_children), *missing, of=process)
     if folder is None:
         return

@@ -41,7 +41,7 @@ from amp_graph.convert import (
     restore,
     why_not_at_once,
 )
-from amp_graph.errors import in_words
+from amp_graph.errors import did_you_mean, in_words
 from amp_graph.modules import autocast_devices, is_rerouted, unwrapped
 from amp_graph.policy import Policy
 from amp_graph.training.engine import OUTSIDE, backward_pass, has_process_group
@@ -59,8 +59,8 @@ class Models:
     """All models that were called so far, in this process.
 
     rank: this process's among those that train together, once a model was called; None if alone.
-    missed: the globs of the policy that match no module of a converted model; None before there
-        is one.
+    missed: the globs of the policy that match no module of a converted model, and what comes close;
+        None before there is one.
     compiles: whether the script compiles something by itself.
     say: what is told of them while the script runs goes here, a line at a time.
     """
@@ -69,7 +69,7 @@ class Models:
         self.seen: list[Model] = []
         self._inherited: list[Model] = []
         self.rank: int | None = None
-        self.missed: set[str] | None = None
+        self.missed: dict[str, str] | None = None
         self.compiles = False
         self._policy, self._verbose, self._say = policy, verbose, say
         # By identity: a module may define an equality of its own.
@@ -245,8 +245,9 @@ class Models:
         model.record = record_of(inner)
         if self._policy.keep_float32:
             paths = [path for path, _ in inner.named_modules()]
-            missed = {glob for _, glob in self._policy.unmatched(paths)}
-            self.missed = missed if self.missed is None else self.missed & missed
+            missed = {g: did_you_mean(g, paths) for _, g in self._policy.unmatched(paths)}
+            before = missed if self.missed is None else self.missed
+            self.missed = {g: before[g] or hint for g, hint in missed.items() if g in before}
 
     def _is_ours(self, module: nn.Module) -> bool:
         """Whether it was converted here, or copied from a model that was."""

@@ -32,13 +32,14 @@ from amp_graph.autopatch.loaded_states import scales_are_loaded
 from amp_graph.autopatch.script_models import Model
 from amp_graph.autopatch.standard_error import say
 from amp_graph.capture.captures import other_captures_heard
-from amp_graph.errors import AmpGraphError, PolicyError, did_you_mean, in_words, telling
+from amp_graph.errors import AmpGraphError, PolicyError, did_you_mean, in_brief, in_words, telling
 from amp_graph.ir import COLORS, LEVELS
 from amp_graph.policy import COMPILERS, EMULATION, REFRESH, Policy
 from amp_graph.training.optimizers import scales_expected
 from amp_graph.uncaptured import capturing, passed_over
 
 SLOT = "_compiled_call_impl"
+SCALES = "dynamic, none or a finite number above 0"
 YES, NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 LAUNCHERS = (
     "torch.distributed.*",
@@ -49,7 +50,7 @@ LAUNCHERS = (
 )
 
 VARIABLES = {
-    "AMP_GRAPH_ENABLE": "1 converts, 0 or nothing leaves everything alone",
+    "AMP_GRAPH_ENABLE": "1, true, yes or on converts, 0 or nothing leaves everything alone",
     "AMP_GRAPH_DTYPE": "float16 or bfloat16 (float16 on CUDA and MPS, else bfloat16)",
     "AMP_GRAPH_LISTS": f"operator lists to put on top: TOML files, separated by '{os.pathsep}'",
     **{
@@ -57,7 +58,7 @@ VARIABLES = {
         for color in COLORS
         for change, verb in (("ADD", "put on"), ("REMOVE", "take off"))
     },
-    "AMP_GRAPH_LOSS_SCALE": "dynamic, none, or a number above 0 for a static scale (dynamic)",
+    "AMP_GRAPH_LOSS_SCALE": f"{SCALES}, for a static scale (dynamic)",
     "AMP_GRAPH_DUMP": "a folder for annotated graphs and the report",
     "AMP_GRAPH_LEVEL": f"how far tensors are narrowed: {' or '.join(LEVELS)}",
     "AMP_GRAPH_REFRESH_WEIGHTS": f"low-precision weights are made anew {' or '.join(REFRESH)}",
@@ -133,7 +134,7 @@ def _loss_scale(value: str) -> float | str | None:
     except ValueError:
         scale = 0.0
     if not 0 < scale < float("inf"):
-        raise PolicyError(f"AMP_GRAPH_LOSS_SCALE={value}: choose dynamic, none or a number above 0")
+        raise PolicyError(f"AMP_GRAPH_LOSS_SCALE={value}: choose {SCALES}")
     return scale
 
 
@@ -180,7 +181,7 @@ class Installation:
             return
         self._has_reported = True
         try:
-            missed = sorted(self.models.missed or ())
+            missed = dict(sorted((self.models.missed or {}).items()))
             name = self._name() if is_child else ""
             compiles, has_children = self.models.compiles, self._has_children
             write_report(models, self._dump, name, missed, compiles, has_children)
@@ -223,14 +224,14 @@ class _EveryCall:
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
         if module is None or torch.compiler.is_dynamo_compiling():  # it would trace the next line
             return None
-        if sys._getframe(1).f_code is not CALL:
+        if sys._getframe(1).f_code is not CALLING:
             return None
         if capturing():
             return self._models.on_compiled_call(module)
         return self._models.on_call(module)
 
 
-CALL = nn.Module._wrapped_call_impl.__code__
+CALLING = nn.Module._wrapped_call_impl.__code__
 _installed: list[Installation] = []  # at most one
 
 
@@ -239,6 +240,8 @@ def install(settings: Settings | None = None) -> Installation:
 
     A second installation is the first one. Raises PolicyError or ListError for a wrong value.
     """
+    if not isinstance(settings, Settings | None):
+        raise PolicyError(f"install() takes Settings, or nothing, not {in_brief(settings)}")
     if not _installed:
         _installed.append(Installation(settings or Settings.read(os.environ)))
     return _installed[0]

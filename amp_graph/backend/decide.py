@@ -72,8 +72,8 @@ def decide(
     traced: Traced,
     policy: Policy,
     lists: OpLists,
-    saved: Saved | None = None,
-    names: Names | None = None,
+    saved: Saved | None,
+    names: Names | None,
 ) -> Decision:
     """Decide about a graph of Dynamo's, which is left as it is, under the modes in force.
 

@@ -87,7 +87,7 @@ def split_where_wide(captured: fx.GraphModule, policy: Policy, lists: OpLists) -
 
 
 def rewrite_body(
-    body: fx.GraphModule, policy: Policy, lists: OpLists, pins: Pins | None = None
+    body: fx.GraphModule, policy: Policy, lists: OpLists, pins: Pins | None
 ) -> tuple[fx.GraphModule, Plan]:
     """As `rewrite`, but a body that fails runs as captured, and its plan says so."""
     dtype = policy.dtype_for(device_types(body))

@@ -32,4 +32,5 @@ def tell_of_first_call(entry: Entry, policy: Policy, plans: Sequence[Plan], has_
     for override in policy.overrides if names and entry.is_call else ():
         if override.name is not None and not fnmatch.filter(names, override.name):
             hint = did_you_mean(override.name, names)
-            warn(f"Override({override}) names no node of the first call of {entry.name}.{hint}")
+            given = f"Override(name={override.name!r})"
+            warn(f"{given} names no node of the first call of {entry.name}.{hint}")

@@ -75,7 +75,7 @@ def changes_modes(module: fx.GraphModule) -> bool:
 
 
 def retrace(
-    module: fx.GraphModule, names: Names | None = None, inputs: Sequence[Any] = ()
+    module: fx.GraphModule, names: Names | None, inputs: Sequence[Any] = ()
 ) -> fx.GraphModule:
     """Return the ATen form of a Dynamo graph; `module` is left as it was.
 

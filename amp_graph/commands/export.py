@@ -19,6 +19,7 @@ from amp_graph.commands.command import (
     working,
 )
 from amp_graph.commands.factory import subject
+from amp_graph.errors import AmpGraphError
 from amp_graph.export import export
 from amp_graph.inspection.spelling import byte_count
 from amp_graph.modules import arguments_of
@@ -33,6 +34,8 @@ def _export_arguments(parser: ArgumentParser) -> None:
 
 def _export(args: Namespace) -> int:
     check_files(args.output)
+    if not args.output.endswith(".pt2"):
+        raise AmpGraphError(f"{args.output}: is to be a program; give a file that ends in .pt2")
     with working(f"exporting {args.factory}"):
         made = subject(args.factory)
         batch = arguments_of(made.batches[0])

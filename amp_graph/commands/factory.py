@@ -57,8 +57,10 @@ def subject(name: str) -> Subject:
 def _checked(name: str, made: Any) -> Subject:
     is_pair = isinstance(made, tuple) and len(made) in (2, 3)
     if not is_pair or not isinstance(made[0], nn.Module):
-        kind = type(made).__name__
-        raise AmpGraphError(f"{name} returned {kind}; it has to return (model, batch[, loss])")
+        kinds = type(made).__name__
+        if isinstance(made, tuple):
+            kinds = f"({', '.join(type(part).__name__ for part in made)})"
+        raise AmpGraphError(f"{name} returned {kinds}; it has to return (model, batch[, loss])")
     model, batch, *loss = made
     batches = tuple(batch) if isinstance(batch, list) else (batch,)
     if not batches:

@@ -42,14 +42,14 @@ def _compare(args: Namespace) -> int:
     check_files(args.json, args.plot)
     if args.plot:
         check_drawing(args.plot)
-    made = converted(args) if args.plan else subject(args.factory)
+    made = converted(args) if args.plan is not None else subject(args.factory)
     with working(f"running {args.factory} in float32 and in mixed precision"):
         found = compare(
             made.model,
             made.batches[0],
             loss=made.loss,
             loss_scale=args.loss_scale,
-            policy=None if args.plan else policy_of(args),
+            policy=policy_of(args) if args.plan is None else None,
         )
     out.print(found)
     if args.json:

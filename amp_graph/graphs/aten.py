@@ -21,6 +21,8 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils._pytree import tree_leaves
 
+from amp_graph.dtypes import LOW
+
 CAST = torch.ops.aten._to_copy.default
 ADD = torch.ops.aten.add.Tensor
 CLAMP = torch.ops.aten.clamp.default
@@ -62,6 +64,14 @@ def op_name(node: fx.Node) -> str:
     if isinstance(node.target, (OpOverload, HigherOrderOperator)):
         return str(node.target)
     return str(getattr(node.target, "__name__", node.target))
+
+
+def widens_low(node: fx.Node) -> bool:
+    """Whether it is a cast of low precision to float32, and nothing more."""
+    if node.target is not CAST or node.kwargs != {"dtype": torch.float32}:
+        return False
+    operand = node.args[0]
+    return isinstance(operand, fx.Node) and operand.meta["val"].dtype in LOW
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:

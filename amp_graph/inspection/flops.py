@@ -8,6 +8,8 @@ down to is counted. Kernels without a formula count nothing, as in torch's own c
 from __future__ import annotations
 
 import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from amp_graph.dynamo_changes.logs import quiet_logs
 from amp_graph.graphs.aten import FLEX_ATTENTION, is_operator
 from amp_graph.graphs.fake import concrete
 
+aten = torch.ops.aten
+
 
 def attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     """The formula of attention, of its shapes."""
@@ -27,15 +31,27 @@ def attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any)
     return flops
 
 
-# torch 2.13 counts every fused attention kernel but that of the CPU.
-FORMULAS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops}
+def recurrent_flops(steps: Sequence[int], *weights: Sequence[int]) -> int:
+    """The formula of recurrent layers: each matrix, a projection too, is multiplied with each step
+    of each sequence, packed or not. Biases and gates count nothing, as in cells."""
+    return 2 * math.prod(steps[:-1]) * sum(math.prod(w) for w in weights if len(w) == 2)
+
+
+# torch 2.13 counts every fused attention kernel but that of the CPU, and no fused recurrent layer.
+FORMULAS: Mapping[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    aten.mkldnn_rnn_layer: lambda x, w_ih, w_hh, *_, **__: recurrent_flops(x, w_ih, w_hh),
+    aten._cudnn_rnn: lambda x, weights, *_, **__: recurrent_flops(x, *weights),
+    aten.miopen_rnn: lambda x, weights, *_, **__: recurrent_flops(x, *weights),
+    aten._lstm_mps: lambda x, states, weights, *_, **__: recurrent_flops(x, *weights),
+}
 
 
 def flops_of(node: fx.Node) -> int:
     """How many floating-point operations one run of the node takes; 0 if it cannot be said."""
     if not is_operator(node):
         return 0
-    counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
+    counter = FlopCounterMode(display=False, custom_mapping={**FORMULAS})
     # Sizes that depend on data are assumed, each by itself, and may not fit one another.
     with FakeTensorMode(), quiet_logs(), contextlib.suppress(Exception), torch.no_grad():
         values = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from amp_graph.dtypes import LOW_DTYPES
 from amp_graph.inspection.annotated import AnnotatedGraph, AnnotatedNode
 from amp_graph.inspection.source import AnnotatedModel
 from amp_graph.inspection.suggestions import Suggestion, suggestions
@@ -118,7 +119,7 @@ def figures_of(node: AnnotatedNode) -> Figures:
     if not node.is_float:
         return Figures()
     low = int(node.low)
-    stored_low = node.storage in ("float16", "bfloat16")
+    stored_low = node.storage in LOW_DTYPES
     return Figures(
         operators=Share(low, 1),
         flops=Share(low * node.flops, node.flops),

@@ -56,6 +56,9 @@ def byte_count(number: int) -> str:
 
 
 def flop_count(number: int) -> str:
+    """A dash for none: kernels that have no formula are not counted."""
+    if not number:
+        return "–"
     size, units = float(number), ["", "k", "M", "G", "T", "P"]
     while float(f"{size:.3g}") >= 1000 and len(units) > 1:
         size /= 1000

@@ -43,9 +43,7 @@ class Suggestion:
         return ", ".join(parts)
 
 
-def suggestions(
-    graphs: Sequence[AnnotatedGraph], breaks: Sequence[str] = ()
-) -> tuple[Suggestion, ...]:
+def suggestions(graphs: Sequence[AnnotatedGraph], breaks: Sequence[str]) -> tuple[Suggestion, ...]:
     """At most three, best first."""
     found: list[Suggestion] = []
     for graph in graphs:

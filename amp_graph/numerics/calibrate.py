@@ -119,7 +119,7 @@ def _check(batches: Any, bound: float) -> None:
         raise AmpGraphError(f"the bound must be a number that is not negative, not {bound!r}")
     if isinstance(batches, (torch.Tensor, Mapping)) or not isinstance(batches, Iterable):
         raise AmpGraphError(
-            f"calibrate takes a list of batches, not a {type(batches).__name__}; give [batch]"
+            f"calibrate takes a list of batches, not one {type(batches).__name__}; give [batch]"
         )
 
 

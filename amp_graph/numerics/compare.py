@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from amp_graph.dtypes import dtype_name
 from amp_graph.errors import AmpGraphError
-from amp_graph.files import writing
+from amp_graph.files import as_path, writing
 from amp_graph.inspection.spelling import op_name
 from amp_graph.ir import NodeFacts, Plan
 from amp_graph.numerics.observer import Observer, Place
@@ -107,8 +107,8 @@ class Comparison:
     def save(self, path: str | Path) -> None:
         """Write all figures as JSON. Raises AmpGraphError if the file cannot be written."""
         table = {"format": FORMAT, "schema": SCHEMA, **encode(self)}
-        with writing(Path(path)):
-            Path(path).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        with writing(file := as_path(path)):
+            file.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
         """Draw the histogram of gradient exponents as SVG, with float16's range marked. Raises
@@ -116,8 +116,8 @@ class Comparison:
         check_drawing(path)
         from amp_graph.numerics.report import histogram
 
-        with writing(Path(path)):
-            Path(path).write_text(histogram(self), encoding="utf-8")
+        with writing(file := as_path(path)):
+            file.write_text(histogram(self), encoding="utf-8")
 
     def __str__(self) -> str:
         from amp_graph.numerics.report import text
@@ -186,7 +186,7 @@ def _fallbacks(name: str, plan: Plan) -> Iterator[str]:
 
 def check_drawing(path: str | Path) -> None:
     """Refuse a file for `Comparison.plot` that is to be of another kind. Raises AmpGraphError."""
-    if Path(path).suffix.lower() not in ("", ".svg"):
+    if as_path(path).suffix.lower() not in ("", ".svg"):
         raise AmpGraphError(f"{path}: the drawing is SVG; give a file that ends in .svg")
 
 

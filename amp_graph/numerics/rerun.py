@@ -243,7 +243,7 @@ def _not_captured(model: nn.Module) -> CaptureError:
     )
 
 
-def rerun_of(model: nn.Module, policy: Policy | str | torch.dtype | None = None) -> Rerun:
+def rerun_of(model: nn.Module, policy: Policy | str | torch.dtype | None) -> Rerun:
     """A rerun of a model, converted or not, without a data-parallel wrapper. A converted one brings
     its own policy and plans."""
     model = unwrapped(model)

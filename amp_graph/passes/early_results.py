@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from amp_graph.dtypes import LOW
-from amp_graph.graphs.aten import CAST, storages, written_operands
+from amp_graph.graphs.aten import storages, widens_low, written_operands
 from amp_graph.graphs.grad_modes import grad_modes
 from amp_graph.training.early import EarlyResults
 
@@ -112,8 +111,5 @@ def _early_results(
 def _read_on(result: fx.Node) -> fx.Node:
     """What the graph goes on with: a result, or what that is the float32 form of, if it is read in
     low precision, too. Read in float32 it is then widened once more."""
-    if result.target is CAST and result.kwargs == {"dtype": torch.float32}:
-        operand = result.args[0]
-        if isinstance(operand, fx.Node) and operand.meta["val"].dtype in LOW:
-            return operand if len(operand.users) > 1 else result
-    return result
+    operand: Any = result.args[0] if widens_low(result) else None
+    return operand if operand is not None and len(operand.users) > 1 else result

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import fx
 
-from amp_graph.graphs.aten import CAST, results_of, written_operands
+from amp_graph.graphs.aten import results_of, widens_low, written_operands
 from amp_graph.graphs.grad_modes import grad_modes
 
 
@@ -46,7 +45,5 @@ def last_casts(module: fx.GraphModule) -> Iterator[fx.Node]:
     for node in reversed(module.graph.nodes):
         if any(True for _ in written_operands(module, node)):
             return
-        if node.target is CAST and node in results and len(node.users) == 1:
-            is_from_low = node.args[0].meta["val"].dtype in (torch.float16, torch.bfloat16)
-            if is_from_low and node.kwargs == {"dtype": torch.float32}:
-                yield node
+        if node in results and len(node.users) == 1 and widens_low(node):
+            yield node

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from amp_graph.errors import PlanError
 from amp_graph.ir import Color, NodeFacts, Paint, Plan
 
@@ -28,10 +30,12 @@ EDITED = "saved in the plan"
 
 @dataclass(frozen=True)
 class Saved:
-    """The plans that a model is to follow, and where they came from, for messages."""
+    """The plans that a model is to follow and, for messages, where they came from and the version
+    of torch that they were saved under, if it is known."""
 
     plans: tuple[Plan, ...]
     origin: str = "the plan given"
+    torch: str = ""
 
     @cached_property
     def fingerprints(self) -> tuple[str, ...]:
@@ -188,8 +192,11 @@ def _no_plan(saved: Saved, captured: Plan) -> str:
     if not saved.plans:
         return f"{saved.origin}: holds no plan"
     nearest = max(saved.plans, key=lambda plan: _common(plan, captured))
+    here = str(torch.__version__)
+    versions = f"It was saved under torch {saved.torch}; this is {here}. "
     return (
         f"{saved.origin}: none of its plans is for this graph. {_difference(nearest, captured)} "
+        f"{versions if saved.torch not in ('', here) else ''}"
         "Save the plans again after the model ran in this way, or convert without a plan."
     )
 

@@ -48,7 +48,7 @@ def save_plan(plan: Plan | Sequence[Plan], path: str | Path) -> None:
         "torch": str(torch.__version__),
         "plans": [encode_plan(p) for p in as_plans(plan).plans],
     }
-    path = as_path(path)
+    path = as_path(path, PlanError)
     if path.is_dir():
         raise PlanError(f"{path}: is a folder; give the path of a file")
     beside = path.with_name(f"{path.name}.part")
@@ -64,8 +64,12 @@ def load_plan(path: str | Path) -> tuple[Plan, ...]:
     another format or of a newer schema, that has a value which is not possible, or in which what
     describes the graph was edited.
     """
+    return _saved(path).plans
+
+
+def _saved(path: str | Path) -> Saved:
     try:
-        table = json.loads(as_path(path).read_text(encoding="utf-8"))
+        table = json.loads(as_path(path, PlanError).read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:  # not JSON, or not UTF-8
@@ -82,7 +86,11 @@ def load_plan(path: str | Path) -> tuple[Plan, ...]:
     plans = table.get("plans")
     if not isinstance(plans, list) or not plans:
         raise PlanError(f"{path}: 'plans' must be an array with at least one plan")
-    return tuple(_decode_plan(p, f"{path}: plans[{i}]") for i, p in enumerate(plans))
+    version = table.get("torch", "")
+    if not isinstance(version, str):
+        raise PlanError(f"{path}: 'torch' must be the version that it was saved under, as a string")
+    decoded = tuple(_decode_plan(p, f"{path}: plans[{i}]") for i, p in enumerate(plans))
+    return Saved(decoded, str(path), version)
 
 
 def plan_schema() -> dict[str, Any]:
@@ -99,7 +107,7 @@ def plan_schema() -> dict[str, Any]:
 def as_plans(plan: PlanSource) -> Saved:
     """What `convert(model, plan=...)` accepts, read. Raises PlanError."""
     if isinstance(plan, (str, Path)):
-        return Saved(load_plan(plan), str(plan))
+        return _saved(plan)
     plans = (plan,) if isinstance(plan, Plan) else plan
     is_several = isinstance(plans, Sequence) and all(isinstance(p, Plan) for p in plans)
     if not is_several:

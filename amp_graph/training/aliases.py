@@ -61,8 +61,8 @@ def leave_results(
     results: Sequence[Any],
     inputs: Sequence[Tensor],
     values: Sequence[Tensor],
-    constants: Iterable[Tensor] = (),
-    have_left: Container[int] = (),
+    constants: Iterable[Tensor],
+    have_left: Container[int],
 ) -> list[Any]:
     """Hand results out; their gradients come in times S. A tensor returned twice stays one.
 

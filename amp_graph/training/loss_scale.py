@@ -104,9 +104,9 @@ class LossScale:
                 raise PolicyError(f"LossScale: {name} must be a count above 0, not {value!r}")
 
     @classmethod
-    def static(cls, scale: float, abort_after: int | None = 500) -> LossScale:
+    def static(cls, scale: float) -> LossScale:
         """A scale that never changes (NVCaffe's global_grad_scale)."""
-        return cls(scale, 1.0, 1.0, floor=scale, ceiling=scale, abort_after=abort_after)
+        return cls(scale, 1.0, 1.0, floor=scale, ceiling=scale)
 
     def start(self) -> ScaleState:
         return ScaleState.of(self.init_scale, 0, 0)
@@ -121,7 +121,7 @@ class LossScale:
         self.adjust_(adjusted, found_inf, counts)
         return adjusted
 
-    def adjust_(self, state: ScaleState, found_inf: Tensor, counts: bool = True) -> None:
+    def adjust_(self, state: ScaleState, found_inf: Tensor, counts: bool) -> None:
         """As `adjust`, in place."""
         before = state.scale.clone() if self.hysteresis > 1 else state.scale
         torch._amp_update_scale_(

@@ -116,7 +116,7 @@ class GraphWeights:
             and addresses(self._pick_plain(parameters)) == self._addresses
         )
 
-    def refreshed(self, parameters: Sequence[Tensor], recorded: bool = True) -> list[Tensor]:
+    def refreshed(self, parameters: Sequence[Tensor], recorded: bool) -> list[Tensor]:
         """Return each parameter in its dtype, as of now, for a call that autograd records or not.
 
         Unless copies are kept, one is written anew even if nothing is known to have changed. Its
