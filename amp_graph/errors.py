@@ -14,6 +14,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,6 +93,13 @@ def telling(tell: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         _tell.remove(tell)
+
+
+def line_of_user() -> str:
+    """The line that is at work, of the first file that is neither of this package nor of PyTorch's:
+    "train.py:12"."""
+    frame = sys._getframe(_depth_of_user())
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _depth_of_user() -> int:

@@ -71,6 +71,28 @@ def test_layers_that_would_go_by_one_name_go_by_what_they_print(tmp_path: Path) 
     assert names == [f"{square} (2 alike)", last, "Bilinear"]
 
 
+GAN = """
+import torch
+from torch import nn
+
+D = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+G = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+for _ in range(2):
+    real = D(torch.ones(2, 8)).mean()
+    made = G(torch.ones(2, 4))
+    (D(made).mean() - real).backward()
+"""
+
+
+def test_models_of_one_name_go_by_where_they_were_first_called(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(GAN)
+    done = run(python(script), AMP_GRAPH_ENABLE="1")
+    assert done.code == 0, done.err
+    names = [line.removeprefix("amp_graph: ").rpartition(": ")[0] for line in done.said]
+    assert names == [f"Sequential, first called at train.py:{n}" for n in (8, 9)]
+
+
 class Activated(nn.Sequential):
     def __init__(self, activation: type[nn.Module]) -> None:
         super().__init__(nn.Linear(8, 8), activation())

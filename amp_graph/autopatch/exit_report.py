@@ -65,7 +65,12 @@ def write_report(
 def describe(model: Model) -> dict[str, Any]:
     """The figures of one model, operators and casts as often as they ran; or of several that were
     `alike`: sums, but for the loss scale, which is the lowest."""
-    named = {"model": model.name, "spelled": model.spelled, "alike": max(1, model.stands_for)}
+    named = {
+        "model": model.name,
+        "spelled": model.spelled,
+        "first_called_at": model.place,
+        "alike": max(1, model.stands_for),
+    }
     if model.record is None:
         return named | {"converted": False, "why": model.left_alone}
     low = total = casts = moved = unsized = 0
@@ -149,8 +154,8 @@ def _why_none(compiles: bool) -> str:
 
 def _in_lines(models: Sequence[Model]) -> list[dict[str, Any]]:
     """What is told of in a line each: models that are alike in one, the layers of a model that a
-    script calls one by one, say. Of what was not converted the reason is enough. Layers that would
-    go by one name go by what they print."""
+    script calls one by one, say. Of what was not converted the reason is enough. Those that would
+    go by one name go by what they print, if they are layers, or by where they were first called."""
     lines: list[dict[str, Any]] = []
     for described in map(describe, alike_together(models)):
         twin = next((m for m in lines if _is_told_with(m, described)), None)
@@ -160,10 +165,16 @@ def _in_lines(models: Sequence[Model]) -> list[dict[str, Any]]:
         twin["alike"] += described["alike"]
         if twin["spelled"] != described["spelled"]:
             twin["spelled"] = ""
-    names = Counter(m["model"] for m in lines)
-    return [
-        m | {"model": m["spelled"] or m["model"]} if names[m["model"]] > 1 else m for m in lines
-    ]
+    return [m | {"model": _full_name(m, lines)} for m in lines]
+
+
+def _full_name(described: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
+    name, place = described["model"], described["first_called_at"]
+    others = [m for m in lines if m["model"] == name and m is not described]
+    if others and described["spelled"]:
+        return str(described["spelled"])
+    differs = any(m["first_called_at"] != place for m in others)
+    return f"{name}, first called at {place}" if differs else str(name)
 
 
 def _is_told_with(one: dict[str, Any], other: dict[str, Any]) -> bool:

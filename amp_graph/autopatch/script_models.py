@@ -15,6 +15,7 @@ from torch import nn
 
 from amp_graph.backend.record import Record
 from amp_graph.capture.frames import REPAID_BY
+from amp_graph.errors import line_of_user
 from amp_graph.modules import below_compile
 from amp_graph.training.outcome import Outcome
 
@@ -26,6 +27,7 @@ class Model:
     """One model, or several that are gone and were alike.
 
     spelled: as it prints itself, if it is a single layer: `Linear(in_features=8, ...)`.
+    place: the line that called it first: "train.py:12".
     record: of its conversion, while that is in place.
     left_alone: why, if it is not converted.
     stands_for: how many models, once they are gone, or told of in one line.
@@ -35,6 +37,7 @@ class Model:
     name: str
     module: weakref.ref[nn.Module]
     spelled: str = ""
+    place: str = ""
     record: Record | None = None
     left_alone: str = ""
     stands_for: int = 0
@@ -62,7 +65,7 @@ def model_of(module: nn.Module) -> Model:
     shown = below_compile(module)
     is_layer = type(shown).__module__.startswith("torch.nn.") and not shown._modules
     spelled = repr(shown) if is_layer else ""
-    model = Model(type(shown).__name__, weakref.ref(module), spelled)
+    model = Model(type(shown).__name__, weakref.ref(module), spelled, line_of_user())
     weakref.finalize(module, model.let_go).atexit = False
     return model
 
