@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map
 
+from amp_graph.dynamo_changes.recurrent_layers import recurrent_layers_whole
 from amp_graph.graphs.aten import get_attribute, set_attribute
-from amp_graph.graphs.recurrent import recurrent_layers_whole
 
 aten = torch.ops.aten
 KEPT = ("is_parameter", "module_path", "stack_trace")

@@ -14,14 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import amp_graph
+from amp_graph.dynamo_changes.recurrent_layers import KEY, recurrent_layers_whole
+from amp_graph.graphs.aten import RECURRENT
 from amp_graph.graphs.cells import CELLS
-from amp_graph.graphs.recurrent import KEY, LAYERS, recurrent_layers_whole
 from amp_graph.override import Override
 from amp_graph.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-PYTORCHS = {layer: layer.py_kernels[KEY] for layer in LAYERS}
+PYTORCHS = {layer: layer.py_kernels[KEY] for layer in RECURRENT}
 KINDS: dict[str, Any] = {
     "lstm": nn.LSTM,
     "projected lstm": lambda *args, **kwargs: nn.LSTM(*args, proj_size=3, **kwargs),
@@ -88,9 +89,9 @@ def test_all_lengths_share_a_graph(kind: str) -> None:
     plans = amp_graph.plans(model)
     assert len(plans) == 2  # the second has lengths as symbols
     for plan in plans:
-        (layer,) = (f.name for f in plan.facts.values() if f.op in map(str, LAYERS))
+        (layer,) = (f.name for f in plan.facts.values() if f.op in map(str, RECURRENT))
         assert layer in plan.low
-    assert all(layer.py_kernels[KEY] is PYTORCHS[layer] for layer in LAYERS)
+    assert all(layer.py_kernels[KEY] is PYTORCHS[layer] for layer in RECURRENT)
 
 
 def test_a_layer_kept_in_float32_is_exact() -> None:

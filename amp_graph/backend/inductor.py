@@ -35,8 +35,7 @@ from torch._dynamo.source import ConstantSource
 from amp_graph.backend.decide import Lifted, Traced
 from amp_graph.dynamo_changes.replaced import method_inside
 from amp_graph.errors import CaptureError
-from amp_graph.graphs.aten import set_data
-from amp_graph.graphs.recurrent import has_recurrent_layer
+from amp_graph.graphs.aten import has_recurrent_layer, set_data
 from amp_graph.modules import Run, without_autocast
 
 # All casts are in the graph, those of its backward as well. And a backward that cannot be compiled

@@ -30,13 +30,13 @@ from amp_graph.dynamo_changes.modes_apart import modes_above_autograd_apart
 from amp_graph.dynamo_changes.namespaces import own_names
 from amp_graph.dynamo_changes.no_generators import no_generators_left_out
 from amp_graph.dynamo_changes.own_dicts import own_dicts_guarded
+from amp_graph.dynamo_changes.recurrent_layers import recurrent_layers_whole
 from amp_graph.dynamo_changes.repeated_hooks import repeated_hooks_as_one
 from amp_graph.dynamo_changes.retained_gradients import retained_gradients_end_graphs
 from amp_graph.dynamo_changes.symbolic_math import symbolic_math_known
 from amp_graph.dynamo_changes.tensor_indices import tensor_indices_known
 from amp_graph.dynamo_changes.unneeded_masks import unneeded_masks_left_out
 from amp_graph.dynamo_changes.unread_gradients import gradients_unread
-from amp_graph.graphs.recurrent import recurrent_layers_whole
 
 CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     recurrent_layers_whole,

@@ -27,6 +27,12 @@ CAST = torch.ops.aten._to_copy.default
 ADD = torch.ops.aten.add.Tensor
 CLAMP = torch.ops.aten.clamp.default
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
+RECURRENT = (
+    torch.ops.aten.lstm.input,
+    torch.ops.aten.gru.input,
+    torch.ops.aten.rnn_tanh.input,
+    torch.ops.aten.rnn_relu.input,
+)
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 ENTER_AUTOCAST: Callable[..., Any] = _enter_autocast
 EXIT_AUTOCAST: Callable[..., Any] = _exit_autocast
@@ -72,6 +78,10 @@ def widens_low(node: fx.Node) -> bool:
         return False
     operand = node.args[0]
     return isinstance(operand, fx.Node) and operand.meta["val"].dtype in LOW
+
+
+def has_recurrent_layer(module: fx.GraphModule) -> bool:
+    return any(module.graph.find_nodes(op="call_function", target=layer) for layer in RECURRENT)
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:

@@ -23,8 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from amp_graph.graphs.aten import CAST, tensors_of
-from amp_graph.graphs.recurrent import has_recurrent_layer
+from amp_graph.graphs.aten import CAST, has_recurrent_layer, tensors_of
 
 UNKNOWN_SIZE = 8192  # elements assumed along sizes that depend on data
 

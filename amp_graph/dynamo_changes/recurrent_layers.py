@@ -20,27 +20,22 @@ from typing import Any
 
 import torch
 import torch._decomp.decompositions
-from torch import Tensor, fx
+from torch import Tensor
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 
 from amp_graph.dtypes import LOW
+from amp_graph.graphs.aten import RECURRENT
 
-aten = torch.ops.aten
-LAYERS = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 KEY = DispatchKey.CompositeImplicitAutograd
-
-
-def has_recurrent_layer(module: fx.GraphModule) -> bool:
-    return any(module.graph.find_nodes(op="call_function", target=layer) for layer in LAYERS)
 
 
 @contextlib.contextmanager
 def recurrent_layers_whole() -> Iterator[None]:
     """Within, the Python dispatcher takes their results from `results`."""
-    before = {layer: layer.py_kernels[KEY] for layer in LAYERS}
+    before = {layer: layer.py_kernels[KEY] for layer in RECURRENT}
     try:
-        _set(dict.fromkeys(LAYERS, results))
+        _set(dict.fromkeys(RECURRENT, results))
         yield
     finally:
         _set(before)
