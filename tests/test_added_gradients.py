@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from amp_graph import Policy
 STEPS = 40
 
 
-def many(function: Callable[..., torch.Tensor], *args: torch.Tensor, **how: Policy) -> list[str]:
+def many(function: Callable[..., Any], *args: torch.Tensor, **how: Policy) -> list[str]:
     """What is told of the nodes that are float32 for their gradients."""
     x, *others = args
     plan = run(function, x.clone().requires_grad_(), *others, **how).plan
@@ -71,3 +72,15 @@ def test_what_is_not_moved_counts_its_own_readers() -> None:
         return sum((h @ (w * n)).sum() for n in range(STEPS))  # type: ignore[return-value]
 
     assert not many(function, X, W)
+
+
+@pytest.mark.parametrize(("readers", "expected"), [(15, []), (16, ["17"])])
+def test_where_it_is_returned_a_gradient_comes_from_outside_too(
+    readers: int, expected: list[str]
+) -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = x.softmax(-1).roll(1, 0)
+        return h, *((h @ (w * n)).sum() for n in range(readers))
+
+    assert many(function, X, W) == expected
+    assert not many(lambda *args: function(*args)[1:], X, W)

@@ -8,6 +8,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import amp_graph
 from amp_graph.calls import alike
+from amp_graph.ir import Color
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -139,6 +141,20 @@ def test_another_policy_has_its_own() -> None:
     assert captured(lambda: step(other)) > 0
     (plan,) = amp_graph.plans(other)
     assert [f.module_path for name, f in plan.facts.items() if name in plan.low][-1] != "head"
+
+
+def test_one_that_follows_a_plan_has_its_own() -> None:
+    first = amp_graph.convert(Net(), policy="bfloat16")
+    step(first)
+    (plan,) = amp_graph.plans(first)
+    paint = replace(plan.paints["linear_1"], color=Color.DENY)
+    edited = replace(plan, paints={**plan.paints, "linear_1": paint})
+    other = amp_graph.convert(Net(), policy="bfloat16", plan=edited)
+    assert captured(lambda: step(other)) > 0
+    assert "linear_1" in plan.low - amp_graph.plans(other)[0].low
+    last = amp_graph.convert(Net(), policy="bfloat16")
+    assert captured(lambda: step(last)) == 0
+    assert amp_graph.plans(last) == (plan,)
 
 
 def test_the_loss_scale_of_each_is_its_own() -> None:

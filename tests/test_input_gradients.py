@@ -16,7 +16,7 @@ from training import FLOAT16, Mlp, X, Y, assert_same_gradients, distance, twins
 
 import amp_graph
 from amp_graph import LossScale
-from amp_graph.training.caution import Caution, Exposed, bounded
+from amp_graph.training.caution import Caution, Exposed, are_wanted, bounded
 from amp_graph.training.graph_scale import GraphScale
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -255,3 +255,24 @@ def test_second_derivatives_that_are_looked_at_after_training() -> None:
         found.append([stiffness, *torch.autograd.grad(first, parameters, ones)])
     for given, expected in zip(found[1], found[0], strict=True):
         assert distance(given, expected) <= 4 * FLOAT16
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(1e-6, 16), (0, 1), (torch.nan, 16), (0.25, 4), (0.3, 2), (-3, 0.25), (torch.inf, 2**-14)],
+)
+def test_the_chosen_scale_brings_what_comes_in_to_1_but_is_no_larger_than_the_watched_one(
+    number: float, expected: float
+) -> None:
+    gradient = torch.tensor([0.0, number])
+    scale, inverse = bounded(torch.tensor(16.0), gradient, 1.0, LossScale())
+    assert (float(scale), float(inverse)) == (expected, 1 / expected)
+
+
+def test_whose_gradients_are_wanted_but_for_a_step() -> None:
+    front, leaf, parameter = Mlp(outputs=4), X.clone().requires_grad_(), nn.Parameter(X.clone())
+    amp_graph.convert(front, policy="float16")
+    assert are_wanted([leaf]) and are_wanted([parameter, leaf])
+    assert are_wanted([leaf * 2 + parameter]), "behind what a script does to it"
+    assert not are_wanted([parameter]) and not are_wanted([parameter * 2]), "a prompt"
+    assert not are_wanted([front(leaf)]) and not are_wanted([front(leaf) * 2]), "of a model"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from graphs import capture_module, rewritten
+from graphs import W, X, capture_module, rewritten, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -118,3 +118,30 @@ def test_lookups_are_no_sums_of_their_own(lookup: Function) -> None:
     x = torch.rand(2, 8)
     for given, expected in zip(results(model, x), results(plain, x), strict=True):
         assert (given - expected).norm() < 0.012 * expected.norm()
+
+
+LOOKUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index": lambda table, i: table[i],
+    "_unsafe_index": lambda table, i: torch.ops.aten._unsafe_index(table, [i]),
+    "take": lambda table, i: table.take(i * 8).unsqueeze(1).expand(-1, 8),
+    "embedding": lambda table, i: F.embedding(i, table),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 256), ("float16", 2048)])
+def test_a_table_is_float32_once_each_entry_is_looked_up_so_often(
+    name: str, dtype: str, most: int
+) -> None:
+    """Behind so many ones a sum that is rounded to 8, or 11, bits stops growing."""
+    entries = X.numel() if name == "take" else len(X)
+
+    def rules(count: int) -> list[str]:
+        plan = run(
+            lambda x, w, i: LOOKUPS[name](x @ w, i) @ w, X, W, first(count), policy=Policy(dtype)
+        ).plan
+        return [p.because for p in plan.paints.values() if p.rule == "looked up often"]
+
+    assert not rules(most * entries * 3 // 4)
+    assert not rules(most * entries - 1)
+    assert rules(most * entries) == ["allow1"]

@@ -115,3 +115,31 @@ def test_out_of_a_checkpoint_it_lowers_the_scale_of_the_model_that_spilled() -> 
     pair.zero()
     pair.head(X.new_zeros(2, 6))
     assert pair.scale() == scale / 2
+
+
+@pytest.mark.parametrize("name", ["SGD", "foreach"])
+def test_an_infinity_of_its_own_is_stepped_by_as_in_float32(name: str) -> None:
+    pair = Pair(KINDS[name])
+    scale = pair.scale()
+    pair.backward()
+    pair.front[0].bias.grad.fill_(torch.inf)
+    pair.of_front.step()
+    assert not pair.front[0].bias.isfinite().any()
+    pair.of_head.step()
+    pair.head(X.new_zeros(2, 6))
+    assert pair.scale() == scale
+
+
+def test_before_another_model_of_the_same_optimizer_had_its_first_gradient() -> None:
+    """It is still the one that spilled whose scale is lowered, and no other."""
+    torch.manual_seed(0)
+    spilling, *others = (nn.Linear(4, 4) for _ in range(3))
+    optimizer = SGD([p for model in others for p in model.parameters()], lr=1e-3)
+    amp_graph.convert(spilling, SGD(spilling.parameters(), lr=1e-3), policy=scaled(2.0**8))
+    for model in others:
+        amp_graph.convert(model, optimizer, policy=scaled(2.0**4))
+    (spilling(others[0](X)).sum() * 1e3).backward()
+    others[1](X).sum().backward()
+    assert optimizer.step() is False
+    scales = [amp_graph.scale_of(model).get_scale() for model in (spilling, *others)]
+    assert scales == [2.0**7, 2.0**4, 2.0**4]

@@ -35,6 +35,7 @@ INFINITE = {
 OTHERS = {
     "distances": lambda seen: seen.to(torch.float32).cumsum(1),
     "small numbers": lambda seen: torch.where(seen, torch.zeros(()), -5.3),
+    "not far enough": lambda seen: torch.where(seen, torch.zeros(()), -1e7),
     "places": lambda seen: seen.to(torch.float32) * 1.7,
     "near a mask": lambda seen: torch.where(seen, torch.full((), 0.3), MIN),
 }

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -59,13 +60,16 @@ class Problem:
         return found
 
     def cost(self, low: frozenset[str]) -> int | None:
-        """Bytes moved, and one for each cast; None where a value would be rounded that is read in
-        float32."""
+        """Bytes moved, and one for each cast that stays in the graph, unlike one of a weight; None
+        where a value would be rounded that is read in float32."""
         crossings = self.crossings(low)
         free = [n for n, p in self.paints.items() if p.color in FREE]
         if any(n in low and self.paints[n].wide and n in crossings for n in free):
             return None
-        casts = sum(self.facts[value].numel * (4 + 2) + 1 for value in crossings)
+        values = [self.facts[value] for value in crossings]
+        casts = sum(
+            f.numel * (4 + 2) + (0 if f.is_parameter and not f.written else 1) for f in values
+        )
         extra = 0
         for f in (self.facts[n] for n in free if n not in low):
             if not f.is_view and f.op != "getitem":
@@ -178,13 +182,13 @@ class Builder:
 
 @st.composite
 def problems(draw, max_nodes: int = 9, plain: bool = False) -> Problem:
-    """Inputs, operators, tuples with their parts, views, and pieces of written memory.
+    """Inputs, parameters, operators, tuples with their parts, views, pieces of written memory.
 
     `plain` graphs have operators only, and every value may be rounded.
     """
     builder = Builder(draw, plain)
     for _ in range(draw(st.integers(1, 2))):
-        builder.add(Color.KEEP, op="placeholder")
+        builder.add(Color.KEEP, op="placeholder", is_parameter=draw(st.booleans()))
     for _ in range(draw(st.integers(2, max_nodes - 2))):
         kind = "operator" if plain else draw(KINDS)
         getattr(builder, kind)(draw(COLORS))
@@ -250,3 +254,13 @@ def test_the_greedy_fill_leaves_behind_what_trails():
 
 def test_a_free_stretch_between_float32_nodes_stays_there():
     assert not chain(Color.KEEP, Color.CLEAR, Color.INFER, Color.DENY).solve()
+
+
+@pytest.mark.parametrize("is_parameter", [True, False])
+def test_a_parameter_is_cast_in_front_of_its_views_and_an_input_behind_them(is_parameter: bool):
+    """Both move as many bytes, but the cast of a parameter is lifted out of the graph."""
+    facts = dict(chain(Color.KEEP, Color.CLEAR, Color.ALLOW).facts)
+    facts["keep0"] = replace(facts["keep0"], is_parameter=is_parameter)
+    facts["clear1"] = replace(facts["clear1"], memory="keep0")
+    problem = Problem(facts, {name: Paint(f.color, "given") for name, f in facts.items()})
+    assert sorted(problem.solve()) == (["allow2", "clear1"] if is_parameter else ["allow2"])

@@ -28,16 +28,18 @@ class Spread(nn.Module):
 
 
 BOTH = (3 + 2) * 2 * 32  # bytes less that `mul` and `gelu` read and write
+NUMBER = torch.tensor(0.5)
 
 
 @pytest.mark.parametrize(
     ("scores", "freed_bytes"),
     [
         (lambda h: h.exp() * h, BOTH),
+        (lambda h: torch.addcmul(h.exp(), h, NUMBER), BOTH + 2),  # a number promotes nothing
         (lambda h: h.exp() * 2, 0),  # which reads float32 alone
         (lambda h: (h.exp() * 2 + 1) * h, 0),  # what stays in float32 promotes the last product
     ],
-    ids=["mixes", "alone", "behind what stays"],
+    ids=["mixes", "mixes with a number", "alone", "behind what stays"],
 )
 def test_the_suggestions_free_what_they_say(
     scores: Callable[[torch.Tensor], torch.Tensor], freed_bytes: int
@@ -96,3 +98,35 @@ def test_a_suggestion_names_all_that_it_would_free() -> None:
             policy = Policy("bfloat16", overrides=eval(how, {"Override": Override}))
     low, was = (f.modules[0].figures.operators.low for f in (found, before))
     assert not promoted and low - was == 3
+
+
+class Growing(nn.Module):
+    """`relu` moves the fewest bytes, `gelu` the most. `second` has fewer than that, but FLOPs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 128), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.gelu(self.first(x.relu()))[:, :64])
+
+
+RELU, GELU, SLICE = (Override("deny", op=f"aten.{name}") for name in ("relu", "gelu", "slice"))
+SECOND = Override("deny", module="second")
+
+
+@pytest.mark.parametrize(
+    ("denied", "expected"),
+    [
+        ([RELU, GELU], ["op=aten.gelu", "op=aten.relu"]),
+        ([GELU, SECOND], ["module=second", "op=aten.gelu"]),
+        ([RELU, GELU, SECOND], ["module=second", "op=aten.gelu", "op=aten.relu"]),
+        ([SLICE], []),  # a view, which moves nothing
+    ],
+    ids=["bytes", "FLOPs", "both", "neither"],
+)
+def test_the_most_rewarding_change_comes_first(denied: list[Override], expected: list[str]) -> None:
+    model = amp_graph.convert(Growing(), policy=Policy("bfloat16", overrides=denied))
+    model(torch.randn(64, 64))
+    found = [s.what.rpartition(": ")[2] for s in amp_graph.explain(model).data.suggestions]
+    assert found == expected
