@@ -86,8 +86,109 @@ def half(x: Tensor) -> Tensor:
     return all_finite(x.half()).float()
 
 
-CAPTURED = [all_finite, any_infinite, infinite_alone, double]
-ENDED = [narrow, another, crossed, counting, otherwise, half]
+def of_bound(x: Tensor) -> Tensor:
+    bound = 5.0
+    if not torch.isfinite(x).all():
+        bound = torch.finfo(x.dtype).max - 1000
+        x = torch.clamp(x, min=-bound, max=bound)
+    return x * bound
+
+
+def kept_elsewhere(x: Tensor) -> Tensor:
+    y = x
+    if not torch.isfinite(x).all():
+        bound = torch.finfo(x.dtype).max - 1000
+        x = torch.clamp(x, min=-bound, max=bound)
+    x += 1
+    return x + y
+
+
+def kept_in_a_list(x: Tensor) -> Tensor:
+    kept = [x]
+    if not torch.isfinite(x).all():
+        bound = torch.finfo(x.dtype).max - 1000
+        x = torch.clamp(x, min=-bound, max=bound)
+    x += 1
+    return x + kept[0]
+
+
+def of_a_view(x: Tensor) -> Tensor:
+    whole = x * 1
+    x = whole[:]
+    if not torch.isfinite(x).all():
+        bound = torch.finfo(x.dtype).max - 1000
+        x = torch.clamp(x, min=-bound, max=bound)
+    x += 1
+    return x + whole
+
+
+def asked_before(x: Tensor) -> Tensor:
+    finite = torch.isfinite(x)
+    x.masked_fill_(x < 0, -torch.inf)
+    if not finite.all():
+        bound = torch.finfo(x.dtype).max - 1000
+        x = torch.clamp(x, min=-bound, max=bound)
+    return x
+
+
+def stored(x: Tensor) -> Tensor:
+    finite = torch.isfinite(x).all()
+    if not finite:
+        bound = torch.finfo(x.dtype).max - 1000
+        x = torch.clamp(x, min=-bound, max=bound)
+    return x * finite.logical_not()
+
+
+def not_numbers(x: Tensor) -> Tensor:
+    if torch.isnan(x).any():
+        bound = torch.finfo(x.dtype).max - 1000
+        x = torch.clamp(x, min=-bound, max=bound)
+    return x
+
+
+def unrecorded(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        if not torch.isfinite(x).all():
+            bound = torch.finfo(x.dtype).max - 1000
+            x = torch.clamp(x, min=-bound, max=bound)
+    return x
+
+
+def behind_other_questions(x: Tensor, a: None = None, b: None = None) -> Tensor:
+    if a is not None:
+        x = x + a
+    if b is not None:
+        x = x + b
+    if not torch.isfinite(x).all():
+        bound = torch.finfo(x.dtype).max - 1000
+        x = torch.clamp(x, min=-bound, max=bound)
+    return x
+
+
+def answered(x: Tensor, a: None = None, b: None = None) -> Tensor:
+    """Ends no graph, with or without what is changed here."""
+    if a is not None:
+        x = x + a
+    if b is not None:
+        x = x + b
+    return x * torch.isfinite(x).all()
+
+
+def twice(x: Tensor) -> Tensor:
+    if not torch.isfinite(x).all():
+        bound = torch.finfo(x.dtype).max - 1000
+        x = torch.clamp(x, min=-bound, max=bound)
+    x = x + 1
+    if not torch.isfinite(x).all():
+        bound = torch.finfo(x.dtype).max - 1000
+        x = torch.clamp(x, min=-bound, max=bound)
+    return x
+
+
+CAPTURED = [all_finite, any_infinite, infinite_alone, double, twice]
+CAPTURED += [behind_other_questions, answered, unrecorded]  # of what needs no gradient
+ENDED = [narrow, another, crossed, counting, otherwise, half, of_bound, kept_elsewhere]
+ENDED += [kept_in_a_list, of_a_view, asked_before, stored, not_numbers]
 
 
 class Net(nn.Module):
@@ -97,7 +198,7 @@ class Net(nn.Module):
         nn.init.eye_(self.layer.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.bring_back(x) / 2)
+        return self.layer(self.bring_back(x * 1) / 2)
 
 
 INPUTS = [
@@ -126,6 +227,28 @@ def test_gradients_are_those_of_the_model(bring_back: Callable[[Tensor], Tensor]
     x = INPUTS[0].clone().requires_grad_()  # of the largest number some versions take no gradient
     found, expected = (torch.autograd.grad(m(x).sum(), x)[0] for m in (converted, model))
     torch.testing.assert_close(found, expected)
+
+
+def test_what_is_given_stays_what_it_is() -> None:
+    converted = amp_graph.convert(Given(), policy="bfloat16")
+    x = torch.ones(2, 4)
+    _, same = converted(x)
+    assert same is x and bool((x == 3).all())
+
+
+class Given(nn.Module):
+    """Asks about what it was given, and returns and writes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if not torch.isfinite(x).all():
+            bound = torch.finfo(x.dtype).max - 1000
+            x = torch.clamp(x, min=-bound, max=bound)
+        x += 2
+        return self.layer(x), x
 
 
 def test_a_detector_s_layer_is_one_graph_in_training() -> None:

@@ -14,6 +14,7 @@ from nets import Net, low_share
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from torch.utils.checkpoint import checkpoint
 from training import Mlp, assert_same_gradients, gradients, same
 
 import amp_graph
@@ -108,6 +109,23 @@ def test_recurrent_layers_run_low_though_they_are_not_compiled(kind) -> None:
         eager.zero_grad(), model.zero_grad()
     assert len(amp_graph.plans(model)) <= 2
     assert low_share(model, x) == 1
+
+
+def test_nor_is_one_inside_of_a_checkpoint() -> None:
+    eager, model = pair(Checkpointed())
+    x = torch.randn(3, 5, 4)
+    with pytest.warns(ConversionWarning, match="not compiled.*would unroll a recurrent layer"):
+        result = model(x)
+    assert_same_results(eager, model, eager(x), result)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(4, 4), nn.LSTM(4, 8, batch_first=True)
+
+    def forward(self, x: Any) -> Any:
+        return checkpoint(lambda h: self.layer(h)[0], self.first(x), use_reentrant=False)
 
 
 def assert_same_results(eager: nn.Module, model: nn.Module, a: Any, b: Any) -> None:

@@ -92,6 +92,19 @@ def test_a_part_that_is_used_by_itself_in_evaluation_is_converted(start):
     assert [m.record.runs.total() for m in installation.models.seen] == [1, 3]
 
 
+def test_parts_of_a_model_that_is_left_to_the_script_s_autocast_are_left_with_it(start) -> None:
+    installation, model = start(), net().eval()
+    with torch.no_grad():
+        model(X)
+        for _ in range(4):
+            model[0](X)
+    assert amp_graph.is_converted(model[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(X).dtype is torch.bfloat16
+    assert not amp_graph.is_converted(model) and not amp_graph.is_converted(model[0])
+    assert all(m.record is None for m in installation.models.seen)
+
+
 def test_a_part_of_a_model_that_is_gone_is_a_model(start):
     installation, model = start(), net()
     model(X)

@@ -228,14 +228,17 @@ class Models:
 
     def _leave_to_autocast(self, part: nn.Module) -> None:
         """A model that was converted when a script called it outside of its autocast is left alone
-        from the first call inside on."""
-        model = self._parts.get(part)
-        module = model.module() if model is not None and model.record is not None else None
+        from the first call inside on, and so are its parts that were models by themselves."""
+        whole = self._parts.get(part)
+        module = whole.module() if whole is not None and whole.record is not None else None
         if module is None or not is_converted(module) or not is_under_autocast(module):
             return
-        restore(module)
-        model.record, model.left_alone = None, AUTOCAST
-        self._say(f"{model.name} is left as it is from now on: {AUTOCAST}")
+        for inner in module.modules():
+            model = self._parts.get(inner)
+            if model is not None and model.module() is inner and self._is_ours(inner):
+                restore(inner)
+                model.record, model.left_alone = None, AUTOCAST
+                self._say(f"{model.name} is left as it is from now on: {AUTOCAST}")
 
     def _convert(self, model: Model, inner: nn.Module) -> None:
         for part in inner.modules():  # called by itself before, or a copy of a model that was

@@ -81,7 +81,11 @@ def widens_low(node: fx.Node) -> bool:
 
 
 def has_recurrent_layer(module: fx.GraphModule) -> bool:
-    return any(module.graph.find_nodes(op="call_function", target=layer) for layer in RECURRENT)
+    """Whether there is one in the graph or in those inside of it."""
+    graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
+    return any(
+        g.find_nodes(op="call_function", target=layer) for g in graphs for layer in RECURRENT
+    )
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
