@@ -138,9 +138,8 @@ class Models:
             return False
         if model.left_alone:
             return model.left_alone == ON_META and not is_on_meta(module)
-        if backward_pass() != OUTSIDE:  # it repeats what the whole did (`checkpoint`)
-            return False
-        return model.module() is not unwrapped(module)
+        repeats = backward_pass() != OUTSIDE  # what the whole did (`checkpoint`)
+        return not repeats and model.module() is not unwrapped(module)
 
     def _is_decided(self, module: nn.Module, given: Any) -> bool:
         """Decide about a module. False: it has no parameters, now at least, or runs later, so that
