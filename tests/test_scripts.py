@@ -107,7 +107,7 @@ def check(name: str, low: Run, high: Run) -> None:
     assert low.final_loss == pytest.approx(high.final_loss, rel=tolerance)
     assert tuple(m["model"] for m in low.report["models"]) == script.models
     for model in low.report["models"]:
-        place = rf"(, first called at \S+:\d+)?" if len(script.models) > 1 else ""
+        place = r"(, first called at \S+:\d+)?" if len(script.models) > 1 else ""
         told = re.compile(rf"amp_graph: {model['model']}{place}( \(\d+ alike\))?: ")
         assert any(map(told.match, low.said)) or script.why
     if script.why:
