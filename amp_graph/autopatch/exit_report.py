@@ -32,9 +32,9 @@ def write_report(
     """Print the report; with a folder also write report.json and the annotated graphs there: a
     text for each plan and, of models that still live, all that `dump` writes. `process` names one
     of several that report: it begins each line, and its files have a folder of that name. `missed`
-    has the globs that match no module of a converted model, with what comes close.
-    `compiles`: whether the script compiles
-    something by itself. `has_children`: whether it has started processes that report, too."""
+    has the globs that match no module of a converted model, with what comes close. `compiles`:
+    whether the script compiles something by itself. `has_children`: whether it has started
+    processes that report, too."""
     models = folded(models)
     described = [describe(m) for m in models]
     breaks = dict.fromkeys(b for m in described for b in m.get("graph_breaks", ()))
