@@ -143,6 +143,14 @@ def test_another_policy_has_its_own() -> None:
     assert [f.module_path for name, f in plan.facts.items() if name in plan.low][-1] != "head"
 
 
+def test_one_that_is_compiled_has_its_own(traced: None) -> None:
+    """What Inductor makes knows where the parameters are that it was made for."""
+    policy = amp_graph.Policy("bfloat16", compiler="inductor")
+    first, other = (amp_graph.convert(Net(), policy=policy) for _ in range(2))
+    step(first)
+    assert captured(lambda: step(other)) > 0
+
+
 def test_one_that_follows_a_plan_has_its_own() -> None:
     first = amp_graph.convert(Net(), policy="bfloat16")
     step(first)
