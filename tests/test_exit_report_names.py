@@ -39,12 +39,17 @@ for _ in range(3):
 """
 
 
-def test_parts_that_are_alike_are_in_one_line(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(BY_A_METHOD)
+def said_of(code: str, folder: Path) -> list[str]:
+    """What a script, "train.py" in a folder, ends with."""
+    script = folder / "train.py"
+    script.write_text(code)
     done = run(python(script), AMP_GRAPH_ENABLE="1")
     assert done.code == 0, done.err
-    four, one = done.said
+    return done.said
+
+
+def test_parts_that_are_alike_are_in_one_line(tmp_path: Path) -> None:
+    four, one = said_of(BY_A_METHOD, tmp_path)
     assert four.startswith("amp_graph: Block (4 alike): ") and "in 12 runs of 1 graph" in four
     assert one.startswith("amp_graph: Block: ") and "in 3 runs of 1 graph" in one
 
@@ -62,11 +67,9 @@ for _ in range(2):
 
 
 def test_layers_that_would_go_by_one_name_go_by_what_they_print(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(LAYERS)
-    done = run(python(script), AMP_GRAPH_ENABLE="1")
-    assert done.code == 0, done.err
-    names = [line.removeprefix("amp_graph: ").rpartition(": ")[0] for line in done.said]
+    names = [
+        line.removeprefix("amp_graph: ").rpartition(": ")[0] for line in said_of(LAYERS, tmp_path)
+    ]
     square, last = (f"Linear(in_features=8, out_features={n}, bias=True)" for n in (8, 1))
     assert names == [f"{square} (2 alike)", last, "Bilinear"]
 
@@ -85,11 +88,9 @@ for _ in range(2):
 
 
 def test_models_of_one_name_go_by_where_they_were_first_called(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(GAN)
-    done = run(python(script), AMP_GRAPH_ENABLE="1")
-    assert done.code == 0, done.err
-    names = [line.removeprefix("amp_graph: ").rpartition(": ")[0] for line in done.said]
+    names = [
+        line.removeprefix("amp_graph: ").rpartition(": ")[0] for line in said_of(GAN, tmp_path)
+    ]
     assert names == [f"Sequential, first called at train.py:{n}" for n in (8, 9)]
 
 

@@ -35,7 +35,7 @@ from torch._dynamo.source import ConstantSource
 from amp_graph.backend.decide import Lifted, Traced
 from amp_graph.dynamo_changes.replaced import method_inside
 from amp_graph.errors import CaptureError
-from amp_graph.graphs.aten import has_recurrent_layer, set_data
+from amp_graph.graphs.aten import RECURRENT, has_any_inside, set_data
 from amp_graph.modules import Run, without_autocast
 
 # All casts are in the graph, those of its backward as well. And a backward that cannot be compiled
@@ -56,7 +56,7 @@ def compile_graph(
     """
     if lifted.graph.graph.find_nodes(op="call_function", target=set_data):  # at once, as it traces
         raise CaptureError("tensors are put into other memory (`x.data = y`)")
-    if has_recurrent_layer(lifted.graph):
+    if has_any_inside(lifted.graph, RECURRENT):
         raise CaptureError("Inductor would unroll a recurrent layer, for each length anew")
     module = _described(copy.deepcopy(lifted.graph), traced.graph)
     inputs = [*traced.inputs]

@@ -51,6 +51,7 @@ from amp_graph.graphs.aten import (
     SET_GRAD_ENABLED,
     WHY_NOT_RETRACED,
     get_attribute,
+    has_any_inside,
     module_path,
     set_attribute,
     tensors_of,
@@ -70,8 +71,7 @@ MODE_SETTERS = (SET_GRAD_ENABLED, ENTER_AUTOCAST, EXIT_AUTOCAST, *INFERENCE_MODE
 def changes_modes(module: fx.GraphModule) -> bool:
     """Whether a graph of Dynamo's, or one inside it, turns recording, autocast and the like off and
     on again."""
-    graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
-    return any(node.target in MODE_SETTERS for graph in graphs for node in graph.nodes)
+    return has_any_inside(module, MODE_SETTERS)
 
 
 def retrace(

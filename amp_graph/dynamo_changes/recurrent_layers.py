@@ -15,16 +15,15 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch._decomp.decompositions
 from torch import Tensor
 from torch._C import DispatchKey
-from torch._ops import OpOverload
 
 from amp_graph.dtypes import LOW
+from amp_graph.dynamo_changes.replaced import with_entries
 from amp_graph.graphs.aten import RECURRENT
 
 KEY = DispatchKey.CompositeImplicitAutograd
@@ -33,18 +32,12 @@ KEY = DispatchKey.CompositeImplicitAutograd
 @contextlib.contextmanager
 def recurrent_layers_whole() -> Iterator[None]:
     """Within, the Python dispatcher takes their results from `results`."""
-    before = {layer: layer.py_kernels[KEY] for layer in RECURRENT}
-    try:
-        _set(dict.fromkeys(RECURRENT, results))
+    with contextlib.ExitStack() as inside:
+        for layer in RECURRENT:
+            inside.callback(layer._dispatch_cache.clear)
+            inside.enter_context(with_entries(layer.py_kernels, {KEY: results}))
+            layer._dispatch_cache.clear()
         yield
-    finally:
-        _set(before)
-
-
-def _set(kernels: Mapping[OpOverload, Any]) -> None:
-    for layer, kernel in kernels.items():
-        layer.py_kernels[KEY] = kernel
-        layer._dispatch_cache.clear()
 
 
 def results(

@@ -80,12 +80,10 @@ def widens_low(node: fx.Node) -> bool:
     return isinstance(operand, fx.Node) and operand.meta["val"].dtype in LOW
 
 
-def has_recurrent_layer(module: fx.GraphModule) -> bool:
-    """Whether there is one in the graph or in those inside of it."""
-    graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
-    return any(
-        g.find_nodes(op="call_function", target=layer) for g in graphs for layer in RECURRENT
-    )
+def has_any_inside(module: fx.GraphModule, targets: Container[Any]) -> bool:
+    """Whether one of these is called in a graph, or in those inside of it."""
+    graphs = (m.graph for m in module.modules() if isinstance(m, fx.GraphModule))
+    return any(node.target in targets for graph in graphs for node in graph.nodes)
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from amp_graph.graphs.aten import CAST, has_recurrent_layer, tensors_of
+from amp_graph.graphs.aten import CAST, RECURRENT, has_any_inside, tensors_of
 
 UNKNOWN_SIZE = 8192  # elements assumed along sizes that depend on data
 
@@ -86,7 +86,7 @@ def replaying(module: fx.GraphModule) -> Iterator[None]:
         mode = fake_mode_of(module)
         stack.enter_context(mode or nullcontext())
         stack.enter_context(any_sizes(mode))
-        if _has_symbols(list(_values(module))) or has_recurrent_layer(module):
+        if _has_symbols(list(_values(module))) or has_any_inside(module, RECURRENT):
             # In C++ torch 2.11 has operators that fix a symbolic size or refuse it (linear).
             stack.enter_context(enable_python_dispatcher())
         yield

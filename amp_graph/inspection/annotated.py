@@ -229,10 +229,10 @@ class _Writer:
         to, came = _dtype(node), _dtype(source)
         cast = self._planned(value.name, node)
         size = sum(t.numel for t in map(tensor_facts, tensors_of(node)))
-        is_cast, made = node.target is CAST, node.name
+        is_cast, copy_of = node.target is CAST, ""
         if is_cast and cast is not None and cast.is_weight:
-            made = self.copies.setdefault(cast, made)
-        is_new = made == node.name
+            made = self.copies.setdefault(cast, node.name)
+            copy_of = made if made != node.name else ""
         return AnnotatedNode(
             name=node.name,
             label=self.labels[value.name] + node.name.removeprefix(value.name),
@@ -248,8 +248,8 @@ class _Writer:
             operands=_names(node.all_input_nodes),
             readers=_names(node.users),
             value=value.name,
-            copy_of="" if is_new else made,
-            bytes=size * (came.itemsize + to.itemsize) if is_cast and is_new else 0,
+            copy_of=copy_of,
+            bytes=size * (came.itemsize + to.itemsize) if is_cast and not copy_of else 0,
         )
 
     def _planned(self, value: str, node: fx.Node) -> Cast | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def recurrent_flops(steps: Sequence[int], *weights: Sequence[int]) -> int:
 
 
 # torch 2.13 counts every fused attention kernel but that of the CPU, and no fused recurrent layer.
-FORMULAS: Mapping[Any, Callable[..., int]] = {
+FORMULAS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
     aten.mkldnn_rnn_layer: lambda x, w_ih, w_hh, *_, **__: recurrent_flops(x, w_ih, w_hh),
     aten._cudnn_rnn: lambda x, weights, *_, **__: recurrent_flops(x, *weights),
@@ -51,7 +51,7 @@ def flops_of(node: fx.Node) -> int:
     """How many floating-point operations one run of the node takes; 0 if it cannot be said."""
     if not is_operator(node):
         return 0
-    counter = FlopCounterMode(display=False, custom_mapping={**FORMULAS})
+    counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
     # Sizes that depend on data are assumed, each by itself, and may not fit one another.
     with FakeTensorMode(), quiet_logs(), contextlib.suppress(Exception), torch.no_grad():
         values = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
