@@ -158,6 +158,48 @@ def test_the_state_of_a_cell_is_not_rounded_at_each_step(kind: Any) -> None:
     assert (model(x) - whole).norm() <= 1.1 * (of_autocast - whole).norm()
 
 
+def remembering(**how: Any) -> nn.GRU:
+    """A layer that forgets little of what it saw."""
+    layer = nn.GRU(8, 16, **how)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name.startswith("bias_ih"):
+                parameter[16:32].fill_(4.0)  # the gate between the old state and the new
+    return layer
+
+
+@pytest.mark.parametrize("how", [{}, {"num_layers": 2, "bidirectional": True}], ids=str)
+def test_the_state_of_a_gru_is_not_rounded_at_each_step(how: Any) -> None:
+    torch.manual_seed(0)
+    x, plain = torch.randn(200, 4, 8), remembering(**how)
+    found = results_and_gradients(amp_graph.convert(copy.deepcopy(plain), policy="bfloat16"), x)
+    whole = results_and_gradients(plain, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        of_autocast = results_and_gradients(plain, x)
+    for one, other, exact in zip(found, of_autocast, whole, strict=True):
+        assert (one - exact).norm() <= 1.25 * (other - exact).norm()
+
+
+def results_and_gradients(layer: nn.Module, x: Tensor) -> list[Tensor]:
+    results = layer(x)
+    sum(r.sin().sum() for r in results).backward()
+    gradients = [p.grad.flatten() for p in layer.parameters() if p.grad is not None]
+    layer.zero_grad()
+    return [*(r.detach() for r in results), torch.cat(gradients)]
+
+
+@pytest.mark.parametrize("emulation", ["native", "float32"])
+def test_compare_sees_the_state_of_a_gru_as_it_is(emulation: str) -> None:
+    torch.manual_seed(0)
+    x, plain = torch.randn(200, 4, 8), remembering()
+    policy = Policy(dtype=torch.bfloat16, emulation=emulation)
+    report = amp_graph.compare(plain, x, policy=policy, loss=lambda out: out[0].sin().sum())
+    model = amp_graph.convert(copy.deepcopy(plain), policy=policy)
+    with torch.no_grad():
+        exact, found = (torch.cat([r.flatten() for r in run(x)]) for run in (plain, model))
+    assert report.outputs == pytest.approx(float((found - exact).norm() / exact.norm()), rel=1e-3)
+
+
 @pytest.mark.parametrize("bias", BOTH)
 @pytest.mark.parametrize("cell", CELLS)
 def test_the_parts_of_a_cell_are_the_cell(cell: Any, bias: bool) -> None:

@@ -6,6 +6,7 @@
     autograd_function_apply(f, b, x)     ->   a torch.autograd.Function of f and b
     flex_attention(q, k, v, f, ...)      ->   the same, compiled by itself (see `flex_attention`)
     grouped_mm_fallback(x, w, ends)      ->   _grouped_mm(x, w, ends) (see `grouped_products`)
+    gru(x, h, weights) on a CPU          ->   the same, h in float32 (see `wide_state`)
     (-1) ** n                            ->   pow(-1, n)
 
 The Python bindings of the ATen operators do the same as the overloads that a graph names, and take
@@ -36,6 +37,7 @@ from amp_graph.backend.custom_function import applied, can_apply, differentiable
 from amp_graph.backend.emulation import in_float32, nothing_emulated
 from amp_graph.backend.flex_attention import compiled_attention
 from amp_graph.backend.grouped_products import grouped_product
+from amp_graph.backend.wide_state import wide_state
 from amp_graph.graphs.aten import CAST, SELECTIVE, written_operands
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -93,7 +95,7 @@ def _called_for(module: fx.GraphModule, node: fx.Node) -> Callable[..., Any] | N
         return torch.Tensor.to
     if not isinstance(node.target, OpOverload):
         return None
-    return grouped_product(node) or binding(node.target)
+    return grouped_product(node) or wide_state(node) or binding(node.target)
 
 
 def binding(overload: OpOverload) -> Callable[..., Any] | None:

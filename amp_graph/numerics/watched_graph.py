@@ -14,6 +14,7 @@ from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload
 
 from amp_graph.backend.emulation import in_float32
+from amp_graph.backend.wide_state import wide_state
 from amp_graph.graphs.aten import get_attribute
 from amp_graph.numerics.observer import Place
 
@@ -40,6 +41,9 @@ class WatchedGraph(fx.Interpreter):
         if self.emulated(n):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             value = in_float32(cast(Any, n.target))(*args, **kwargs)
+        elif layer := wide_state(n):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            value = layer(*args, **kwargs)
         else:
             value = self._run_inside(n) if _is_entered(n) else super().run_node(n)
         self.show(self.place.at(n), n, value)
