@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import amp_graph
 from amp_graph import ConversionWarning
@@ -162,6 +163,32 @@ def test_a_model_that_raises_in_each_call_is_not_captured_for_ever() -> None:
         with pytest.raises(StopIteration):
             model(torch.randn(2, 4))
     assert len(amp_graph.plans(model)) <= MAX_CAPTURES + 1
+
+
+class Checking(nn.Module):
+    """Refuses some batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, is_good: bool) -> Tensor:
+        y = self.layer(x)
+        if not is_good:
+            raise ValueError("a bad batch")
+        return y
+
+
+def test_calls_that_raise_now_and_then_are_not_captured_for_ever() -> None:
+    model = amp_graph.convert(Checking())
+    begun = []
+    with pytest.warns(ConversionWarning, match="captured anew again and again"):
+        for _ in range(2 * MAX_CAPTURES):
+            model(X, True)
+            with pytest.raises(ValueError, match="a bad batch"):
+                model(X, False)
+            begun.append(counters["frames"]["total"])
+    assert begun[-1] == begun[-2] > begun[0]
 
 
 class Bound(nn.Module):

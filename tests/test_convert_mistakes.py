@@ -34,6 +34,15 @@ class Asynchronous(nn.Linear):
         return super().forward(x)
 
 
+def test_what_is_asked_of_a_model_around_a_converted_one_says_which_it_is():
+    around = nn.ModuleDict({"net": nn.Sequential(nn.Linear(4, 4))})
+    with pytest.raises(AmpGraphError, match="ModuleDict is not converted; call amp_graph.convert"):
+        amp_graph.plans(around)
+    amp_graph.convert(around["net"])
+    with pytest.raises(AmpGraphError, match="ModuleDict is not converted; its part 'net' is, so"):
+        amp_graph.plans(around)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [

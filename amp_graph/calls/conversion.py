@@ -214,11 +214,15 @@ def found_conversion(model: nn.Module) -> Conversion | None:
     return found if isinstance(found, Conversion) else None
 
 
+def _what_to_do(model: nn.Module) -> str:
+    parts = (path for path, part in model.named_modules() if found_conversion(part) is not None)
+    part = next(parts, None)
+    return "call amp_graph.convert first" if part is None else f"its part {part!r} is, so give that"
+
+
 def conversion_of(model: nn.Module) -> Conversion:
     """As `found_conversion`. Raises AmpGraphError if there is none."""
     conversion = found_conversion(model)
     if conversion is None:
-        raise AmpGraphError(
-            f"{type(model).__name__} is not converted; call amp_graph.convert first"
-        )
+        raise AmpGraphError(f"{type(model).__name__} is not converted; {_what_to_do(model)}")
     return conversion

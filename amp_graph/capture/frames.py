@@ -37,7 +37,7 @@ from amp_graph.capture.breaks import MODEL, in_other_words
 PACKAGE = Path(__file__).parents[1]
 MAX_CAPTURES = 16  # so many calls that captured something, and are not repaid, are too many
 REPAID_BY = 4  # as many calls that captured nothing repay one that did
-SOME, LONG = 4, 30.0  # so many of those, and seconds of capturing, are worth a word before that
+SOME, LONG = 8, 30.0  # so many of those, and seconds of capturing, are worth a word before that
 RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
 # What Dynamo calls the code behind a break.
 RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
@@ -133,9 +133,11 @@ class Frames:
             self.cost.captures += 1
 
     def end_failed_call(self, has_captured: bool) -> None:
-        """One has raised."""
+        """One has raised. What it captured is captured again if it comes again: see `try_again`."""
         self.try_again()
         self.failed += has_captured
+        self.unpaid += has_captured
+        self.cost.captures += has_captured
 
     def try_again(self) -> None:
         """After what raised: it tells nothing of other calls, for which Dynamo would let be what
