@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 from types import FunctionType
 from typing import Any, TypeVar, overload
@@ -248,7 +248,7 @@ def why_not_at_once(function: Any) -> str:
 
 
 def _check_methods(model: nn.Module, methods: Any) -> None:
-    are_names = isinstance(methods, Iterable) and not isinstance(methods, str)
+    are_names = isinstance(methods, Collection) and not isinstance(methods, str)
     if not are_names or not all(isinstance(name, str) for name in methods):
         raise AmpGraphError(f"methods is a sequence of names, such as ('encode',), not {methods!r}")
     kind = type(model)

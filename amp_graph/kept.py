@@ -30,17 +30,18 @@ class KeptRandomState:
         self._on_cpu = torch.get_rng_state()
         device = torch.accelerator.current_accelerator()
         others: Any = torch.get_device_module(device) if device else None
-        is_used = hasattr(others, "get_rng_state_all") and others.is_initialized()
-        self._on_others = others.get_rng_state_all() if is_used else []
-        self._others = others
+        many = "_all" if hasattr(others, "get_rng_state_all") else ""  # of MPS there is one device
+        is_used = others is not None and getattr(others, "is_initialized", lambda: True)()
+        self._on_others = getattr(others, f"get_rng_state{many}")() if is_used else None
+        self._set_others = getattr(others, f"set_rng_state{many}", None)
 
     def put_back(self) -> None:
         random.setstate(self._pythons)
         if self._numpys:
             self._numpy.random.set_state(self._numpys)
         torch.set_rng_state(self._on_cpu)
-        if self._on_others:
-            self._others.set_rng_state_all(self._on_others)
+        if self._on_others is not None and self._set_others is not None:
+            self._set_others(self._on_others)
 
 
 class KeptTensors:
@@ -57,7 +58,10 @@ class KeptTensors:
             if not _holds(tensor, value, version):
                 # To leave inference mode turns recording on.
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                    tensor.copy_(value)
+                    if _is_alike(tensor, value):
+                        tensor.copy_(value)
+                    else:
+                        tensor.data = value
 
 
 class KeptContainers:
@@ -136,8 +140,14 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def _is_alike(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    return (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
+
+
 def _holds(tensor: torch.Tensor, value: torch.Tensor, version: int | None) -> bool:
     """Whether a tensor still holds a value, with NaN where it had NaN."""
+    if not _is_alike(tensor, value):
+        return False
     if not _is_dense(tensor) or type(tensor) not in (torch.Tensor, nn.Parameter):
         return version is not None and version == _version(tensor)
     has_nan = tensor.is_floating_point() or tensor.is_complex()

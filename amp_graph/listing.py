@@ -44,6 +44,8 @@ class Listing:
     low_args: only these arguments may be low, the others stay float32; by kind of device.
     metadata_args: arguments of which only shape, type and device are read.
     position_args: arguments that say where something is, in pixels, say, and are not rounded.
+    said: the keys of the group, among them `optional`: what is not in this version of torch, or in
+        a library that was not imported, is passed over.
     """
 
     color: Color
@@ -62,6 +64,7 @@ class Listing:
     low_args: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     metadata_args: tuple[str, ...] = ()
     position_args: tuple[str, ...] = ()
+    said: frozenset[str] = frozenset()
 
     def storage_on(self, device_type: str, dtype: torch.dtype) -> Level | None:
         """From which level on the operator's tensors may be in that low precision on such a
@@ -84,7 +87,7 @@ class Listing:
         """This listing of a user's, with what the shipped one knows of the operator where this one
         says nothing. Whether its tensors may be low is for the user to say."""
         known = KNOWN if self.color is Color.DENY else KNOWN - DENY_ONLY
-        return replace(self, **{k: getattr(self, k) or getattr(shipped, k) for k in known})
+        return replace(self, **{k: getattr(shipped, k) for k in known - self.said})
 
 
 FLAGS = (*(f.name for f in fields(Listing) if f.type == "bool"), "optional")
@@ -98,7 +101,7 @@ KEYS: dict[str, tuple[type, ...]] = {
 }
 DENY_ONLY = frozenset({"bounded", "widens", "storage"})
 NOT_IN_LISTING = frozenset({"ops", "optional", "storage", "low_args"})
-SAID_BY_ALL = frozenset({"color", "group", "why", "file", "bounded", "storage"})
+SAID_BY_ALL = frozenset({"color", "group", "why", "file", "bounded", "storage", "said"})
 KNOWN = frozenset(f.name for f in fields(Listing)) - SAID_BY_ALL
 
 
@@ -120,7 +123,8 @@ def check_group(table: Any, color: Color, group: str, file: str, where: str) -> 
     given |= {key: tuple(value) for key, value in given.items() if isinstance(value, list)}
     storage = {d: _level(level, where) for d, level in _by_device(table.get("storage")).items()}
     low_args = {d: tuple(names) for d, names in _by_device(table.get("low_args")).items()}
-    return Listing(color, group, file=file, storage=storage, low_args=low_args, **given)
+    given |= {"storage": storage, "low_args": low_args, "said": frozenset(table)}
+    return Listing(color, group, file=file, **given)
 
 
 def _by_device(value: Any) -> Mapping[str, Any]:

@@ -5,6 +5,8 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
     torch._dynamo.eval_frame.OptimizedModule    what `torch.compile(model)` is
     Module._compiled_call_impl                  what `model.compile()` sets
+    torch.nn.modules.module._global_backward_hooks, _global_backward_pre_hooks
+                                                those for all modules
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.modules import module as of_all
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from amp_graph.errors import AmpGraphError, in_brief
@@ -162,7 +165,10 @@ def without_autocast(run: Run, device_types: Iterable[str] | None = None) -> Run
 
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether code of the user's is given gradients of what a module, or one in it, computes."""
-    return any(m._backward_hooks or m._backward_pre_hooks for m in module.modules())
+    for_all = of_all._global_backward_hooks or of_all._global_backward_pre_hooks
+    return bool(for_all) or any(
+        m._backward_hooks or m._backward_pre_hooks for m in module.modules()
+    )
 
 
 def plain_code(module: nn.Module, method: str = CALL) -> Run:

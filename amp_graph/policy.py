@@ -7,6 +7,7 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -231,15 +232,15 @@ def _either(legal: Iterable[str]) -> str:
 
 
 def _anchored(lists: Any) -> Any:
-    """The lists with absolute paths: they are read again for a copy of a model, say, and a script
-    may have gone to another folder meanwhile."""
+    """The lists with absolute paths, and mappings as they are now: they are read again for a copy
+    of a model, say, and a script may be in another folder then, or have changed them."""
     if isinstance(lists, str | Path):
         return as_path(lists, PolicyError).absolute()
     if isinstance(lists, list | tuple):
         return [_anchored(given) for given in lists]
     if not isinstance(lists, Mapping | None):
         raise PolicyError(f"lists must be a TOML file, a mapping or several of them, not {lists!r}")
-    return lists
+    return copy.deepcopy(lists)
 
 
 def _all_of(kind: type, name: str, given: Any) -> tuple[Any, ...]:

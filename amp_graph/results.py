@@ -41,7 +41,7 @@ class _Mapped:
             return self._known[id(value)][1]
         if isinstance(value, torch.Tensor):
             new: Any = self._function(value)
-        elif not any(self.of(tensor) is not tensor for tensor in _tensors_in(value)):
+        elif not any(self.of(tensor) is not tensor for tensor in tensors_in(value)):
             new = value
         elif tree_is_leaf(value) or type(value) in _FILLED:
             new = self._of_object(value)
@@ -73,7 +73,8 @@ class _Mapped:
         return self._known.setdefault(id(value), (value, new))[1]
 
 
-def _tensors_in(value: Any) -> Iterable[torch.Tensor]:
+def tensors_in(value: Any) -> Iterable[torch.Tensor]:
+    """The tensors in a model's result, each once."""
     seen: dict[int, Any] = {}
     waiting = [value]
     while waiting:

@@ -203,6 +203,15 @@ def test_two_optimizers_and_one_update() -> None:
     assert not same(after[0], before[0]) and same(after[1], before[1])
 
 
+def test_optimizers_that_live_for_one_step_have_one_each() -> None:
+    model, scaler = Mlp(), GradScaler(init_scale=4.0)
+    for _ in range(5):
+        scaler.scale(loss_of(model)).backward()
+        scaler.step(SGD(model.parameters(), lr=0.1))
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+
+
 def test_step_hands_arguments_and_result_through() -> None:
     model = Mlp()
     optimizer = LBFGS(model.parameters())

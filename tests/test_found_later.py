@@ -153,6 +153,22 @@ def test_kernels_of_attention_are_put_back_as_they_were_in_that_call() -> None:
     assert last.fallback is None
 
 
+class AttendsTwice(Attends):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)[None]
+        with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
+            return super().forward(x[0]) + F.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.filterwarnings("error::amp_graph.ConversionWarning")
+def test_kernels_may_be_chosen_inside_of_a_choice() -> None:
+    model, before = amp_graph.convert(AttendsTwice(), policy="bfloat16"), kernels()
+    for _ in range(2):
+        model(X)
+    (plan,) = amp_graph.plans(model)
+    assert plan.fallback is None and kernels() == before
+
+
 class Doubles(TorchFunctionMode):
     """Doubles what linear layers compute."""
 

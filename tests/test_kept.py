@@ -129,3 +129,12 @@ def test_what_has_not_changed_in_containers_is_not_written_to() -> None:
     with unchanged(model, parameters=False):
         pass
     next(over_both, None)  # raises if one was written to
+
+
+def test_a_buffer_that_grew_is_put_back() -> None:
+    grown, widened = torch.arange(2.0), torch.arange(2.0)
+    kept = KeptTensors([grown, widened])
+    grown.data, widened.data = torch.ones(5), torch.ones(2, dtype=torch.float64)
+    kept.put_back()
+    for tensor in (grown, widened):
+        assert tensor.tolist() == [0, 1] and tensor.dtype is torch.float32

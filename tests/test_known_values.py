@@ -209,3 +209,15 @@ def test_a_random_number_that_is_compared_may_be_a_tensor() -> None:
     plain, model = twins(Loop(Gated), amp_graph.Policy("bfloat16"))
     assert distance(model(X), plain(X)) <= BFLOAT16
     assert not record_of(model).breaks
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_several_random_numbers_have_no_truth() -> None:
+    class Confused(Speaking):
+        def speak(self, hidden: Tensor) -> None:
+            if torch.rand(3) < 1:
+                hidden.zero_()
+
+    model = amp_graph.convert(Loop(Confused), policy="bfloat16")
+    with pytest.raises(RuntimeError, match="more than one value is ambiguous"):
+        model(X)

@@ -46,6 +46,7 @@ class Coder(nn.Module):
         ("encode", r"a sequence of names, such as \('encode',\), not 'encode'"),
         ((Coder.encode,), "a sequence of names"),
         (5, "a sequence of names"),
+        ((name for name in ["encode"]), "a sequence of names"),
         (("forward",), "Coder.forward is a method of every module"),
         (("__call__",), "Coder.__call__ is a method of every module"),
         (("encoder",), "Coder.encoder is a module; convert it by itself"),

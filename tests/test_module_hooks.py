@@ -10,6 +10,7 @@ import pytest
 import torch
 from nets import Net, low_share
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -106,6 +107,27 @@ FOR_ALL = {
     "backward": register_module_full_backward_hook,
     "backward pre": register_module_full_backward_pre_hook,
 }
+
+
+@pytest.mark.parametrize("kind", ["backward", "backward pre"])
+@pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning")
+def test_backward_hooks_for_all_modules_see_float32(kind: str) -> None:
+    model, seen = Net(), []
+    model.second.forward = torch.compiler.disable(model.second.forward)  # between graphs
+    amp_graph.convert(model, policy="bfloat16")
+    with FOR_ALL[kind](lambda *args: seen.append(args[-1][0].dtype)):
+        for _ in range(3):
+            model(X).sum().backward()
+    assert {*seen} == {torch.float32}
+
+
+def test_backward_hooks_see_float32_where_nothing_is_to_be_captured() -> None:
+    model, seen = Net(), []
+    model.first.register_full_backward_hook(lambda *args: seen.append(args[-1][0].dtype))
+    amp_graph.convert(model, policy="bfloat16")
+    with forward_ad.dual_level():
+        model(X).sum().backward()
+    assert seen == [torch.float32]
 
 
 @pytest.mark.parametrize("kind", FOR_ALL)

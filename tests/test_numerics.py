@@ -6,7 +6,7 @@ import io
 import json
 import random
 import xml.etree.ElementTree
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -254,3 +254,26 @@ def test_outputs_of_different_sizes_are_infinitely_far_apart() -> None:
     torch.manual_seed(0)
     found = amp_graph.compare(Chosen(), torch.randn(16, 16), policy="bfloat16")
     assert found.outputs == float("inf")
+
+
+@dataclass
+class Found:
+    boxes: torch.Tensor
+
+
+class Detects(nn.Module):
+    """Returns a list of objects, as detectors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> list[Found]:
+        return [Found(self.linear(x))]
+
+
+def test_tensors_in_objects_in_lists_are_compared() -> None:
+    found = amp_graph.compare(Detects(), torch.randn(8, 16), policy="bfloat16")
+    assert 0 < found.outputs < 0.1 and 0 < found.gradients < 0.1
+    infinite = torch.full((8, 16), float("inf"))
+    assert amp_graph.find_nonfinite(Detects(), infinite, policy="bfloat16") is not None

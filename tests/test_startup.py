@@ -247,3 +247,9 @@ def test_a_script_that_is_interrupted_ends_so_after_a_dump_as_well(script, tmp_p
     dump = tmp_path / "dump"
     done = run(python(script(ending)), AMP_GRAPH_ENABLE="1", AMP_GRAPH_DUMP=str(dump))
     assert done.code == code and (dump / "report.json").exists()
+
+
+def test_what_is_undone_is_not_told_of():
+    begun = "import torch; from amp_graph.autopatch import enable, install; enable(); "
+    assert run(python("-c", begun)).said
+    assert not run(python("-c", f"{begun}install().undo()")).said

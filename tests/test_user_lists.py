@@ -46,6 +46,19 @@ def test_what_is_known_of_arguments_survives_a_move(lists):
     assert not lists.merged({"allow": ["aten.sum"]}).lookup(ATEN.sum.dim_IntList).widens
 
 
+def test_what_a_user_says_of_arguments_is_not_overruled(lists):
+    group = {"why": "mine", "promotes": False, "metadata_args": [], "ops": ["aten.add"]}
+    listing = lists.merged({"infer": {"mine": group}}).lookup(ATEN.add.Tensor)
+    assert lists.lookup(ATEN.add.Tensor).promotes and not listing.promotes
+
+
+def test_a_mapping_that_changes_later_changes_no_policy():
+    given = {"deny": ["aten.linear"]}
+    policy = Policy("bfloat16", lists=given)
+    given["deny"].clear()
+    assert policy.load_lists().lookup(ATEN.linear.default).color is Color.DENY
+
+
 @pytest.mark.parametrize("form", ["", "_"])
 def test_what_is_known_of_every_overload_survives_a_move(lists, form):
     """Of the operator, or of the one that writes its result in place."""

@@ -162,6 +162,7 @@ class Installation:
             setattr(nn.Module, SLOT, self._original)
         self.models.restore_all()
         self._undone.close()
+        self._has_reported = True  # nothing is left to tell of
         if _installed and _installed[0] is self:
             _installed.clear()
 

@@ -45,6 +45,8 @@ class OwnCode:
 
     def run_uncaptured(self, *args: Any, **kwargs: Any) -> Any:
         """Run it for what is never to be captured, for as long as the model is where it is."""
+        if has_backward_hooks(self._entry.module):
+            return plain_code(self._entry.module, self._entry.method)(*args, **kwargs)
         place = devices_of(self._entry.module), self.dtype()
         if self._uncaptured is None or self._uncaptured[0] != place:
             self._uncaptured = place, self._run(None)

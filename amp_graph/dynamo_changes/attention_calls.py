@@ -32,6 +32,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -66,7 +67,7 @@ def attention_calls_settled() -> Iterator[None]:
     changes = dict.fromkeys(ARGUMENTS, _attend) | {OLD_CHOICE: _choose}
     with (
         calls_inside(TorchInGraphFunctionVariable, changes),
-        method_inside(SDPAKernelVariable, "enter", _enter),
+        method_inside(SDPAKernelVariable, "enter", partial(_enter, _enabled())),
     ):
         yield
 
@@ -91,9 +92,9 @@ def _enabled() -> tuple[bool, ...]:
     )
 
 
-def _enter(method: Any, block: Any, frame: Any) -> Any:
-    kernels = _enabled()
-    hold_in_state(_AreEnabled(kernels), f"kernels of attention are enabled so: {kernels}")
+def _enter(outside: tuple[bool, ...], method: Any, block: Any, frame: Any) -> Any:
+    if _enabled() == outside:  # else by a block around it, which is captured, too
+        hold_in_state(_AreEnabled(outside), f"kernels of attention are enabled so: {outside}")
     return method(block, frame)
 
 

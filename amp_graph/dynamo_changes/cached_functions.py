@@ -17,16 +17,14 @@ import contextlib
 import itertools
 from typing import Any
 
+import torch
 from torch import fx
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_graph.dynamo_changes.ended_graphs import end_graph
 from amp_graph.dynamo_changes.replaced import method_inside
-
-DRAWING = (
-    "bernoulli", "cauchy", "dropout", "exponential", "geometric", "log_normal", "multinomial",
-    "normal", "poisson", "rand", "uniform",
-)  # fmt: skip
 
 
 def cached_draws_left_to_python() -> contextlib.AbstractContextManager[None]:
@@ -39,13 +37,35 @@ def _call(method: Any, function: Any, frame: Any, *called: Any) -> Any:
         return method(function, frame, *called)
     before = len(frame.output.graph.nodes)
     result = method(function, frame, *called)
-    if any(map(_draws, itertools.islice(frame.output.graph.nodes, before, None))):
+    captured = itertools.islice(frame.output.graph.nodes, before, None)
+    with frame.output.fake_mode, torch.no_grad(), _Noting() as noting:  # type: ignore[no-untyped-call]
+        for node in filter(_computes, captured):
+            _run(node)
+    if noting.draws:
         end_graph("random numbers in a cached function", function.wrapper_obj)
     return result
 
 
-def _draws(node: fx.Node) -> bool:
-    if node.op not in ("call_function", "call_method"):
-        return False
-    name = str(getattr(node.target, "__name__", node.target))
-    return name.strip("_").startswith(DRAWING)
+class _Noting(TorchDispatchMode):
+    """Notes whether an operator draws random numbers."""
+
+    draws = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether it makes a value, and has no body."""
+    is_call = node.op in ("call_function", "call_method") and "example_value" in node.meta
+    return is_call and not isinstance(node.target, HigherOrderOperator)
+
+
+def _run(node: fx.Node) -> None:
+    """Once more, on the fake tensors that Dynamo made."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
+    if callable(node.target):
+        node.target(*args, **kwargs)
+    else:
+        getattr(args[0], node.target)(*args[1:], **kwargs)

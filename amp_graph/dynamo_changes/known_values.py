@@ -116,12 +116,13 @@ def _is_less(frame: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_random(value: Any) -> bool:
-    """Whether it was drawn from [0, 1), and nobody took part of it yet, who may have written
-    there."""
+    """Whether it is one number, drawn from [0, 1), and nobody took part of it yet, who may have
+    written there."""
     if not isinstance(value, TensorVariable):
         return False
     node = value.as_proxy().node
-    return node.target is torch.rand and not node.users
+    is_one = node.meta["example_value"].numel() == 1  # Python asks no others for their truth
+    return node.target is torch.rand and not node.users and is_one
 
 
 def _as_proxy(method: Any, variable: Any) -> Any:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from amp_graph.errors import AmpGraphError, in_brief
+from amp_graph.results import tensors_in
 
 
 def default_loss(output: Any) -> torch.Tensor:
@@ -33,12 +33,7 @@ def check_loss(loss: Any, scale: Any) -> None:
 
 def floating(output: Any) -> list[torch.Tensor]:
     """The floating tensors of an output, whatever holds them, with complex ones as pairs."""
-    known = isinstance(output, (torch.Tensor, Mapping, list, tuple))
-    leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-    if not known and hasattr(output, "__dict__"):
-        leaves = tree_leaves(vars(output))
-    tensors = [_as_real(t) for t in leaves if isinstance(t, torch.Tensor)]
-    return [t for t in tensors if t.is_floating_point()]
+    return [t for t in map(_as_real, tensors_in(output)) if t.is_floating_point()]
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:

@@ -52,8 +52,8 @@ class GradScaler:
         )
         self._state = self._config.start()
         self._enabled = enabled
-        self._found: dict[int, Tensor] = {}  # of each optimizer unscaled since the last update
-        self._stepped: set[int] = set()
+        self._found: dict[Optimizer, Tensor] = {}  # unscaled since the last update
+        self._stepped: set[Optimizer] = set()
 
     def __repr__(self) -> str:
         return f"<GradScaler: {self.get_scale():g}{'' if self._enabled else ', disabled'}>"
@@ -75,10 +75,10 @@ class GradScaler:
             return
         if not hasattr(optimizer, "param_groups"):
             raise AmpGraphError(f"GradScaler steps optimizers, not {in_brief(optimizer)}")
-        if id(optimizer) in self._found:
+        if optimizer in self._found:
             raise AmpGraphError("unscale_() was called for this optimizer since the last update()")
         inverse = self._state.scale.reciprocal()
-        self._found[id(optimizer)] = found_inf(parameters_of(optimizer), inverse)
+        self._found[optimizer] = found_inf(parameters_of(optimizer), inverse)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer unless its gradients overflowed; return what its `step` returns."""
@@ -89,12 +89,12 @@ class GradScaler:
                 "GradScaler.step() takes no closure, whose gradients nobody would unscale. Without "
                 "a scaler, optimizer.step(closure) is guarded for converted models"
             )
-        if id(optimizer) in self._stepped:
+        if optimizer in self._stepped:
             raise AmpGraphError("step() was called for this optimizer since the last update()")
-        if id(optimizer) not in self._found:
+        if optimizer not in self._found:
             self.unscale_(optimizer)
-        self._stepped.add(id(optimizer))
-        return None if bool(self._found[id(optimizer)]) else optimizer.step(*args, **kwargs)
+        self._stepped.add(optimizer)
+        return None if bool(self._found[optimizer]) else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adjust the scale, once all optimizers have stepped; or set it."""
