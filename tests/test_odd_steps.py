@@ -138,9 +138,13 @@ def test_an_optimizer_whose_first_parameter_has_no_data() -> None:
     backward(model)
     absent = nn.Parameter(torch.empty(3, device="meta"))
     optimizer = SGD([absent, *model.parameters()], lr=0.1)
+    before = copy.deepcopy([*model.parameters()])
     optimizer.step()
+    stepped = copy.deepcopy([*model.parameters()])
+    assert not same(stepped, before)
     optimizer.zero_grad()
     optimizer.step()
+    assert same([*model.parameters()], stepped)
 
 
 def found_inf_of(optimizer: Optimizer) -> list[Any]:

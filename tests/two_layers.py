@@ -86,9 +86,9 @@ class Packed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.rnn, self.last = nn.Linear(8, 8), nn.LSTM(8, 8), nn.Linear(8, 8)
+        self.first, self.rnn, self.last = nn.Linear(8, 8), nn.GRU(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         packed = pack_padded_sequence(self.first(x)[:, None], torch.tensor([4]))
-        _, (h, _) = self.rnn(packed)
+        _, h = self.rnn(packed)
         return self.last(h)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from multiprocessing.process import BaseProcess
 
-from amp_graph.autopatch.patched import method_patched
+from amp_graph.dynamo_changes.replaced import method_inside
 
 
 def children_heard(hear: Callable[[], None]) -> AbstractContextManager[None]:
@@ -20,4 +20,4 @@ def children_heard(hear: Callable[[], None]) -> AbstractContextManager[None]:
         if not process.daemon:
             hear()
 
-    return method_patched(BaseProcess, "start", start)
+    return method_inside(BaseProcess, "start", start)

@@ -62,7 +62,8 @@ class Models:
     missed: the globs of the policy that match no module of a converted model, and what comes close;
         None before there is one.
     compiles: whether the script compiles something by itself.
-    say: what is told of them while the script runs goes here, a line at a time.
+    say: what is told of them while the script runs goes here, a line at a time, and is told once
+        however many models it is said of: a script may make them without end.
     """
 
     def __init__(self, policy: Policy, verbose: bool, say: Callable[[str], None]):
@@ -74,7 +75,6 @@ class Models:
         self._policy, self._verbose, self._say = policy, verbose, say
         # By identity: a module may define an equality of its own.
         self._parts = WeakIdKeyDictionary()
-        self._said: set[str] = set()
         self._trials = WeakIdKeyDictionary()
         self._deciding = threading.RLock()  # several threads may call a new model at once
         self._local = threading.local()
@@ -111,8 +111,7 @@ class Models:
         if self.is_inside():
             return
         self.compiles = True
-        if not any(model.left_alone == COMPILED for model in self.seen):
-            self._say(LEFT_COMPILED)
+        self._say(LEFT_COMPILED)
 
     def _outermost_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if is_rerouted(module):
@@ -172,7 +171,7 @@ class Models:
             enough = TRIALS
         elif owed(self.seen, name := type(part).__name__) >= MAX_CAPTURES:
             enough = PATIENCE
-            self._say_once(f"{name} is left as it is: {SHORT_LIVED}")
+            self._say(f"{name} is left as it is: {SHORT_LIVED}")
         else:
             return False
         trials: int = self._trials.get(part, 0) + 1
@@ -193,7 +192,7 @@ class Models:
         """Convert a model or leave it alone; the latter whatever goes wrong."""
         if (converted := converted_inside(inner)) is not None:
             self._parts[module] = None
-            self._say_once(f"{type(converted).__name__} {COMPILED_AROUND}")
+            self._say(f"{type(converted).__name__} {COMPILED_AROUND}")
             return
         model = model_of(inner)
         if has_process_group():
@@ -211,15 +210,9 @@ class Models:
             model.left_alone = in_words(error)
         self._keep(model, module, inner)
         if model.left_alone:
-            self._say_once(f"{model.name} is left as it is: {model.left_alone}")
+            self._say(f"{model.name} is left as it is: {model.left_alone}")
         elif self._verbose:
             self._say(f"{model.name} runs in mixed precision")
-
-    def _say_once(self, line: str) -> None:
-        """However many models it is said of: a script may make them without end."""
-        if line not in self._said:
-            self._said.add(line)
-            self._say(line)
 
     def _keep(self, model: Model, module: nn.Module, inner: nn.Module) -> None:
         self.seen = [*folded(m for m in self.seen if m.module() is not inner), model]

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from amp_graph.autopatch.patched import method_patched
+from amp_graph.dynamo_changes.replaced import method_inside
 from amp_graph.training.optimizers import before_load
 
 
 def scales_are_loaded() -> AbstractContextManager[None]:
     """In here an optimizer that loads a state with loss scales goes on from them, though it is
     given to nobody."""
-    return method_patched(Optimizer, "load_state_dict", _load)
+    return method_inside(Optimizer, "load_state_dict", _load)
 
 
 def _load(original: Callable[..., None], optimizer: Optimizer, state_dict: Any) -> None:

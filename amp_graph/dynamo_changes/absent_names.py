@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -80,9 +79,8 @@ def _look_up(method: Any, variable: Any, frame: Any, name: str) -> Any:
 def _hold_while_absent(owner: Any, source: Any, name: str) -> None:
     """By where it would be kept. To look there runs no code of the model's."""
     if isinstance(owner, type) or not hasattr(owner, "__dict__"):
-        lacks = _Lacks(name)
-        if lacks(owner):
-            hold_while(lacks, source, f"it has no {name!r}")
+        if _lacks(name, owner):
+            hold_while(_lacks, source, f"it has no {name!r}", name)
         return
     for held in ("__dict__", *(OF_MODULES if isinstance(owner, nn.Module) else ())):
         if name not in getattr(owner, held):
@@ -97,11 +95,6 @@ def _as_constant(method: Any, asked: Any) -> Any:
     return method(asked)
 
 
-@dataclass(frozen=True)
-class _Lacks:
-    """Whether an object, a class or one of a class with `__slots__`, has nothing of this name."""
-
-    name: str
-
-    def __call__(self, owner: Any) -> bool:
-        return not hasattr(owner, self.name)
+def _lacks(name: str, owner: Any) -> bool:
+    """Of an object, it is a class or one of a class with `__slots__`."""
+    return not hasattr(owner, name)

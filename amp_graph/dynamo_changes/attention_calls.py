@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -72,14 +71,9 @@ def attention_calls_settled() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class _AreEnabled:
+def _are_enabled(kernels: tuple[bool, ...]) -> bool:
     """Whether these kernels are, and no others."""
-
-    kernels: tuple[bool, ...]
-
-    def __call__(self) -> bool:
-        return _enabled() == self.kernels
+    return _enabled() == kernels
 
 
 def _enabled() -> tuple[bool, ...]:
@@ -94,7 +88,7 @@ def _enabled() -> tuple[bool, ...]:
 
 def _enter(outside: tuple[bool, ...], method: Any, block: Any, frame: Any) -> Any:
     if _enabled() == outside:  # else by a block around it, which is captured, too
-        hold_in_state(_AreEnabled(outside), f"kernels of attention are enabled so: {outside}")
+        hold_in_state(_are_enabled, f"kernels of attention are enabled so: {outside}", outside)
     return method(block, frame)
 
 

@@ -16,8 +16,6 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict, defaultdict, deque
-from dataclasses import dataclass
 from types import BuiltinMethodType
 from typing import Any
 
@@ -27,8 +25,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 
 from amp_graph.dynamo_changes.own_guards import hold_while
 from amp_graph.dynamo_changes.replaced import method_inside
-
-CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+from amp_graph.kept import CONTAINERS
 
 
 def bound_methods_known() -> contextlib.AbstractContextManager[None]:
@@ -42,16 +39,10 @@ def _wrap(method: Any, builder: Any, value: Any) -> Any:
     if not is_bound or not isinstance(source, LocalSource):
         return method(builder, value)
     name = value.__name__
-    hold_while(_IsNamed(name), source, f"it is a method {name!r}")
+    hold_while(_is_named, source, f"it is a method {name!r}", name)
     owner = VariableTracker.build(builder.tx, value.__self__, AttrSource(source, "__self__"))
     return GetAttrVariable(owner, name, py_type=type(value))
 
 
-@dataclass(frozen=True)
-class _IsNamed:
-    """Whether something is a method of this name."""
-
-    name: str
-
-    def __call__(self, asked: Any) -> bool:
-        return type(asked) is BuiltinMethodType and asked.__name__ == self.name
+def _is_named(name: str, asked: Any) -> bool:
+    return type(asked) is BuiltinMethodType and asked.__name__ == name

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch._dynamo.variables import ConstantVariable, ConstDictVariable, user_defined
@@ -53,7 +52,7 @@ def _wrap(builder: Any, value: Any) -> Any:
     found = result.realize()
     if isinstance(found, DequeVariable) and value.maxlen is not None:
         found.maxlen = ConstantVariable.create(value.maxlen)
-        hold_while(_Has(value.maxlen), builder.source, f"its maxlen is {value.maxlen}")
+        hold_while(_has, builder.source, f"its maxlen is {value.maxlen}", value.maxlen)
     return result
 
 
@@ -74,11 +73,5 @@ def _reorder(method: Any, ordered: Any, frame: Any, name: str, args: Any, kwargs
     return result
 
 
-@dataclass(frozen=True)
-class _Has:
-    """Whether a deque has this maxlen."""
-
-    maxlen: int
-
-    def __call__(self, asked: deque[Any]) -> bool:
-        return asked.maxlen == self.maxlen
+def _has(maxlen: int, asked: deque[Any]) -> bool:
+    return asked.maxlen == maxlen

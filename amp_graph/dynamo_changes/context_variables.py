@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 from torch._dynamo import source
@@ -41,20 +40,14 @@ def _call_method(method: Any, variable: Any, frame: Any, name: str, args: Any, k
         with contextlib.suppress(LookupError):
             value = asked.get()
             if value is None or type(value) in KINDS:
-                hold_while(_Has(value), variable.source, f"its value is {value!r}")
+                hold_while(_has, variable.source, f"its value is {value!r}", value)
                 return ConstantVariable.create(value)
     return method(variable, frame, name, args, kwargs)
 
 
-@dataclass(frozen=True)
-class _Has:
-    """Whether a context variable has a value."""
-
-    value: Any
-
-    def __call__(self, variable: ContextVar[Any]) -> bool:
-        try:
-            found = variable.get()
-        except LookupError:
-            return False
-        return type(found) is type(self.value) and bool(found == self.value)
+def _has(value: Any, variable: ContextVar[Any]) -> bool:
+    try:
+        found = variable.get()
+    except LookupError:
+        return False
+    return type(found) is type(value) and bool(found == value)

@@ -10,17 +10,18 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from torch._dynamo import guards
 from torch._dynamo.source import GlobalStateSource
 
 
-def hold_while(condition: Callable[[Any], bool], source: Any, said: str) -> None:
-    """Guard what is being captured by a condition on the value of a source. `said`: the condition,
-    for who asks why something is captured anew."""
-    guards.install_guard(source.make_guard(_guard(condition, said)))
+def hold_while(condition: Callable[..., bool], source: Any, said: str, *given: Any) -> None:
+    """Guard what is being captured by a condition on the value of a source, which is the last of
+    its arguments after those `given`. `said`: the condition, for who asks why something is captured
+    anew."""
+    guards.install_guard(source.make_guard(_guard(condition, said, *given)))
 
 
 def hold_key(dictionary: Any, key: Any, there: bool) -> None:
@@ -29,16 +30,18 @@ def hold_key(dictionary: Any, key: Any, there: bool) -> None:
     guards.install_guard(dictionary.make_guard(_key_guard(key, there)))
 
 
-def hold_in_state(condition: Callable[[], bool], said: str) -> None:
+def hold_in_state(condition: Callable[..., bool], said: str, *given: Any) -> None:
     """Guard what is being captured by a condition on something that no source stands for."""
-    guards.install_guard(GlobalStateSource().make_guard(_state_guard(condition, said)))
+    guards.install_guard(GlobalStateSource().make_guard(_state_guard(condition, said, *given)))
 
 
-@lru_cache  # Dynamo knows by the function that a guard is there already
-def _guard(condition: Callable[[Any], bool], said: str) -> Callable[[Any, Any], None]:
+@lru_cache(typed=True)  # Dynamo knows by the function that a guard is there already
+def _guard(condition: Callable[..., bool], said: str, *given: Any) -> Callable[[Any, Any], None]:
+    holds = partial(condition, *given)
+
     def guard(builder: Any, asked: Any) -> None:
         parts = guards.get_verbose_code_parts(f"{asked.name}: {said}", asked)
-        builder.get_guard_manager(asked).add_lambda_guard(condition, parts, asked.user_stack)
+        builder.get_guard_manager(asked).add_lambda_guard(holds, parts, asked.user_stack)
 
     return guard
 
@@ -54,11 +57,13 @@ def _key_guard(key: Any, there: bool) -> Callable[[Any, Any], None]:
     return guard
 
 
-@lru_cache
-def _state_guard(condition: Callable[[], bool], said: str) -> Callable[[Any, Any], None]:
+@lru_cache(typed=True)
+def _state_guard(
+    condition: Callable[..., bool], said: str, *given: Any
+) -> Callable[[Any, Any], None]:
     def guard(builder: Any, asked: Any) -> None:
         parts = guards.get_verbose_code_parts(said, asked)
         root = builder.guard_manager.root
-        root.add_lambda_guard(lambda variables: condition(), parts, asked.user_stack)
+        root.add_lambda_guard(lambda variables: condition(*given), parts, asked.user_stack)
 
     return guard

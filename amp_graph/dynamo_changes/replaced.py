@@ -9,6 +9,7 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -19,9 +20,10 @@ from torch._dynamo.guards import GuardBuilder
 @contextlib.contextmanager
 def method_inside(kind: type | ModuleType, name: str, around: Callable[..., Any]) -> Iterator[None]:
     """Within, a method, or a function of a module, is `around`, which is given what it was and then
-    what the method is."""
+    what the method is. What somebody else puts in its place meanwhile stays."""
     method, own = getattr(kind, name), kind.__dict__.get(name)
 
+    @functools.wraps(method)
     def replaced(*args: Any, **kwargs: Any) -> Any:
         return around(method, *args, **kwargs)
 
@@ -29,10 +31,11 @@ def method_inside(kind: type | ModuleType, name: str, around: Callable[..., Any]
     try:
         yield
     finally:
-        if own is None:
-            delattr(kind, name)
-        else:
-            setattr(kind, name, own)
+        if kind.__dict__.get(name) is replaced:
+            if own is None:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, own)
 
 
 def calls_inside(

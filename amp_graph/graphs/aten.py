@@ -96,8 +96,7 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
 
 def results_of(module: fx.GraphModule) -> list[Any]:
     """What a graph of Dynamo's returns: nodes and constants."""
-    (output,) = module.graph.find_nodes(op="output")
-    results: Any = output.args[0]
+    results: Any = module.graph.output_node().args[0]
     return list(results)
 
 

@@ -32,6 +32,7 @@ from amp_graph.graphs.aten import (
     EXIT_AUTOCAST,
     SET_GRAD_ENABLED,
     get_attribute,
+    results_of,
     set_attribute,
 )
 from amp_graph.graphs.grad_modes import INFERENCE_MODE, grad_modes
@@ -62,7 +63,7 @@ def run_in_parts(
     for each part. Raises CaptureError where a value cannot go from one part to the next."""
     parts = _written(module, frozenset(before))
     placeholders = module.graph.find_nodes(op="placeholder")
-    results: Any = module.graph.output_node().args[0]
+    results = results_of(module)
     known: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
     slots = {node: i for i, node in enumerate(placeholders)}
     _return_what_is_needed(parts, {n for n in results if isinstance(n, fx.Node)})

@@ -49,7 +49,7 @@ def _hands_on(traced: fx.GraphModule, node: fx.Node) -> bool:
     forward = next(iter(bodies_of(traced, node).values()), None)
     if forward is None or not is_retraced(forward):
         return False
-    (output,) = forward.graph.find_nodes(op="output")
+    output = forward.graph.output_node()
     given = {key for n in forward.graph.find_nodes(op="placeholder") for key in storages(n)}
     returned = [n for n in tree_leaves(output.args) if isinstance(n, fx.Node)]
     results = returned[: len(tensors_of(node))]

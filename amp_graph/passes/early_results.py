@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from amp_graph.graphs.aten import storages, widens_low, written_operands
+from amp_graph.graphs.aten import results_of, storages, widens_low, written_operands
 from amp_graph.graphs.grad_modes import grad_modes
 from amp_graph.training.early import EarlyResults
 
@@ -72,10 +72,9 @@ def _early_results(
     """By position, the value in the graph that leaves there and the dtype that it leaves in. Left
     out is what is written to later, or shares memory with something else that is returned or came
     in."""
-    (output,) = module.graph.find_nodes(op="output")
     if grad_modes(module.graph):
         return
-    results: Any = output.args[0]
+    output, results = module.graph.output_node(), results_of(module)
     inputs = module.graph.find_nodes(op="placeholder")
     nodes = dict.fromkeys(r for r in (*results, *inputs) if isinstance(r, fx.Node))
     shared = Counter(key for node in nodes for key in storages(node))

@@ -110,7 +110,7 @@ def _network(
         needing = (
             r for r in flow.successors(value) if needs_cast(facts, flow, paints, value, r, is_low)
         )
-        return {side(r) for r in needing} - {LOW if not is_low else FLOAT32, side(value)}
+        return {side(r) for r in needing} - {FLOAT32 if is_low else LOW, side(value)}
 
     for n, f in enumerate(facts):
         producer = side(n)

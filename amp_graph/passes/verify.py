@@ -240,7 +240,7 @@ def no_cast_of_a_cast(of: Emission) -> Iterator[str]:
 
 
 def _outputs(module: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in module.graph.nodes if n.op == "output" for n in n.all_input_nodes]
+    return [*module.graph.output_node().all_input_nodes]
 
 
 CHECKS: tuple[Check, ...] = (

@@ -89,8 +89,7 @@ def pinned(fresh: Mapping[str, Paint], pins: Pins) -> dict[str, Paint]:
         if saved.color is ours.color:
             found[name] = ours
         elif (saved.rule, saved.because) == (ours.rule, ours.because):
-            reason = f"{ours.because}" and f": {ours.because}"
-            because = f"without it {ours.color.value}, {ours.rule}{reason}"
+            because = f"without it {ours.color.value}, {ours.in_brief}"
             found[name] = Paint(saved.color, EDITED, because)
         else:
             found[name] = Paint(saved.color, saved.rule, saved.because)
@@ -130,10 +129,11 @@ def _colors(plan: Plan, body: str = "") -> dict[str, Color]:
 
 
 def _pins(plan: Plan, captured: Plan, origin: str, exact: bool) -> Pins:
-    names = zip(_deciding(plan), _deciding(captured), strict=True)
-    paints = {ours: plan.paints[theirs] for theirs, ours in names if theirs in plan.paints}
     if exact:
         paints = dict(plan.paints)
+    else:
+        names = zip(_deciding(plan), _deciding(captured), strict=True)
+        paints = {ours: plan.paints[theirs] for theirs, ours in names if theirs in plan.paints}
     bodies = {
         name: _pins(body, captured.bodies[name], origin, exact)
         for name, body in plan.bodies.items()

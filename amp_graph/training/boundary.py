@@ -47,7 +47,7 @@ class Interface:
     widened: those of the results that are to be float32 and that the graph leaves low.
     early: the keys of the results that leave the graph where they are made; if there are any, it
         takes an `EarlyResults` as its last input.
-    records: whether autograd records some of it though it was called under `no_grad`.
+    records: whether autograd records anything of it, as it was captured.
     ends_recording: whether autograd records after it; None if the graph does not change that.
     """
 
