@@ -282,6 +282,12 @@ def test_what_float16_holds_of_a_weight_it_holds_of_a_gradient(
     assert x.grad.item() == weight * incoming
 
 
+def test_a_batch_of_none() -> None:
+    model, x = amp_graph.convert(Mlp(), policy="float16"), torch.zeros(0, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x), x, torch.zeros(0, 2))
+    assert gradient.shape == x.shape
+
+
 def test_whose_gradients_are_wanted_but_for_a_step() -> None:
     front, leaf, parameter = Mlp(outputs=4), X.clone().requires_grad_(), nn.Parameter(X.clone())
     amp_graph.convert(front, policy="float16")

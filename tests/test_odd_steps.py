@@ -140,6 +140,20 @@ def test_steps_inside_of_a_backward_pass_count_what_is_there_by_then() -> None:
     assert counts == [StepCounts(0, 1), StepCounts(1, 0)]
 
 
+@pytest.mark.parametrize("value", [1.0, torch.inf])
+def test_gradients_that_were_made_in_inference_mode(value: float) -> None:
+    """They have no versions to be known by."""
+    model = nn.Linear(4, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    amp_graph.convert(model, optimizer, policy=scaled(2.0**8))
+    backward(model)
+    with torch.inference_mode():
+        model.bias.grad = torch.full((2,), value)
+    before = model.bias.detach().clone()
+    assert optimizer.step() is (value == 1.0)
+    assert torch.equal(model.bias, before - 0.1 if value == 1.0 else before)
+
+
 def test_a_step_that_outlived_its_optimizer() -> None:
     model = Mlp()
     optimizer = SGD(model.parameters(), lr=0.1)
