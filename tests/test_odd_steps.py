@@ -154,6 +154,18 @@ def test_gradients_that_were_made_in_inference_mode(value: float) -> None:
     assert torch.equal(model.bias, before - 0.1 if value == 1.0 else before)
 
 
+def test_a_backward_pass_in_inference_mode() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    amp_graph.convert(model, optimizer, policy=scaled(2.0**8))
+    for times in (1.0, torch.inf):
+        loss = model(X).sum() * times
+        with torch.inference_mode():
+            loss.backward()
+        assert optimizer.step() is (times == 1.0)
+        optimizer.zero_grad()
+
+
 def test_a_step_that_outlived_its_optimizer() -> None:
     model = Mlp()
     optimizer = SGD(model.parameters(), lr=0.1)
