@@ -193,3 +193,24 @@ def test_an_override_that_names_no_node_is_told_of_after_the_first_call(recwarn)
     assert str(warning.message).startswith(said)
     model(torch.randn(4, 8))
     assert len(recwarn.list) == 1
+
+
+class Entered(Net):
+    def begin(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x)
+
+
+class Uncaptured(Net):
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def test_an_override_by_name_is_for_the_nodes_of_the_call(recwarn):
+    """Not of other methods, nor of a model in which nothing was captured."""
+    policy = Policy("bfloat16", overrides=[Override("deny", name="linear_1")])
+    model = amp_graph.convert(Entered(), policy=policy, methods=("begin",))
+    model.begin(torch.randn(4, 8))
+    model = amp_graph.convert(Uncaptured(), policy=policy)
+    model(torch.randn(4, 8))
+    assert not [w for w in recwarn.list if "names no node" in str(w.message)]

@@ -60,13 +60,26 @@ def test_a_model_that_is_trained_without_a_call_is_told_of_once(way, dtype, is_v
 
 @pytest.mark.parametrize(
     "prepare",
-    [lambda model: model(torch.ones(1, 4)), amp_graph.restore],
-    ids=["called", "restored"],
+    [
+        lambda model: model(torch.ones(1, 4)),
+        lambda model: model._replicate_for_data_parallel(),
+        amp_graph.restore,
+    ],
+    ids=["called", "copied by DataParallel", "restored"],
 )
 def test_a_model_that_was_called_or_restored_is_not_told_of(prepare, recwarn):
     model = amp_graph.convert(Coder(), policy="bfloat16")
     prepare(model)
     train(model, model.forward, steps=3)
+    assert not [w for w in recwarn.list if "has not been called" in str(w.message)]
+
+
+def test_nor_is_one_that_was_restored_of_which_a_method_is_held(recwarn):
+    model = amp_graph.convert(Coder(), policy="bfloat16", methods=("decode",))
+    held = model.decode
+    amp_graph.restore(model)
+    train(model, model.forward, steps=3)
+    assert held.__name__ == "decode"
     assert not [w for w in recwarn.list if "has not been called" in str(w.message)]
 
 
