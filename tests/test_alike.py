@@ -7,14 +7,15 @@ import gc
 import logging
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.parametrizations import weight_norm
 
 import amp_graph
@@ -163,6 +164,24 @@ def test_one_that_follows_a_plan_has_its_own() -> None:
     last = amp_graph.convert(Net(), policy="bfloat16")
     assert captured(lambda: step(last)) == 0
     assert amp_graph.plans(last) == (plan,)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_one_that_is_sharded_has_its_own(one_rank: None) -> None:
+    """What is captured of it may hold its own `forward`."""
+    first, other = Net(), Net()
+    expected = alone(other)[0]
+    first.forward = types.MethodType(lambda self, x: Net.forward(self, x) * 3, first)  # type: ignore
+    for model in (first, other):
+        amp_graph.convert(fully_shard(model), policy="bfloat16")
+    first(X)
+    assert torch.equal(other(X), expected)
 
 
 def test_the_loss_scale_of_each_is_its_own() -> None:

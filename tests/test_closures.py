@@ -101,6 +101,22 @@ def test_a_state_that_cannot_be_copied_ends_no_training():
     assert same([*before.values()], [*model.parameters()])
 
 
+def test_nothing_is_copied_where_no_loss_scale_is(recwarn):
+    model = nn.Linear(8, 3)
+    optimizer = Mine(model.parameters())
+    amp_graph.convert(model, optimizer, policy="bfloat16")
+    for p in model.parameters():
+        optimizer.state[p]["eighth"] = torch.zeros(3).as_subclass(Uncopied)
+
+    def closure() -> Tensor:
+        loss: Tensor = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert not [str(w.message) for w in recwarn if w.category is ConversionWarning]
+
+
 def given(optimizer: Optimizer, model: nn.Module, scale: float = 2.0**8) -> None:
     policy = amp_graph.Policy("float16", loss_scale=amp_graph.LossScale(scale))
     amp_graph.convert(model, optimizer, policy=policy)

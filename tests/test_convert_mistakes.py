@@ -204,91 +204,22 @@ def test_an_override_that_names_no_node_is_told_of_after_the_first_call(recwarn)
     assert len(recwarn.list) == 1
 
 
-class Coder(nn.Module):
-    """A model that may be trained by its methods."""
+class Entered(Net):
+    def begin(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(4, 2), nn.Linear(2, 4)
 
+class Uncaptured(Net):
+    @torch.compiler.disable
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.decode(self.encoder(x))
-
-    def decode(self, x: torch.Tensor) -> torch.Tensor:
-        return self.decoder(x)
+        return super().forward(x)
 
 
-def train(model: nn.Module, run: Any, steps: int) -> None:
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(steps):
-        run(torch.randn(3, 4)).square().mean().backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(
-    "way",
-    [
-        lambda model: model.forward,
-        lambda model: lambda x: model.decode(model.encoder(x)),
-    ],
-    ids=["forward", "parts"],
-)
-@pytest.mark.parametrize("is_validated", [False, True])
-def test_a_model_that_is_trained_without_a_call_is_told_of_once(way, dtype, is_validated, recwarn):
-    model = amp_graph.convert(Coder(), policy=dtype)
-    if is_validated:
-        with torch.no_grad():
-            model(torch.ones(1, 4))
-        recwarn.clear()  # of a CPU that emulates
-    train(model, way(model), steps=1)
-    assert not recwarn.list
-    train(model, way(model), steps=3)
-    (warning,) = recwarn.list
-    assert "Coder is trained, but has not been called" in str(warning.message)
-    assert warning.filename == __file__
-
-
-@pytest.mark.parametrize(
-    "prepare",
-    [lambda model: model(torch.ones(1, 4)), amp_graph.restore],
-    ids=["called", "restored"],
-)
-def test_a_model_that_was_called_or_restored_is_not_told_of(prepare, recwarn):
-    model = amp_graph.convert(Coder(), policy="bfloat16")
-    prepare(model)
-    train(model, model.forward, steps=3)
-    assert not [w for w in recwarn.list if "has not been called" in str(w.message)]
-
-
-def test_a_model_that_is_trained_by_torch_func_alone_is_told_of(recwarn):
-    model, x = amp_graph.convert(Coder(), policy="bfloat16"), torch.randn(3, 4)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.func.functional_call(model, parameters, (x,)).square().mean()
-
-    for _ in range(3):
-        found = torch.func.grad(loss)({n: p.detach() for n, p in model.named_parameters()})
-        for name, parameter in model.named_parameters():
-            parameter.grad = found[name]
-        optimizer.step()
-    (warning,) = recwarn.list
-    assert "Coder is trained, but has not been called" in str(warning.message)
-
-
-def test_a_model_whose_parameters_are_not_stepped_is_not_told_of(recwarn):
-    model, other = amp_graph.convert(Coder()), nn.Linear(4, 4)
-    train(other, lambda x: model.forward(other(x)), steps=3)
-    assert not recwarn.list
-
-
-def test_a_model_that_plays_with_the_parameters_of_one_that_is_trained_is_not_told_of(recwarn):
-    player, trained = Coder(), Coder()
-    player.encoder = trained.encoder
-    for model in (player, trained):
-        amp_graph.convert(model, policy="bfloat16")
-    with torch.no_grad():
-        player(torch.ones(1, 4))
-    train(trained, trained, steps=3)
-    assert not [w for w in recwarn.list if "has not been called" in str(w.message)]
+def test_an_override_by_name_is_for_the_nodes_of_the_call(recwarn):
+    """Not of other methods, nor of a model in which nothing was captured."""
+    policy = Policy("bfloat16", overrides=[Override("deny", name="linear_1")])
+    model = amp_graph.convert(Entered(), policy=policy, methods=("begin",))
+    model.begin(torch.randn(4, 8))
+    model = amp_graph.convert(Uncaptured(), policy=policy)
+    model(torch.randn(4, 8))
+    assert not [w for w in recwarn.list if "names no node" in str(w.message)]

@@ -123,6 +123,28 @@ def test_a_shallow_copy_shares_what_it_shares() -> None:
         assert getattr(shallow, name) is getattr(model, name)
 
 
+class Beside(Net):
+    """Has more in its state, some of which leads back to itself, than what is in the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings, self.ring = {"a": 1}, list[Any]()
+        self.ring.append(self.ring)
+
+    def __getstate__(self) -> Any:
+        return {"all": vars(self), "settings": self.settings, "ring": self.ring}
+
+    def __setstate__(self, state: Any) -> None:
+        vars(self).update(state["all"], settings=state["settings"], ring=state["ring"])
+
+
+def test_so_does_one_with_a_state_of_its_own() -> None:
+    model = amp_graph.convert(Beside())
+    shallow = copy.copy(model)
+    assert not amp_graph.is_converted(shallow)
+    assert shallow.settings is model.settings and shallow.ring is model.ring
+
+
 def test_a_pickled_dict_of_a_model_is_of_the_plain_one() -> None:
     model, x = amp_graph.convert(Net().eval()), torch.randn(4, 8)
     clone = Net.__new__(Net)
@@ -213,12 +235,18 @@ class Teacher(Net):
         return self.others[0]
 
 
+class Named(Net):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return "a name"
+
+
 def test_a_model_whose_deep_copy_is_no_copy() -> None:
     shared = amp_graph.convert(Shared())
     teacher = amp_graph.convert(Teacher(shared), policy="float16")
     entries = dict(vars(shared))
     assert copy.deepcopy(shared) is shared and copy.deepcopy(teacher) is shared
     assert vars(shared) == entries
+    assert copy.deepcopy(amp_graph.convert(Named())) == "a name"
 
 
 def test_a_copied_dict_of_a_model_is_of_a_copy() -> None:

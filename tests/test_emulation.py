@@ -70,5 +70,12 @@ def test_a_model_that_stays_in_float32_is_not_slower(emulated: set[torch.dtype])
     assert "nothing of Mlp was converted" in message
 
 
+def test_a_model_on_another_device_is_not_slower(emulated: set[torch.dtype]) -> None:
+    model = amp_graph.convert(Mlp().to("meta"), policy="bfloat16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(2, 4, device="meta"))
+
+
 def test_what_is_no_low_precision_is_not_emulated() -> None:
     assert not cpu.emulates(torch.float32)

@@ -269,6 +269,25 @@ def test_the_chosen_scale_brings_what_comes_in_to_1_but_is_no_larger_than_the_wa
     assert (float(scale), float(inverse)) == (expected, 1 / expected)
 
 
+@pytest.mark.parametrize("weight", [60000.0, 2.0**-14 * (1 + 2.0**-10)])
+@pytest.mark.parametrize("incoming", [2.0**-8, 2.0**8])
+def test_what_float16_holds_of_a_weight_it_holds_of_a_gradient(
+    weight: float, incoming: float
+) -> None:
+    """Be it next to its largest number, or its smallest of all digits."""
+    model = amp_graph.convert(nn.Linear(1, 1, bias=False), policy="float16")
+    nn.init.constant_(model.weight, weight)
+    x = torch.zeros(1, 1, requires_grad=True)
+    model(x).backward(torch.full((1, 1), incoming))
+    assert x.grad.item() == weight * incoming
+
+
+def test_a_batch_of_none() -> None:
+    model, x = amp_graph.convert(Mlp(), policy="float16"), torch.zeros(0, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x), x, torch.zeros(0, 2))
+    assert gradient.shape == x.shape
+
+
 def test_whose_gradients_are_wanted_but_for_a_step() -> None:
     front, leaf, parameter = Mlp(outputs=4), X.clone().requires_grad_(), nn.Parameter(X.clone())
     amp_graph.convert(front, policy="float16")

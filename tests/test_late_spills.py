@@ -143,3 +143,16 @@ def test_before_another_model_of_the_same_optimizer_had_its_first_gradient() -> 
     assert optimizer.step() is False
     scales = [amp_graph.scale_of(model).get_scale() for model in (spilling, *others)]
     assert scales == [2.0**7, 2.0**4, 2.0**4]
+
+
+def test_gradients_that_came_in_no_backward_pass_are_not_what_was_spilled_before() -> None:
+    """They are made by hand, and the scale of their model is to blame for them."""
+    spilling, plain, model = (nn.Linear(4, 4) for _ in range(3))
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    amp_graph.convert(spilling, SGD(spilling.parameters(), lr=1e-3), policy=scaled(2.0**8))
+    amp_graph.convert(model, optimizer, policy=scaled(2.0**4))
+    (spilling(plain(X)).sum() * 1e3).backward()
+    model(X)
+    model.bias.grad = torch.full((4,), torch.inf)
+    assert optimizer.step() is False
+    assert amp_graph.scale_of(model).get_scale() == 2.0**3

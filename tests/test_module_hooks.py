@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -92,6 +93,16 @@ def test_a_first_backward_hook_sees_the_gradient() -> None:
     model.second.register_full_backward_hook(lambda _, given, come: seen.append(come[0]))
     model(X).sum().backward()
     assert torch.equal(seen[0], torch.ones_like(seen[0]))
+
+
+def test_own_code_whose_gradients_are_looked_at_runs_in_float32() -> None:
+    plain = Net()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    model.second.register_full_backward_hook(lambda *_: None)
+    told = pytest.warns(amp_graph.ConversionWarning, match="hooks of modules would see gradients")
+    with torch._dynamo.config.patch(disable=True), told:
+        assert torch.equal(model(X), plain(X))
+    assert torch.equal(model(X), plain(X)), "from then on"
 
 
 def test_hooks_of_tensors_have_nothing_captured_anew() -> None:

@@ -115,6 +115,14 @@ def test_a_copy_by_data_parallel_runs_on_its_own_parameters(dtype: str) -> None:
     assert any("DataParallel" in (plan.otherwise or "") for plan in amp_graph.plans(model))
 
 
+def test_a_copy_whose_gradients_are_looked_at_runs_in_float32() -> None:
+    model, weight = amp_graph.convert(Scaled(), policy="bfloat16"), torch.eye(4) * (7 + 2**-12)
+    model.register_full_backward_hook(lambda *_: None)
+    with pytest.warns(ConversionWarning, match="hooks of modules would see gradients"):
+        replica = replica_of(model, weight)
+    assert torch.equal(replica(torch.ones(2, 4)), (7 + 2**-12) * torch.ones(2, 4))
+
+
 def test_such_a_copy_dies_with_its_call() -> None:
     model = amp_graph.convert(Scaled(), policy="bfloat16")
     with pytest.warns(ConversionWarning):

@@ -122,6 +122,50 @@ def test_gradients_come_back_after_a_step_that_raised_on_zeros() -> None:
     assert same([*model.parameters()], before)
 
 
+def test_steps_inside_of_a_backward_pass_count_what_is_there_by_then() -> None:
+    """The second layer is stepped before the gradients of the first are made, which overflow."""
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    nn.init.constant_(second.weight, 1e3)
+    model = nn.Sequential(first, second)
+    optimizers = {layer.weight: AdamW(layer.parameters(), fused=True) for layer in (first, second)}
+    amp_graph.convert(model, [*optimizers.values()], policy=scaled(2.0**10))
+
+    def step(weight: torch.Tensor) -> None:
+        optimizers[weight].step()
+
+    for weight in optimizers:
+        weight.register_post_accumulate_grad_hook(step)
+    model(torch.ones(1, 4)).sum().backward()
+    counts = [amp_graph.step_counts(optimizer) for optimizer in optimizers.values()]
+    assert counts == [StepCounts(0, 1), StepCounts(1, 0)]
+
+
+@pytest.mark.parametrize("value", [1.0, torch.inf])
+def test_gradients_that_were_made_in_inference_mode(value: float) -> None:
+    """They have no versions to be known by."""
+    model = nn.Linear(4, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    amp_graph.convert(model, optimizer, policy=scaled(2.0**8))
+    backward(model)
+    with torch.inference_mode():
+        model.bias.grad = torch.full((2,), value)
+    before = model.bias.detach().clone()
+    assert optimizer.step() is (value == 1.0)
+    assert torch.equal(model.bias, before - 0.1 if value == 1.0 else before)
+
+
+def test_a_backward_pass_in_inference_mode() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    amp_graph.convert(model, optimizer, policy=scaled(2.0**8))
+    for times in (1.0, torch.inf):
+        loss = model(X).sum() * times
+        with torch.inference_mode():
+            loss.backward()
+        assert optimizer.step() is (times == 1.0)
+        optimizer.zero_grad()
+
+
 def test_a_step_that_outlived_its_optimizer() -> None:
     model = Mlp()
     optimizer = SGD(model.parameters(), lr=0.1)

@@ -181,6 +181,26 @@ def test_a_converted_part_keeps_a_policy_of_its_own():
     assert [plan.dtype for plan in amp_graph.plans(model)] == [torch.float16]
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("what", ["plan", "output dtype"])
+def test_a_converted_part_keeps_its_plan_and_output_dtype_in_a_whole_of_an_equal_policy(what):
+    class Widening(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(self.body(x).float())
+
+    model = Widening()
+    policy = amp_graph.Policy("bfloat16", output_dtype="bfloat16" if what != "plan" else None)
+    amp_graph.convert(model.body, policy=policy)(X)
+    plan = amp_graph.plans(model.body) if what == "plan" else None
+    amp_graph.convert(amp_graph.restore(model.body), policy=policy, plan=plan)
+    amp_graph.convert(model, policy=policy)(X)
+    assert len(amp_graph.plans(model.body)) == 1
+
+
 def test_a_converted_part_of_what_a_script_compiles_runs_its_graphs():
     model = net()
     amp_graph.convert(model[0], policy="bfloat16")

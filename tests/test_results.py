@@ -97,6 +97,18 @@ def test_a_model_may_return_what_refers_to_itself(grow: Any, reach: Any) -> None
         assert first is again and first.dtype is torch.bfloat16
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_the_output_dtype_is_for_float32_alone() -> None:
+    class Scores(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            scores = super().forward(x)
+            return scores, scores.argmax(-1), scores.double()
+
+    policy = amp_graph.Policy("bfloat16", output_dtype="bfloat16")
+    results = amp_graph.convert(Scores(4, 4), policy=policy)(torch.randn(2, 4))
+    assert [r.dtype for r in results] == [torch.bfloat16, torch.int64, torch.float64]
+
+
 def test_copies_lead_to_each_other_as_before() -> None:
     root = family(torch.ones(2), "a leaf")
     result = map_tensors(low, root)

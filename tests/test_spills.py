@@ -119,6 +119,18 @@ def test_steps_of_others_are_no_sign_that_the_scale_could_be_larger() -> None:
     assert amp_graph.step_counts(of_other).skipped == 0
 
 
+def test_so_are_those_of_parameters_that_the_model_has_no_more() -> None:
+    model = discriminator()
+    optimizers = [SGD(layer.parameters(), lr=1e-3) for layer in (model[0], model[2])]
+    amp_graph.convert(model, optimizers, policy=scaled(2.0**10, growth_interval=2))
+    model[2] = nn.Linear(16, 1)
+    for steps in ((0, 1), (1,), (1,)):
+        model(torch.ones(1, 8)).sum().backward()
+        for i in steps:
+            optimizers[i].step()
+    assert amp_graph.scale_of(model).get_scale() == 2.0**10
+
+
 def test_an_update_by_hand_blames_the_model_that_spilled() -> None:
     G, D = generator(), discriminator()
     for model in (G, D):

@@ -13,7 +13,7 @@ import torch
 from counting import DispatchCounter
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from training import FLOAT16, Mlp, X, assert_same_gradients, distance, scaled
+from training import FLOAT16, Mlp, X, assert_same_gradients, distance, scaled, twins
 
 import amp_graph
 from amp_graph import Policy
@@ -115,6 +115,21 @@ class Casts(DispatchCounter):
 
     def record(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         self.written += name == "_foreach_copy_" and args[0][0].dtype is torch.bfloat16
+
+
+def test_a_frozen_layer_that_is_gone_before_the_backward_pass() -> None:
+    plain, model = twins(Mlp(), "bfloat16")
+    found = []
+    for each in (plain, model):
+        each.first.requires_grad_(False)
+        x = X.clone().requires_grad_()
+        loss = each(x).square().mean()
+        with torch.no_grad():
+            each(X)
+        each.first = nn.Linear(4, 8)
+        loss.backward()
+        found.append(x.grad)
+    assert distance(found[1], found[0]) <= WITHIN["bfloat16"]
 
 
 def test_weights_are_written_again_only_where_they_were_overwritten() -> None:

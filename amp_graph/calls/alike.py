@@ -16,7 +16,6 @@ from torch import nn
 from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.copies import converted_parts
 from amp_graph.capture.captures import Captures
-from amp_graph.capture.dynamo import is_sharded
 from amp_graph.modules import Entry, Forwards
 from amp_graph.oplists import OpLists
 from amp_graph.policy import Policy
@@ -43,11 +42,11 @@ class Kind:
 
 def kind_of(entry: Entry, compiler: Compiler) -> Kind | None:
     """None for a model that has its captures for itself: what Inductor compiles may go by the
-    addresses of its parameters, saved plans are for one model, FSDP calls from outside, a
-    parametrized part has a class of its own, which holds it and which graphs hold, and one that is
-    converted by itself may have another policy."""
+    addresses of its parameters, saved plans are for one model, a parametrized part has a class of
+    its own, which holds it and which graphs hold, and one that is converted by itself may have
+    another policy. Not asked about models with hooks, such as FSDP's."""
     module = entry.module
-    if compiler.policy.is_compiled or compiler.saved is not None or is_sharded(module):
+    if compiler.policy.is_compiled or compiler.saved is not None:
         return None
     if converted_parts(module) or any("parametrizations" in m._modules for m in module.modules()):
         return None

@@ -22,7 +22,6 @@ from amp_graph.training.entering import Call, enter
 from amp_graph.training.picker import Pick, picker
 from amp_graph.training.scale import Scale
 from amp_graph.training.standing import Standing, follow_streams, let_go_of_all
-from amp_graph.training.transforms import are_active
 from amp_graph.training.weights import GraphWeights
 
 # Bytes of float32 parameters per group, the last parameters first. On CPU small groups are faster;
@@ -59,28 +58,19 @@ class Entrance:
     pick_tensors: Pick
     _standing: Standing | None = field(default=None, init=False)
 
-    def enter(
-        self, scale: Scale | None, values: list[Any], args: Sequence[Any], may_stand: bool
-    ) -> None:
-        """`may_stand`: whether nothing of the call will remain in what enters."""
-        stands = may_stand and self.may_stand
-        standing = self._standing if stands else None
-        entered = None if standing is None else standing.take(scale)
+    def enter(self, scale: Scale | None, values: list[Any], args: Sequence[Any]) -> None:
+        entered = None if self._standing is None else self._standing.take(scale)
         if entered is None:
             given, tensors = self.pick_values(values), self.pick_tensors(args)
-            entered = self._enter_anew(scale, given, tensors, stands)
+            entered = self._enter_anew(scale, given, tensors)
         for slot, value in zip(self.slots, entered, strict=True):
             values[slot] = value
 
     def _enter_anew(
-        self,
-        scale: Scale | None,
-        given: Sequence[Tensor],
-        tensors: Sequence[Tensor],
-        stands: bool,
+        self, scale: Scale | None, given: Sequence[Tensor], tensors: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         standing = self._standing
-        if not stands:
+        if not self.may_stand:
             entered = enter(Call(scale, self.owners, self.fresh, _nothing), given, tensors)
         else:
             if standing is None or not standing.takes_more(scale):
@@ -137,10 +127,8 @@ class Entrances:
         """Have them enter: each of `values` that is for one gives way to what gradients go out of,
         in the parameter's dtype, divided by S."""
         follow_streams(self._devices)
-        # A watch puts hooks on what it sees.
-        may_stand = not are_active() and (scale is None or scale.watch is None)
         for group in self._groups:
-            group.enter(scale, values, args, may_stand)
+            group.enter(scale, values, args)
 
 
 def _traits(parameters: Sequence[Tensor]) -> list[list[bool]]:

@@ -30,7 +30,6 @@ from amp_graph.training.memory import address, addresses
 from amp_graph.training.pending_calls import PendingCalls
 from amp_graph.training.picker import picker
 from amp_graph.training.traces import Traces
-from amp_graph.training.transforms import are_active
 
 _version, _shape = attrgetter("_version"), attrgetter("shape")
 
@@ -144,7 +143,7 @@ class GraphWeights:
 
     def await_backward(self, results: Sequence[Any]) -> None:
         """A recorded call has returned these, from which gradients may come."""
-        if self._copies and not are_active():
+        if self._copies:
             self._pending.add(results, self._ids, self._write_again)
 
     def _write_again(self) -> None:
