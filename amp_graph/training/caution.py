@@ -54,14 +54,14 @@ def are_wanted(inputs: Sequence[Tensor]) -> bool:
     return False
 
 
-class Watched(Protocol):
-    """The loss scale that is used where somebody watches."""
+class InUse(Protocol):
+    """The loss scale that is used where an optimizer's guard skips what overflows."""
 
     config: LossScale
     checked: CheckedGradients
     watch: FirstNonfinite | None
 
-    def is_watched(self) -> bool:
+    def is_guarded(self) -> bool:
         """Whether an optimizer will skip a step if gradients of a pass that runs now overflow."""
 
     def factors_on(self, device: torch.device) -> Factors: ...
@@ -80,24 +80,24 @@ class Caution:
         self._numbers = ChosenNumbers()
 
     def factor(
-        self, scale: Watched, gradient: Tensor, again: bool, of_gradient: bool = False
+        self, scale: InUse, gradient: Tensor, again: bool, of_gradient: bool = False
     ) -> Tensor:
         """S for a gradient that comes in. The last pass of a penalty is trained on, so that it has
-        the watched one, if somebody watches; what a pass before it gives, the script sees."""
+        the guarded one, if there is a guard; what a pass before it gives, the script sees."""
         running = backward_pass()
         if running != OUTSIDE and running not in self.chosen:
             if len(self.chosen) >= PASSES:
                 self.chosen.pop(next(iter(self.chosen)), None)  # ended long ago
             chosen = scale.factors_on(gradient.device)
-            is_watched = scale.is_watched()
-            if again or not (of_gradient and is_watched):
-                highest = PEAK_AGAIN if again and is_watched else PEAK
+            is_guarded = scale.is_guarded()
+            if again or not (of_gradient and is_guarded):
+                highest = PEAK_AGAIN if again and is_guarded else PEAK
                 chosen = bounded(chosen[0], gradient, highest, scale.config)
             # Another device's thread may have chosen meanwhile: one scale for all of a pass.
             self.chosen.setdefault(running, {gradient.device: chosen})
         return self._factors_on(scale, gradient.device)[0]
 
-    def inverse(self, scale: Watched, device: torch.device) -> Tensor:
+    def inverse(self, scale: InUse, device: torch.device) -> Tensor:
         """1/S."""
         return self._factors_on(scale, device)[1]
 
@@ -118,7 +118,7 @@ class Caution:
         """Passes that ended."""
         self.chosen.clear()
 
-    def _factors_on(self, scale: Watched, device: torch.device) -> Factors:
+    def _factors_on(self, scale: InUse, device: torch.device) -> Factors:
         chosen = self.chosen.get(backward_pass()) if self.chosen else None
         if chosen is None and self.chosen and backward_pass() != OUTSIDE:
             raise AmpGraphError(
@@ -135,12 +135,12 @@ class Caution:
 
 
 @torch.no_grad()
-def bounded(watched: Tensor, gradient: Tensor, highest: float, config: LossScale) -> Factors:
+def bounded(guarded: Tensor, gradient: Tensor, highest: float, config: LossScale) -> Factors:
     """A power of 2, so that it rounds nothing. The gradient of a single number, a loss times
     some weight, says little about the gradients of what it was made from, so that they are not
     made smaller for it. One that is all zero tells nothing."""
     least = max(config.floor, 1.0) if gradient.dim() == 0 else config.floor
-    peak = torch.ones_like(watched)
+    peak = torch.ones_like(guarded)
     values = unbatched(gradient)  # one scale for all of a batch
     if values.numel():
         values = values if values.layout is torch.strided else values._values()
@@ -148,7 +148,7 @@ def bounded(watched: Tensor, gradient: Tensor, highest: float, config: LossScale
         peak = torch.where(found == 0, peak, found)
     enough = torch.exp2(torch.floor(torch.log2(highest / peak)))
     within = enough.clamp(min(least, config.ceiling), config.ceiling)
-    scale = torch.fmin(watched, within)
+    scale = torch.fmin(guarded, within)
     return scale, scale.reciprocal()
 
 
@@ -156,7 +156,7 @@ def bounded(watched: Tensor, gradient: Tensor, highest: float, config: LossScale
 class Exposed:
     """What scales calls whose gradients of inputs are wanted."""
 
-    scale: Watched
+    scale: InUse
     caution: Caution
 
     @property

@@ -76,7 +76,7 @@ class GraphScale:
     def is_on(self) -> bool:
         return not self.driven_by_grad_scaler
 
-    def is_watched(self) -> bool:
+    def is_guarded(self) -> bool:
         """Whether an optimizer will skip a step if the gradients of a pass that runs now overflow:
         not in evaluation (Hessians), nor if it has judged them already, and takes more gradients in
         its step (AdaHessian)."""
@@ -89,8 +89,8 @@ class GraphScale:
 
     def factor(self, gradient: Tensor, again: bool, of_gradient: bool = False) -> Tensor:
         """S for a gradient that comes in, on its device, written to when a round ends."""
-        is_watched = self.is_watched() if of_gradient else self._may_overflow()
-        if again or not is_watched or (self._alone.chosen and self._alone.rules()):
+        is_guarded = self.is_guarded() if of_gradient else self._may_overflow()
+        if again or not is_guarded or (self._alone.chosen and self._alone.rules()):
             return self._alone.factor(self, gradient, again, of_gradient)
         return self.factors_on(gradient.device)[0]
 

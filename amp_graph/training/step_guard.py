@@ -35,7 +35,7 @@ from amp_graph.training.explicit_scalers import is_grad_scaler_stepping
 from amp_graph.training.found_inf import parameters_of
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.step_record import StepRecord
-from amp_graph.training.undo import Copies
+from amp_graph.training.undo import Undo
 from amp_graph.uncaptured import around_compiled, not_compiled
 
 InUse = Callable[[], Iterable[GraphScale]]
@@ -66,7 +66,7 @@ class StepGuard:
         self._is_wrapped = False  # whether there is more to its step than its class's
         self._held: bool | Tensor = False  # what the step before could not step by
         self._unguarded = 0  # how deep in steps that did not come through here
-        self._undo: Copies | None = None  # of such a step
+        self._undo: Undo | None = None  # of such a step
         self._stand_before(optimizer)
 
     def _stand_before(self, optimizer: Optimizer) -> None:
@@ -137,12 +137,12 @@ class StepGuard:
             return guarded.loss
         # Of PyTorch's own, which begin with the closure, LBFGS alone calls it again.
         is_at_risk = not guarded.is_first or (guarded.is_scaled and isinstance(optimizer, LBFGS))
-        copies = Copies(optimizer) if is_at_risk else None
+        undo = Undo(optimizer) if is_at_risk else None
         result = original(*args, **kwargs)
         if guarded.is_scaled:
             self.record.add(guarded.overflowed)
-        if guarded.overflowed and copies is not None:
-            copies.put_back(optimizer)
+        if guarded.overflowed and undo is not None:
+            undo.put_back(optimizer)
         return result
 
     def _guarded(
@@ -202,12 +202,12 @@ class StepGuard:
             if found is not None:
                 self.record.add(bool(found))
             if self.record.overflowed:
-                self._undo = Copies(optimizer)
+                self._undo = Undo(optimizer)
                 self._undo.give_zeros()
             return None
         guarded, others, kwargs = self._guarded(optimizer, args[1:], kwargs)
         if guarded.is_scaled or not guarded.is_first:
-            self._undo = Copies(optimizer)
+            self._undo = Undo(optimizer)
             if guarded.overflowed:
                 self._undo.give_zeros()
         return (optimizer, *others), kwargs

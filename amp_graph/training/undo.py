@@ -13,7 +13,7 @@ from amp_graph.errors import in_words, warn
 from amp_graph.training.found_inf import parameters_of
 
 
-class Copies:
+class Undo:
     """An optimizer's parameters, gradients, state and options as they are now."""
 
     def __init__(self, optimizer: Optimizer):
