@@ -4,7 +4,9 @@ Nothing casts in their backward passes. There, one that is written for float32 w
 gradients in low precision, those of what it made under autocast, by float32 tensors that it had
 kept: an error, in a script that never asked for autocast. So a function that is not made for
 autocast gets what it would get without: float32, and autocast is off. It is made for it if
-`torch.amp.custom_fwd` decorates it, for the kind of device, or if it is PyTorch's.
+`torch.amp.custom_fwd` decorates it, for the kind of device, or if it is PyTorch's. In an autocast
+region of the model's own all is as the model has it. And that autocast is off is no such region:
+what Dynamo captures inside of a function is rewritten as elsewhere.
 
 Not documented by PyTorch, and used here; seen to work on 2.11, 2.13 and 2.14: that `Function.apply`
 may be replaced, and that what `custom_fwd` returns is a closure with a `device_type`.
@@ -16,36 +18,51 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from amp_graph.modules import autocast_devices, without_autocast
-from amp_graph.uncaptured import passed_over
+from amp_graph.capture import own_regions
+from amp_graph.modules import autocast_devices
+from amp_graph.uncaptured import capturing, never_captured, passed_over
 
 APPLY: Any = Function.__dict__["apply"]  # of all classes
 CUSTOM_FWD = torch.amp.custom_fwd.__code__.co_filename  # what it decorates has its code from there
 
 
 class _Here(threading.local):
-    depth = 0  # of runs in which this thread is
+    """in_float32: in the run in which this thread is, see below.
+    depth: in functions of that run.
+    """
+
+    in_float32: set[str] | None = None
+    depth = 0
 
 
 _here = _Here()
+_of_ours = never_captured(reason="amp_graph runs a custom function without autocast")
 
 
 @contextlib.contextmanager
-def as_without_autocast() -> Iterator[None]:
-    """For what this thread runs under autocast, where no script has put that."""
+def as_without_autocast() -> Iterator[set[str]]:
+    """For what this thread runs under autocast, where no script has put that. Yields the names of
+    functions that ran in float32, and not by what Dynamo captures inside of them."""
     _hear_all()
-    _here.depth += 1
+    before, around = (_here.in_float32, _here.depth), own_regions.begin()
+    _here.in_float32, _here.depth = set(), 0
     try:
-        yield
+        yield _here.in_float32
     finally:
-        _here.depth -= 1
+        own_regions.end(around)
+        _here.in_float32, _here.depth = before
+
+
+def in_a_function() -> bool:
+    """Whether this thread is in a custom function that such code calls."""
+    return _here.depth > 0
 
 
 @functools.cache
@@ -53,12 +70,38 @@ def _hear_all() -> None:
     @functools.wraps(Function.apply)
     @passed_over
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        kinds = _casting_devices() if _here.depth else ()
-        if not kinds or _is_made_for_autocast(cls, kinds):
-            return APPLY.__get__(None, cls)(*args, **kwargs)
-        return without_autocast(APPLY.__get__(None, cls), kinds)(*map(_widened, args), **kwargs)
+        run = APPLY.__get__(None, cls)
+        if _here.in_float32 is None:
+            return run(*args, **kwargs)
+        shield, given = _enter(cls, args, capturing() is not None)
+        with shield:
+            return run(*given, **kwargs)
 
     Function.apply = classmethod(apply)  # type: ignore[assignment]
+
+
+@_of_ours
+def _enter(
+    function: type[Function], args: Sequence[Any], captures: bool
+) -> tuple[contextlib.ExitStack, Sequence[Any]]:
+    """What is to be left when the function has run, and what it is given. `captures`: whether
+    Dynamo captures what it calls."""
+    shield, kinds = contextlib.ExitStack(), _casting_devices()
+    _here.depth += 1
+    shield.callback(_leave)
+    if own_regions.is_in_region() or not kinds or _is_made_for_autocast(function, kinds):
+        return shield, args
+    if not captures and _here.in_float32 is not None:
+        _here.in_float32.add(function.__name__)
+    for kind in kinds:
+        shield.enter_context(torch.autocast(kind, enabled=False))
+    shield.callback(own_regions.end, own_regions.begin())
+    return shield, [*map(_widened, args)]
+
+
+@passed_over
+def _leave() -> None:
+    _here.depth -= 1
 
 
 def _casting_devices() -> list[str]:
@@ -81,7 +124,7 @@ def _is_decorated(forward: Any) -> bool:
 
 
 def _widened(value: Any) -> Any:
-    """A tensor in the precision of the autocast that is on in float32."""
+    """A tensor in the low precision of autocast in float32."""
     if not isinstance(value, Tensor):
         return value
     kind = value.device.type

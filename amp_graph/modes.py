@@ -22,6 +22,7 @@ def under_autocast(
     dtype: torch.dtype,
     keeps_casts: bool = True,
     begin_at: BeginAt | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Run:
     """What runs where no graph could be rewritten: the original, with float32 results.
 
@@ -29,7 +30,9 @@ def under_autocast(
         written into the weight meanwhile, through `.data`, is not seen then (torch 2.13).
     begin_at: is entered around the run, with what turns autocast on, if that is not to be done at
         its beginning.
+    tell: is told, once, the name of each custom function that runs in float32.
     """
+    told: set[str] = set()
     kinds = [kind for kind in device_types if kind != "meta"]
 
     def autocast(*args: Any, **kwargs: Any) -> Any:
@@ -38,10 +41,15 @@ def under_autocast(
                 stack.enter_context(
                     torch.autocast(kind, dtype, begin_at is None, cache_enabled=keeps_casts)
                 )
-            stack.enter_context(as_without_autocast())
+            in_float32 = stack.enter_context(as_without_autocast())
             if begin_at is not None:
                 stack.enter_context(begin_at(turn_on))
-            return map_tensors(back, run(*args, **kwargs))
+            result = map_tensors(back, run(*args, **kwargs))
+        if tell is not None:
+            for name in sorted(in_float32 - told):
+                told.add(name)
+                tell(name)
+        return result
 
     def turn_on() -> None:
         for kind in kinds:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from training import assert_same_gradients
 from two_layers import BFLOAT16
 
@@ -84,3 +86,43 @@ def test_a_region_around_the_first_graph_holds() -> None:
     for _ in range(3):
         model(X)
     assert model.seen == [torch.float32] * 3
+
+
+class FirstInside(Function):
+    """The first graph, that of a part, runs inside of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, part: nn.Module) -> Tensor:
+        x = part(x)
+        torch._dynamo.graph_break()
+        ctx.save_for_backward(x, weight)
+        return product(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.T, x.T @ gradient, None
+
+
+class FirstInFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Plain(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        for _ in range(1):
+            torch._dynamo.graph_break()
+            x = FirstInside.apply(x, self.last.weight, self.inner)  # type: ignore[no-untyped-call]
+        return x
+
+
+def test_it_does_not_begin_inside_of_a_function() -> None:
+    plain = FirstInFunction()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    for _ in range(3):
+        for each in (plain, model):
+            each.zero_grad()
+            each(X).square().mean().backward()
+        assert_same_gradients(model, plain, within=BFLOAT16)
+    assert any(plan.autocast for plan in amp_graph.plans(model))

@@ -6,16 +6,22 @@ The reference is the plain model.
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from counting import DispatchCounter
+from counting import DispatchCounter, MatmulCounter
 from torch import Tensor, nn
 from torch.autograd import Function
+from training import assert_same_gradients
+from two_layers import BFLOAT16
 
 import amp_graph
-from amp_graph import Policy
+from amp_graph import ConversionWarning, Policy
+from amp_graph.autopatch.exit_report import describe
+from amp_graph.autopatch.script_models import model_of
+from amp_graph.convert import record_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -144,3 +150,120 @@ def test_elsewhere_functions_are_as_they_are() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         result = Product.apply(X, w)  # type: ignore[no-untyped-call]
     assert result.dtype is torch.bfloat16
+
+
+class Reversible(Function):
+    """y = x + f(z), v = z + g(y). It keeps these, from which backward finds x and z."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, z: Tensor, net: Coupled) -> tuple[Tensor, Tensor]:
+        ctx.net = net
+        y = x + net.f(z)
+        v = z + net.g(y)
+        ctx.save_for_backward(y, v)
+        return y, v
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, None]:
+        y, v = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+        with torch.enable_grad():
+            g = ctx.net.g(y)
+        g.backward(dv)
+        z = (v - g).detach().requires_grad_()
+        with torch.enable_grad():
+            f = ctx.net.f(z)
+        f.backward(dy + y.grad)
+        return dy + y.grad, dv + z.grad, None
+
+
+class Coupled(Net):
+    """What the function calls is captured, the product in front of it is not."""
+
+    def __init__(self) -> None:
+        super().__init__(Product)
+        self.f = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.g = copy.deepcopy(self.f)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.compiler.disable(self.between)(self.before(x))
+        torch._dynamo.graph_break()
+        for _ in range(1):  # in which a break leaves all of this frame to Python
+            torch._dynamo.graph_break()
+            y, v = Reversible.apply(x, x.sin(), self)  # type: ignore[no-untyped-call]
+        return self.behind(y + v)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_captured_inside_is_rewritten(training: bool, dtype: str) -> None:
+    torch.manual_seed(0)
+    plain = Coupled().train(training)
+    model = amp_graph.convert(copy.deepcopy(plain), policy=dtype)
+    shares = []
+    for _ in range(4):
+        plain.zero_grad()
+        model.zero_grad()
+        plain(X).square().mean().backward()
+        with MatmulCounter() as counter:
+            loss = model(X).square().mean()
+        loss.backward()
+        assert_same_gradients(model, plain, within=BFLOAT16)
+        shares.append(counter.low_share)
+    assert shares == [5 / 7, 1, 1, 1]  # before it is known what is between graphs, and then
+    breaks = record_of(model).breaks
+    assert all("test_functions_under_autocast.py" in each for each in breaks)  # and none of ours
+
+
+class InRegion(Net):
+    """The function is under autocast of the model's own."""
+
+    @torch._dynamo.disable
+    def uncaptured(self, x: Tensor) -> Tensor:
+        x = self.between(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.product(x).float()
+
+
+def test_in_a_region_of_the_model_it_is_as_the_model_has_it() -> None:
+    model = amp_graph.convert(InRegion(Product), policy=Policy("bfloat16"))
+    low, full = torch.bfloat16, torch.float32
+    for precision_between in (full, low, low):
+        with torch.no_grad(), Products() as products:
+            model(X)
+        assert products.dtypes == [low, precision_between, low, low]
+
+
+def told_of(model: nn.Module) -> list[str]:
+    """In what is printed of its plans, by `explain` and when a script ends."""
+    told = model_of(model)
+    told.record = record_of(model)
+    explained = amp_graph.explain(model).data.fallbacks
+    assert [why.partition(": ")[2] for why in explained] == describe(told)["fallbacks"]
+    return [*explained]
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+@pytest.mark.parametrize("function", [Product, CastProductOfGpus, CastProduct])
+def test_what_runs_in_float32_is_told_of_once(function: type[Function], is_off: bool) -> None:
+    with torch._dynamo.config.patch(disable=is_off), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model = amp_graph.convert(Net(function), policy=Policy("bfloat16"))
+        trained(model)
+    why = "in float32: no torch.amp.custom_fwd for the device decorates it"
+    name, is_made = function.__name__, function is CastProduct
+    (fallback,) = told_of(model)
+    assert "runs under autocast: " in fallback
+    assert fallback.endswith(f"; {name} {why}") is not is_made
+    warned = [str(w.message) for w in told if "custom_fwd" in str(w.message)]
+    assert warned == [f"{name} in code of Net that is not captured runs {why}"] * (not is_made)
+
+
+def test_what_runs_in_float32_is_told_of_where_warnings_are_errors() -> None:
+    model = amp_graph.convert(Net(Product), policy=Policy("bfloat16"))
+    model(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConversionWarning)
+        with pytest.raises(ConversionWarning, match="Product in code of Net"):
+            model(X)
+        model(X)
+    assert all(plan.fallback is None or plan.autocast for plan in amp_graph.plans(model))

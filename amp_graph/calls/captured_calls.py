@@ -233,7 +233,7 @@ class CapturedCalls:
             self._record.drop(index)
             self._begin_again()
             return result
-        if self._record.plans[index] is planned:  # else it was told that autocast fails
+        if self._record.plans[index].autocast is planned.autocast:  # else it was told why not
             warn(f"{self._entry.name} {planned.otherwise}")
         self._chosen.end_with(own_code, at_once=True)
         return result
@@ -255,5 +255,5 @@ class CapturedCalls:
             calls._chosen.around, calls._chosen.caller = without_autocast, callers[-1]
             calls.own_code.not_under_autocast(index, reason)
 
-        under = self.own_code.under_autocast(run, begin_at)
+        under = self.own_code.under_autocast(run, index, begin_at)
         return or_else(under, make_other, report, self._entry.module, passed_on)

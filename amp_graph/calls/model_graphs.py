@@ -18,6 +18,7 @@ from amp_graph.capture.frames import Frames
 from amp_graph.capture.hooks import Hooks, calls_others
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.capture.own_regions import is_in_none
+from amp_graph.custom_functions import in_a_function
 from amp_graph.errors import warn
 from amp_graph.ir import Plan
 from amp_graph.modules import Entry, autocast_devices, without_autocast
@@ -43,7 +44,7 @@ class CallsOfThread(threading.local):
     runs: how often a graph ran.
     watch: looks at what runs outside of graphs; None if nobody does.
     behind_first: to be done once the first graph of the call has run, if anything is; outside of
-        autocast regions of the model's own.
+        autocast regions of the model's own, and of custom functions, for which autocast is off.
     """
 
     runs = 0
@@ -130,7 +131,7 @@ class ModelGraphs:
             else:
                 with own.watch.paused():
                     result = run(*args)
-            if own.behind_first is not None and is_in_none():
+            if own.behind_first is not None and is_in_none() and not in_a_function():
                 do, own.behind_first = own.behind_first, None
                 do()
             return result

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from amp_graph.capture.surroundings import in_a_transform
-from amp_graph.errors import NO_FAILURES, in_words
+from amp_graph.errors import NO_FAILURES, ConversionWarning, in_words
 from amp_graph.kept import Kept
 from amp_graph.modules import Run
 
@@ -25,8 +25,9 @@ def or_else(
     dtype, a TypeError, as `Tensor.numpy` does, or whatever a library does that checks dtypes. That
     call and all later ones are run by the other one, unless it raises as well: then the error is
     the user's own, and so are all of its class, should it be one for such uses: it is added to
-    those that are `passed_on`. If it is the first call, what it did to `model` is undone before;
-    not so inside of a functorch transform, whose values cannot be kept."""
+    those that are `passed_on`. A warning of ours, where warnings are errors, is no failure. If it
+    is the first call, what it did to `model` is undone before; not so inside of a functorch
+    transform, whose values cannot be kept."""
     chosen, has_run, other = run, False, None
     alive: Any = (lambda: None) if model is None else weakref.ref(model)
 
@@ -39,7 +40,7 @@ def or_else(
         try:
             result = run(*args, **kwargs)
         except Exception as error:
-            if isinstance(error, (*NO_FAILURES, *passed_on)):
+            if isinstance(error, (*NO_FAILURES, ConversionWarning, *passed_on)):
                 raise
             kind = type(error)
             reason = in_words(error)

@@ -62,7 +62,7 @@ class OwnCode:
         module = self._entry.module
         plain = plain_code(module, self._entry.method)
         report = partial(weak_method(self.not_under_autocast), index)
-        return or_else(self.under_autocast(plain), lambda: plain, report, module, set())
+        return or_else(self.under_autocast(plain, index), lambda: plain, report, module, set())
 
     def of_copy(self, own_code: Run) -> Run:
         """What runs a copy of the model that `nn.DataParallel` made, by its own code."""
@@ -72,14 +72,22 @@ class OwnCode:
         if not self._record.plans[self._for_copies].autocast:
             return own_code
         report = partial(self.not_under_autocast, self._for_copies)
-        return or_else(self.under_autocast(own_code), lambda: own_code, report, None, set())
+        under = self.under_autocast(own_code, self._for_copies)
+        return or_else(under, lambda: own_code, report, None, set())
 
-    def under_autocast(self, run: Run, begin_at: BeginAt | None = None) -> Run:
-        return under_autocast(run, devices_of(self._entry.module), self.dtype(), begin_at=begin_at)
+    def under_autocast(self, run: Run, index: int | None, begin_at: BeginAt | None = None) -> Run:
+        """For code that plan `index` stands for, if any does."""
+        devices, dtype = devices_of(self._entry.module), self.dtype()
+        what = self._what_is_not_captured()
+        tell = None if index is None else partial(self._record.in_float32, index, what)
+        return under_autocast(run, devices, dtype, begin_at=begin_at, tell=tell)
 
     def not_under_autocast(self, index: int | None, reason: str) -> None:
-        what = f"code of {self._entry.name} that is not captured"
+        what = self._what_is_not_captured()
         if index is None:
             warn(f"{what} runs in float32: autocast fails ({reason})")
         else:
             self._record.not_under_autocast(index, what, reason)
+
+    def _what_is_not_captured(self) -> str:
+        return f"code of {self._entry.name} that is not captured"

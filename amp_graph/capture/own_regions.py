@@ -30,6 +30,7 @@ from amp_graph.graphs.aten import (
     bodies_of,
 )
 from amp_graph.modules import autocast_devices
+from amp_graph.uncaptured import passed_over
 
 
 class DepthOfThread(threading.local):
@@ -42,13 +43,15 @@ _now = DepthOfThread()
 
 
 def begin() -> int:
-    """At the beginning of a call of a model; what it returns is for `end`."""
+    """At the beginning of a call of a model, or inside of contexts that are ours; what it returns
+    is for `end`."""
     before, _now.around = _now.around, _depth()
     return before
 
 
+@passed_over
 def end(before: int) -> None:
-    """At the end of that call."""
+    """At the end of that call, or in front of that of these contexts."""
     _now.around = before
 
 
