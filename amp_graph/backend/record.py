@@ -34,10 +34,13 @@ class Record:
             return len(self.plans) - 1
 
     def drop(self, index: int) -> None:
-        """Take it back, unless another thread has added one since: that is known by its index."""
+        """Take one for code without a graph back. If one was added since, which is known by its
+        index, an empty one stays."""
         with self._adding:
             if index == len(self.plans) - 1:
                 del self.plans[index]
+            else:
+                self.plans[index] = Plan(self.plans[index].dtype)
 
     def fall_back(self, index: int, reason: str) -> None:
         self.plans[index] = self.plans[index].as_captured(reason)

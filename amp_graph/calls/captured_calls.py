@@ -4,7 +4,7 @@
                            the code between them under autocast, once it was seen to matter
     by its own code        from then on, under autocast
 
-Where autocast fails, code runs in float32.
+Where autocast fails, code runs in float32; by its graphs again, if these were only too small.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class CapturedCalls:
             self._run_own_code((OFF, ""), "is not captured", at_once=True)
         if chosen.own_code is None or chosen.is_stale:
             chosen.choose()
-        if chosen.own_code is not None and not chosen.is_stale:
-            return chosen.own_code(*args, **kwargs)
+        if (own_code := chosen.own_code) is not None and not chosen.is_stale:
+            return own_code(*args, **kwargs)
         frames, runs, uncaptured = self._frames.own.begun, self._graphs.own.runs, None
         charged, settings = self._frames.charged, chosen.settings
         records = torch.is_grad_enabled()
@@ -113,6 +113,8 @@ class CapturedCalls:
         self._frames.end_call(has_captured, charged)
         if has_captured or says_little:
             self._watches.add()
+            ran = self._graphs.own.runs
+        if self._chosen.is_stale:  # others are to be captured
             ran = self._graphs.own.runs
         self._stop_if_too_many(self._graphs.own.runs - ran)
 
@@ -168,11 +170,12 @@ class CapturedCalls:
         """Capture no more, if something of Python is another at call after call, a list that grows,
         say, or the layers that are chosen, or so many small graphs ran in a call: the model's own
         code is faster than capturing it, or entering them."""
-        why = self._frames.why_too_many() or self._graphs.why_too_small(runs)
         if self._chosen.own_code is not None:
             return
-        if why is not None:
+        if (why := self._frames.why_too_many()) is not None:
             self._run_own_code(why, "is no longer captured")
+        elif (too_small := self._graphs.why_too_small(runs)) is not None:
+            self._leave_small_graphs(too_small)
         elif (slow := self._frames.why_so_slow()) is not None:
             warn(f"{self._entry.name} {slow}")
 
@@ -182,6 +185,31 @@ class CapturedCalls:
         index = self.own_code.stand_in(reason)
         self._chosen.end_with(self.own_code.run(index), at_once)
         warn(f"{self._entry.name} {what} and {self._record.plans[index].otherwise}{advice}")
+
+    def _leave_small_graphs(self, why: str) -> None:
+        """Run the model's own code, until autocast fails in it: the graphs work."""
+        index = self.own_code.stand_in(why)
+        again = weak_method(self._run_small_graphs)
+        told = partial(weak_method(self._stay_with_small_graphs), index)
+        self._chosen.leave_for(self.own_code.run_or_else(index, again, told))
+        warn(f"{self._entry.name} is no longer captured and {self._record.plans[index].otherwise}")
+
+    def _run_small_graphs(self, *args: Any, **kwargs: Any) -> Any:
+        """In a call in which autocast failed. If this raises as well, nothing has changed."""
+        self._chosen.go_back(for_good=False)
+        try:
+            return self(*args, **kwargs)
+        except BaseException:
+            self._chosen.leave_again()
+            raise
+
+    def _stay_with_small_graphs(self, index: int, reason: str) -> None:
+        """They were left by plan `index`, and have run where autocast failed for a reason."""
+        self._chosen.go_back(for_good=True)
+        self._record.drop(index)
+        if self._chosen.own_code is None:  # else it was told of what could not be captured
+            again = "runs by its captured graphs again, small as they are"
+            warn(f"{self._entry.name} {again}: autocast fails ({reason})")
 
     def _run_uncaptured(
         self,
@@ -218,8 +246,8 @@ class CapturedCalls:
             except BaseException:  # of the model's own, as it is called
                 self._chosen.put_back(before)
                 raise
-        if self._chosen.own_code is not None:  # another thread has found that out
-            return self._chosen.own_code(*args, **kwargs)
+        if (own_code := self._chosen.own_code) is not None:  # another thread has found that out
+            return own_code(*args, **kwargs)
         index = self.own_code.stand_in(f"not captured ({why_not_captured(error)})")
         planned, own_code = self._record.plans[index], self.own_code.run(index)
         try:

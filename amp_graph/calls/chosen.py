@@ -41,6 +41,7 @@ class Chosen:
     def __init__(self, graphs: ModelGraphs, compiler: Compiler):
         self._graphs, self._compiler = graphs, compiler
         self.own_code: Run | None = None
+        self._while_it_works: Run | None = None  # own code, instead of captures that work
         self.is_stale = False
         self.caller: Caller | None = None
         self.run: Run
@@ -59,6 +60,9 @@ class Chosen:
 
     def choose(self) -> None:
         """Before a call: go by what comes next, if captures hold no more."""
+        if self.own_code is not None:  # captures, which may be gone back to, are not asked
+            self.is_stale = backward_pass() != OUTSIDE
+            return
         caller, hooks_have_changed = self.caller, self._graphs.hooks.have_changed()
         if caller is None:
             self._begin()
@@ -151,6 +155,24 @@ class Chosen:
     def end_with(self, own_code: Run, at_once: bool) -> None:
         """Capture no more, but run this: at once, or when no backward pass goes on."""
         self.own_code, self.is_stale = own_code, not at_once
+
+    def leave_for(self, own_code: Run) -> None:
+        """The same, but not for good, when no backward pass goes on."""
+        self._while_it_works = own_code
+        self.end_with(own_code, at_once=False)
+
+    def go_back(self, for_good: bool) -> None:
+        """From that own code to the captures before it."""
+        with self._choosing:
+            if self.own_code is self._while_it_works:
+                self.own_code = None
+            if for_good:
+                self._while_it_works = None
+
+    def leave_again(self) -> None:
+        """Unless it was gone back for good, or other own code was chosen."""
+        with self._choosing:
+            self.own_code = self.own_code or self._while_it_works
 
     def share(self) -> None:
         """Let others be called by what was captured in the first call, if it is still of use and

@@ -124,10 +124,12 @@ class Conversion(Entered):
 
     def places_in_force(self) -> list[int]:
         """Where in the record the graphs are that calls may run, and code without one: all but
-        graphs that were captured anew since, or belong to calls that are captured no more."""
+        graphs that were captured anew since, or belong to calls that are captured no more, and
+        plans that were taken back."""
         live = (calls.graphs_in_force() for calls in self._calls.values())
         gone = self.compiler.captured.difference(*live)
-        return [place for place in range(len(self.compiler.plans)) if place not in gone]
+        own_code = {place for place, plan in enumerate(self.compiler.plans) if plan.fallback}
+        return sorted((self.compiler.captured | own_code) - gone)
 
     def scale_for(self, dtype: torch.dtype) -> GraphScale | None:
         """There is one for all graphs that need it, from when the first does: a model may be

@@ -21,7 +21,7 @@ from amp_graph.capture.own_regions import is_in_none
 from amp_graph.custom_functions import in_a_function
 from amp_graph.errors import warn
 from amp_graph.ir import Plan
-from amp_graph.modules import Entry, autocast_devices, without_autocast
+from amp_graph.modules import Entry, autocast_devices, has_backward_hooks, without_autocast
 from amp_graph.policy import one_for_all
 
 # Graphs in a call, and operators in a graph: so many of fewer take longer than under autocast
@@ -62,6 +62,7 @@ class ModelGraphs:
         self.policy_id = id(self._shared_policy)
         self.own = CallsOfThread()
         self._compiler = compiler
+        self._were_too_small = False
 
     @property
     def module(self) -> nn.Module:
@@ -91,16 +92,19 @@ class ModelGraphs:
     def settings(self) -> Mapping[str, Any]:
         return self.hooks.settings()
 
-    def why_too_small(self, runs: int) -> tuple[str, str] | None:
-        """Why graphs are not worth entering, in a call in which so many ran, and what may help."""
-        if runs < MANY or self._compiler.policy.names_parts:
+    def why_too_small(self, runs: int) -> str | None:
+        """Why graphs are not worth entering, in a call in which so many ran. Told once: they are
+        entered for all that where the model's own code fails under autocast. Not told where hooks
+        would have that code run in float32."""
+        if runs < MANY or self._were_too_small or self._compiler.policy.names_parts:
             return None
         counts = self._compiler.record.runs
         total = sum(n * _operators(self._compiler.plans[i]) for i, n in counts.items())
-        if total >= FEW * counts.total():
+        if total >= FEW * counts.total() or has_backward_hooks(self.module):
             return None
+        self._were_too_small = True
         mean = total / counts.total()
-        return f"to enter {runs} graphs of {mean:.1f} operators each takes longer than it saves", ""
+        return f"to enter {runs} graphs of {mean:.1f} operators each takes longer than it saves"
 
     def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Graph:
         names, widened = captured_names(self.entry), widen_inputs(graph)

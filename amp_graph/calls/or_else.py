@@ -56,8 +56,9 @@ def or_else(
             if type(error) is kind and kind not in (RuntimeError, TypeError):
                 passed_on.add(kind)
             raise
-        chosen = other
-        report(reason)
+        if chosen is run:  # else another thread has found that out
+            chosen = other
+            report(reason)
         return result
 
     return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,7 @@ class OwnCode:
     def run_uncaptured(self, *args: Any, **kwargs: Any) -> Any:
         """Run it for what is never to be captured, for as long as the model is where it is."""
         if has_backward_hooks(self._entry.module):
-            return plain_code(self._entry.module, self._entry.method)(*args, **kwargs)
+            return self._plain()(*args, **kwargs)
         place = devices_of(self._entry.module), self.dtype()
         if self._uncaptured is None or self._uncaptured[0] != place:
             self._uncaptured = place, self._run(None)
@@ -55,14 +56,21 @@ class OwnCode:
     def run(self, index: int) -> Run:
         """What runs it for what cannot be captured, and plan `index` stands for."""
         if not self._record.plans[index].autocast:
-            return plain_code(self._entry.module, self._entry.method)
+            return self._plain()
         return self._run(index)
 
     def _run(self, index: int | None) -> Run:
-        module = self._entry.module
-        plain = plain_code(module, self._entry.method)
         report = partial(weak_method(self.not_under_autocast), index)
-        return or_else(self.under_autocast(plain, index), lambda: plain, report, module, set())
+        return self.run_or_else(index, self._plain(), report)
+
+    def run_or_else(self, index: int | None, other: Run, report: Callable[[str], None]) -> Run:
+        """What runs it under autocast, for plan `index` if any stands for it, and, where that
+        fails, the other one from then on."""
+        run = self.under_autocast(self._plain(), index)
+        return or_else(run, lambda: other, report, self._entry.module, set())
+
+    def _plain(self) -> Run:
+        return plain_code(self._entry.module, self._entry.method)
 
     def of_copy(self, own_code: Run) -> Run:
         """What runs a copy of the model that `nn.DataParallel` made, by its own code."""
