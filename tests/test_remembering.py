@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import amp_graph
@@ -259,55 +258,3 @@ def test_each_call_goes_by_what_the_ones_before_left(kind: type[Remembering]) ->
     torch.testing.assert_close(results[1][0], results[0][0], rtol=0.02, atol=0.02)
     assert results[1][1] == results[0][1]
     os.environ.pop(KEY, None)
-
-
-@functools.lru_cache
-def counted_up(n: int) -> Tensor:
-    return torch.arange(n) + 1.0
-
-
-def test_a_cached_function_that_computes_the_same_each_time_ends_no_graph() -> None:
-    class CountedUp(Remembering):
-        def gain(self, x: Tensor) -> Any:
-            return counted_up(4)
-
-    model = amp_graph.convert(CountedUp(), policy="bfloat16")
-    model(torch.ones(1, 4))
-    (plan,) = amp_graph.plans(model)
-    assert plan.fallback is None
-
-
-DRAW = {
-    "alpha_dropout": lambda: F.alpha_dropout(torch.ones(4), training=True),
-    "rrelu": lambda: F.rrelu(-torch.ones(4), training=True),
-    "gumbel_softmax": lambda: F.gumbel_softmax(torch.ones(4)),
-    "attention": lambda: F.scaled_dot_product_attention(*torch.ones(3, 4, 4), dropout_p=0.5)[0],
-    "uniform_": lambda: torch.empty(4).uniform_(),
-}
-
-
-@pytest.mark.parametrize("drawn", DRAW)
-def test_what_a_cached_function_draws_is_drawn_once(drawn: str) -> None:
-    cached = functools.lru_cache(DRAW[drawn])
-
-    class DrawsOnce(Remembering):
-        def gain(self, x: Tensor) -> Any:
-            return cached()
-
-    model = amp_graph.convert(DrawsOnce(), policy="bfloat16")
-    assert torch.equal(model(torch.ones(1, 4)), model(torch.ones(1, 4)))
-
-
-@functools.lru_cache
-def normalized(n: int) -> Tensor:
-    return F.normalize(torch.arange(1.0, n + 1), dim=0)
-
-
-def test_a_name_that_begins_like_one_that_draws_does_not() -> None:
-    class Normalized(Remembering):
-        def gain(self, x: Tensor) -> Any:
-            return normalized(4)
-
-    model = amp_graph.convert(Normalized(), policy="bfloat16")
-    model(torch.ones(1, 4))
-    assert len(amp_graph.plans(model)) == 1

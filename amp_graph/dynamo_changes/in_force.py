@@ -10,6 +10,7 @@ from amp_graph.dynamo_changes.asked_gradients import asked_gradients_kept_inside
 from amp_graph.dynamo_changes.attention_calls import attention_calls_settled
 from amp_graph.dynamo_changes.bound_methods import bound_methods_known
 from amp_graph.dynamo_changes.cached_functions import cached_draws_left_to_python
+from amp_graph.dynamo_changes.cached_properties import cached_properties_captured
 from amp_graph.dynamo_changes.causal_masks import causal_masks_known
 from amp_graph.dynamo_changes.checkpoint_sequences import checkpoint_sequences_known
 from amp_graph.dynamo_changes.checkpointed_writes import checkpointed_writes_inside
@@ -63,6 +64,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     containers_whole,
     bound_methods_known,
     cached_draws_left_to_python,
+    cached_properties_captured,
     hooks_keep_dtypes,
     gradients_unread,
     unneeded_masks_left_out,
