@@ -60,14 +60,14 @@ class Record:
         self.plans[index] = replace(plan, fallback=why, autocast=False)
         warn(f"{what} runs in float32: autocast fails ({reason})")
 
-    def in_float32(self, index: int, what: str, function: str) -> None:
-        """Tell of a custom function in code that else runs under autocast."""
-        why = "no torch.amp.custom_fwd for the device decorates it"
-        said, plan = f"; {function} in float32: {why}", self.plans[index]
-        is_told = any(said in (other.fallback or "") for other in self.plans)
-        self.plans[index] = replace(plan, fallback=f"{plan.fallback}{said}")
-        if not is_told:
-            warn(f"{function} in {what} runs in float32: {why}")
+    def in_float32(self, index: int, function: str) -> str:
+        """Note of a custom function in code that else runs under autocast, and why; what to say of
+        it, if that was not said before."""
+        said = f"{function} in float32: no torch.amp.custom_fwd for the device decorates it"
+        is_told = any(said in (plan.fallback or "") for plan in self.plans)
+        plan = self.plans[index]
+        self.plans[index] = replace(plan, fallback=f"{plan.fallback}; {said}")
+        return "" if is_told else said
 
     def not_compiled(self, index: int, reason: str) -> None:
         self.plans[index] = replace(self.plans[index], uncompiled=reason)

@@ -283,5 +283,5 @@ class CapturedCalls:
             calls._chosen.around, calls._chosen.caller = without_autocast, callers[-1]
             calls.own_code.not_under_autocast(index, reason)
 
-        under = self.own_code.under_autocast(run, index, begin_at)
+        under = self.own_code.under_autocast(run, index, is_all=False, begin_at=begin_at)
         return or_else(under, make_other, report, self._entry.module, passed_on)

@@ -66,7 +66,7 @@ class OwnCode:
     def run_or_else(self, index: int | None, other: Run, report: Callable[[str], None]) -> Run:
         """What runs it under autocast, for plan `index` if any stands for it, and, where that
         fails, the other one from then on."""
-        run = self.under_autocast(self._plain(), index)
+        run = self.under_autocast(self._plain(), index, is_all=True)
         return or_else(run, lambda: other, report, self._entry.module, set())
 
     def _plain(self) -> Run:
@@ -80,15 +80,23 @@ class OwnCode:
         if not self._record.plans[self._for_copies].autocast:
             return own_code
         report = partial(self.not_under_autocast, self._for_copies)
-        under = self.under_autocast(own_code, self._for_copies)
+        under = self.under_autocast(own_code, self._for_copies, is_all=True)
         return or_else(under, lambda: own_code, report, None, set())
 
-    def under_autocast(self, run: Run, index: int | None, begin_at: BeginAt | None = None) -> Run:
-        """For code that plan `index` stands for, if any does."""
+    def under_autocast(
+        self, run: Run, index: int | None, is_all: bool, begin_at: BeginAt | None = None
+    ) -> Run:
+        """For code that plan `index` stands for, if any does. `is_all`: there is none captured."""
         devices, dtype = devices_of(self._entry.module), self.dtype()
-        what = self._what_is_not_captured()
-        tell = None if index is None else partial(self._record.in_float32, index, what)
+        tell = None if index is None else partial(weak_method(self._tell), index, is_all)
         return under_autocast(run, devices, dtype, begin_at=begin_at, tell=tell)
+
+    def _tell(self, index: int, is_all: bool, function: str) -> None:
+        """Of a custom function that runs in float32; by a warning where all of the model was said
+        to run under autocast."""
+        said = self._record.in_float32(index, function)
+        if said and is_all:
+            warn(f"{self._what_is_not_captured()} runs {said}")
 
     def not_under_autocast(self, index: int | None, reason: str) -> None:
         what = self._what_is_not_captured()
