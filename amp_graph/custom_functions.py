@@ -4,9 +4,9 @@ Nothing casts in their backward passes. There, one that is written for float32 w
 gradients in low precision, those of what it made under autocast, by float32 tensors that it had
 kept: an error, in a script that never asked for autocast. So a function that is not made for
 autocast gets what it would get without: float32, and autocast is off. It is made for it if
-`torch.amp.custom_fwd` decorates it, for the kind of device, or if it is PyTorch's. In an autocast
-region of the model's own all is as the model has it. And that autocast is off is no such region:
-what Dynamo captures inside of a function is rewritten as elsewhere.
+`torch.amp.custom_fwd` decorates it, for the kind of device, or if it is PyTorch's. That autocast
+is off is no region of the model's own: what Dynamo captures inside of a function is rewritten as
+elsewhere. What the function writes into an argument reaches the one that its caller has.
 
 Not documented by PyTorch, and used here; seen to work on 2.11, 2.13 and 2.14: that `Function.apply`
 may be replaced, and that what `custom_fwd` returns is a closure with a `device_type`.
@@ -18,7 +18,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,10 +36,12 @@ CUSTOM_FWD = torch.amp.custom_fwd.__code__.co_filename  # what it decorates has 
 class _Here(threading.local):
     """in_float32: in the run in which this thread is, see below.
     depth: in functions of that run.
+    later: to be done when it is in none of them.
     """
 
     in_float32: set[str] | None = None
     depth = 0
+    later: Callable[[], None] | None = None
 
 
 _here = _Here()
@@ -51,18 +53,21 @@ def as_without_autocast() -> Iterator[set[str]]:
     """For what this thread runs under autocast, where no script has put that. Yields the names of
     functions that ran in float32, and not by what Dynamo captures inside of them."""
     _hear_all()
-    before, around = (_here.in_float32, _here.depth), own_regions.begin()
-    _here.in_float32, _here.depth = set(), 0
+    before, around = (_here.in_float32, _here.depth, _here.later), own_regions.begin()
+    _here.in_float32, _here.depth, _here.later = set(), 0, None
     try:
         yield _here.in_float32
     finally:
         own_regions.end(around)
-        _here.in_float32, _here.depth = before
+        _here.in_float32, _here.depth, _here.later = before
 
 
-def in_a_function() -> bool:
-    """Whether this thread is in a custom function that such code calls."""
-    return _here.depth > 0
+def behind_functions(do: Callable[[], None]) -> None:
+    """Do this as soon as this thread is in no custom function that such code calls."""
+    if _here.depth:
+        _here.later = do
+    else:
+        do()
 
 
 @functools.cache
@@ -89,19 +94,47 @@ def _enter(
     shield, kinds = contextlib.ExitStack(), _casting_devices()
     _here.depth += 1
     shield.callback(_leave)
-    if own_regions.is_in_region() or not kinds or _is_made_for_autocast(function, kinds):
+    if not kinds or _is_made_for_autocast(function, kinds):
         return shield, args
     if not captures and _here.in_float32 is not None:
         _here.in_float32.add(function.__name__)
     for kind in kinds:
         shield.enter_context(torch.autocast(kind, enabled=False))
     shield.callback(own_regions.end, own_regions.begin())
-    return shield, [*map(_widened, args)]
+    given = [*map(_widened, args)]
+    copies = [
+        (arg, wide, _version(wide))
+        for arg, wide in zip(args, given, strict=True)
+        if wide is not arg
+    ]
+    if copies:
+        shield.callback(_write_back, copies)
+    return shield, given
+
+
+@_of_ours
+def _write_back(copies: Sequence[tuple[Tensor, Tensor, int | None]]) -> None:
+    """What the function wrote into what it was given, into what its caller has."""
+    for arg, wide, version in copies:
+        if version is None or _version(wide) != version:
+            arg.copy_(wide)
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 @passed_over
 def _leave() -> None:
     _here.depth -= 1
+    if not _here.depth and _here.later is not None:
+        _do_later(_here.later)
+
+
+@_of_ours
+def _do_later(later: Callable[[], None]) -> None:
+    _here.later = None
+    later()
 
 
 def _casting_devices() -> list[str]:

@@ -61,7 +61,7 @@ class KeptTensors:
                     if _is_alike(tensor, value):
                         tensor.copy_(value)
                     else:
-                        tensor.data = value
+                        tensor.data = value.clone()  # in inference mode, if it was made in it
 
 
 class KeptContainers:
@@ -141,15 +141,17 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _is_alike(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    if tensor.is_nested:  # which may have no shape
+        return tensor.dtype == value.dtype
     return (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
 
 
 def _holds(tensor: torch.Tensor, value: torch.Tensor, version: int | None) -> bool:
     """Whether a tensor still holds a value, with NaN where it had NaN."""
-    if not _is_alike(tensor, value):
-        return False
     if not _is_dense(tensor) or type(tensor) not in (torch.Tensor, nn.Parameter):
         return version is not None and version == _version(tensor)
+    if not _is_alike(tensor, value):
+        return False
     has_nan = tensor.is_floating_point() or tensor.is_complex()
     return torch.equal(tensor, value) or (
         has_nan and torch.allclose(tensor, value, rtol=0, atol=0, equal_nan=True)

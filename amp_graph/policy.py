@@ -240,7 +240,7 @@ def _anchored(lists: Any) -> Any:
         return [_anchored(given) for given in lists]
     if not isinstance(lists, Mapping | None):
         raise PolicyError(f"lists must be a TOML file, a mapping or several of them, not {lists!r}")
-    return copy.deepcopy(lists)
+    return None if lists is None else copy.deepcopy(dict(lists))
 
 
 def _all_of(kind: type, name: str, given: Any) -> tuple[Any, ...]:

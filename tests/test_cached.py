@@ -107,3 +107,25 @@ def test_a_cached_property_is_captured_where_it_is_computed() -> None:
     assert torch.equal(model.__dict__["weights"], plain.weights)
     assert vars(model.named) == vars(plain.named)
     assert not record_of(model).breaks and len(amp_graph.plans(model)) == 2
+
+
+@functools.lru_cache
+def mapped(n: int) -> Tensor:
+    return torch.vmap(lambda row: row.cumsum(0))(torch.ones(n, n))
+
+
+@functools.lru_cache
+def turned(n: int) -> Tensor:
+    return torch.ones(n, 2 * n).t_() @ torch.ones(n, n)
+
+
+@pytest.mark.parametrize("cached", [mapped, turned])
+def test_a_cached_function_that_transforms_is_captured(cached: Any) -> None:
+    class Transforms(Remembering):
+        def gain(self, x: Tensor) -> Any:
+            return cached(4).sum()
+
+    model = amp_graph.convert(Transforms(), policy="bfloat16")
+    model(torch.ones(1, 4))
+    (plan,) = amp_graph.plans(model)
+    assert plan.fallback is None

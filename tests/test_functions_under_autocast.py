@@ -6,7 +6,6 @@ The reference is the plain model.
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -18,9 +17,7 @@ from training import assert_same_gradients
 from two_layers import BFLOAT16
 
 import amp_graph
-from amp_graph import ConversionWarning, Policy
-from amp_graph.autopatch.exit_report import describe
-from amp_graph.autopatch.script_models import model_of
+from amp_graph import Policy
 from amp_graph.convert import record_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -218,58 +215,73 @@ def test_what_is_captured_inside_is_rewritten(training: bool, dtype: str) -> Non
     assert all("test_functions_under_autocast.py" in each for each in breaks)  # and none of ours
 
 
-class InRegion(Net):
-    """The function is under autocast of the model's own."""
+class BesideRegion(Net):
+    """Autocast is off there on another device, as in models that were written for it."""
 
     @torch._dynamo.disable
     def uncaptured(self, x: Tensor) -> Tensor:
         x = self.between(x)
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.product(x).float()
+        with torch.autocast("cuda", enabled=False):
+            return self.product(x)
 
 
-def test_in_a_region_of_the_model_it_is_as_the_model_has_it() -> None:
-    model = amp_graph.convert(InRegion(Product), policy=Policy("bfloat16"))
-    low, full = torch.bfloat16, torch.float32
-    for precision_between in (full, low, low):
-        with torch.no_grad(), Products() as products:
-            model(X)
-        assert products.dtypes == [low, precision_between, low, low]
+class Doubles(Function):
+    """Writes into what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * 2, None
 
 
-def told_of(model: nn.Module) -> list[str]:
-    """In what is printed of its plans, by `explain` and when a script ends."""
-    told = model_of(model)
-    told.record = record_of(model)
-    explained = amp_graph.explain(model).data.fallbacks
-    assert [why.partition(": ")[2] for why in explained] == describe(told)["fallbacks"]
-    return [*explained]
+class Writes(Net):
+    """The result of the function is not used, but what it wrote is."""
+
+    @torch._dynamo.disable
+    def uncaptured(self, x: Tensor) -> Tensor:
+        x = self.between(x)
+        self.product(x)
+        return x
 
 
-@pytest.mark.parametrize("is_off", [False, True])
-@pytest.mark.parametrize("function", [Product, CastProductOfGpus, CastProduct])
-def test_what_runs_in_float32_is_told_of_once(function: type[Function], is_off: bool) -> None:
-    with torch._dynamo.config.patch(disable=is_off), warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        model = amp_graph.convert(Net(function), policy=Policy("bfloat16"))
-        trained(model)
-    why = "in float32: no torch.amp.custom_fwd for the device decorates it"
-    name, is_made = function.__name__, function is CastProduct
-    (fallback,) = told_of(model)
-    assert "runs under autocast: " in fallback
-    assert fallback.endswith(f"; {name} {why}") is not is_made
-    warned = [str(w.message) for w in told if "custom_fwd" in str(w.message)]
-    warning = f"code of Net that is not captured runs {name} {why}"
-    assert warned == [warning] * (is_off and not is_made)
+class CallsCaptured(Function):
+    """What it calls is the first graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, net: Within) -> Tensor:
+        ctx.net = net
+        ctx.save_for_backward(x)
+        return net.before(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+        with torch.enable_grad():
+            ctx.net.before(x).backward(gradient)
+        return x.grad, None
 
 
-def test_what_runs_in_float32_is_told_of_where_warnings_are_errors() -> None:
-    model = amp_graph.convert(Net(Product), policy=Policy("bfloat16"))
-    with torch._dynamo.config.patch(disable=True), warnings.catch_warnings():
-        warnings.simplefilter("error", ConversionWarning)
-        with pytest.raises(ConversionWarning, match="is not captured and runs under autocast"):
-            model(X)
-        with pytest.raises(ConversionWarning, match="runs Product in float32"):
-            model(X)
+class Within(Net):
+    """Behind the function nothing is captured."""
+
+    @torch._dynamo.disable(recursive=False)
+    def forward(self, x: Tensor) -> Tensor:
+        x = CallsCaptured.apply(x.requires_grad_(), self)  # type: ignore[no-untyped-call]
+        return self.uncaptured(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "function"), [(BesideRegion, Product), (Writes, Doubles), (Within, CastProduct)]
+)
+def test_it_trains_wherever_the_function_is(kind: type[Net], function: type[Function]) -> None:
+    torch.manual_seed(0)
+    plain = kind(function)
+    model = amp_graph.convert(copy.deepcopy(plain), policy=Policy("bfloat16"))
+    torch.testing.assert_close(trained(model), trained(plain), rtol=0.02, atol=0)
+    with MatmulCounter() as counter:
         model(X)
-    assert all(plan.fallback is None or plan.autocast for plan in amp_graph.plans(model))
+    assert counter.low_share >= 2 / 3

@@ -138,3 +138,22 @@ def test_a_buffer_that_grew_is_put_back() -> None:
     kept.put_back()
     for tensor in (grown, widened):
         assert tensor.tolist() == [0, 1] and tensor.dtype is torch.float32
+
+
+def test_a_buffer_of_inference_mode_that_grew_is_put_back() -> None:
+    with torch.inference_mode():
+        grown = torch.arange(2.0)
+    kept = KeptTensors([grown])
+    with torch.inference_mode():
+        grown.resize_(5)
+    kept.put_back()
+    assert grown.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_that_was_written_to_is_put_back_or_left(layout: torch.layout) -> None:
+    tensor = torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(1, 2)], layout=layout)
+    kept = KeptTensors([tensor])
+    tensor.mul_(2)
+    kept.put_back()
+    assert all(part.eq(1).all() for part in tensor.unbind())

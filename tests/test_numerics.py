@@ -8,6 +8,7 @@ import random
 import xml.etree.ElementTree
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -277,3 +278,20 @@ def test_tensors_in_objects_in_lists_are_compared() -> None:
     assert 0 < found.outputs < 0.1 and 0 < found.gradients < 0.1
     infinite = torch.full((8, 16), float("inf"))
     assert amp_graph.find_nonfinite(Detects(), infinite, policy="bfloat16") is not None
+
+
+class Called:
+    def __init__(self, boxes: torch.Tensor) -> None:
+        self.boxes = boxes
+
+    def __call__(self) -> None: ...
+
+
+@pytest.mark.parametrize("hold", [Called, lambda boxes: MappingProxyType({"boxes": boxes})])
+def test_tensors_in_what_is_called_or_only_read_are_compared(hold: Any) -> None:
+    class Holds(Detects):
+        def forward(self, x: torch.Tensor) -> Any:
+            return hold(self.linear(x))
+
+    found = amp_graph.compare(Holds(), torch.randn(8, 16), policy="bfloat16")
+    assert 0 < found.outputs < 0.1 and 0 < found.gradients < 0.1

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -56,6 +57,8 @@ def test_a_mapping_that_changes_later_changes_no_policy():
     given = {"deny": ["aten.linear"]}
     policy = Policy("bfloat16", lists=given)
     given["deny"].clear()
+    assert policy.load_lists().lookup(ATEN.linear.default).color is Color.DENY
+    policy = Policy("bfloat16", lists=MappingProxyType({"deny": ["aten.linear"]}))
     assert policy.load_lists().lookup(ATEN.linear.default).color is Color.DENY
 
 

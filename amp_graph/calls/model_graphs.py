@@ -18,7 +18,7 @@ from amp_graph.capture.frames import Frames
 from amp_graph.capture.hooks import Hooks, calls_others
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.capture.own_regions import is_in_none
-from amp_graph.custom_functions import in_a_function
+from amp_graph.custom_functions import behind_functions
 from amp_graph.errors import warn
 from amp_graph.ir import Plan
 from amp_graph.modules import Entry, autocast_devices, has_backward_hooks, without_autocast
@@ -135,9 +135,9 @@ class ModelGraphs:
             else:
                 with own.watch.paused():
                     result = run(*args)
-            if own.behind_first is not None and is_in_none() and not in_a_function():
+            if own.behind_first is not None and is_in_none():
                 do, own.behind_first = own.behind_first, None
-                do()
+                behind_functions(do)
             return result
 
         return Assembled(index, counted)

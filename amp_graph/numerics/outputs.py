@@ -33,6 +33,10 @@ def check_loss(loss: Any, scale: Any) -> None:
 
 def floating(output: Any) -> list[torch.Tensor]:
     """The floating tensors of an output, whatever holds them, with complex ones as pairs."""
+    if isinstance(output, Mapping):
+        output = dict(output)
+    elif callable(output) and not isinstance(output, torch.nn.Module):
+        output = getattr(output, "__dict__", output)
     return [t for t in map(_as_real, tensors_in(output)) if t.is_floating_point()]
 
 

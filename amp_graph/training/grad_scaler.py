@@ -52,8 +52,9 @@ class GradScaler:
         )
         self._state = self._config.start()
         self._enabled = enabled
-        self._found: dict[Optimizer, Tensor] = {}  # unscaled since the last update
-        self._stepped: set[Optimizer] = set()
+        # By the ids of those unscaled since the last update, which are kept for as long.
+        self._found: dict[int, tuple[Optimizer, Tensor]] = {}
+        self._stepped: set[int] = set()
 
     def __repr__(self) -> str:
         return f"<GradScaler: {self.get_scale():g}{'' if self._enabled else ', disabled'}>"
@@ -75,10 +76,10 @@ class GradScaler:
             return
         if not hasattr(optimizer, "param_groups"):
             raise AmpGraphError(f"GradScaler steps optimizers, not {in_brief(optimizer)}")
-        if optimizer in self._found:
+        if id(optimizer) in self._found:
             raise AmpGraphError("unscale_() was called for this optimizer since the last update()")
         inverse = self._state.scale.reciprocal()
-        self._found[optimizer] = found_inf(parameters_of(optimizer), inverse)
+        self._found[id(optimizer)] = optimizer, found_inf(parameters_of(optimizer), inverse)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer unless its gradients overflowed; return what its `step` returns."""
@@ -89,12 +90,13 @@ class GradScaler:
                 "GradScaler.step() takes no closure, whose gradients nobody would unscale. Without "
                 "a scaler, optimizer.step(closure) is guarded for converted models"
             )
-        if optimizer in self._stepped:
+        if id(optimizer) in self._stepped:
             raise AmpGraphError("step() was called for this optimizer since the last update()")
-        if optimizer not in self._found:
+        if id(optimizer) not in self._found:
             self.unscale_(optimizer)
-        self._stepped.add(optimizer)
-        return None if bool(self._found[optimizer]) else optimizer.step(*args, **kwargs)
+        self._stepped.add(id(optimizer))
+        _, found = self._found[id(optimizer)]
+        return None if bool(found) else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adjust the scale, once all optimizers have stepped; or set it."""
@@ -108,7 +110,7 @@ class GradScaler:
         elif not self._found:
             raise AmpGraphError("update() before any step(): no gradients were checked")
         else:
-            found = any_of([*self._found.values()], self._state.scale.device)
+            found = any_of([found for _, found in self._found.values()], self._state.scale.device)
             self._state = self._config.adjust(self._state, found)
         self._found, self._stepped = {}, set()
 
