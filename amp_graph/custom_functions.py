@@ -19,6 +19,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from amp_graph.capture import own_regions
+from amp_graph.kept import version_of
 from amp_graph.modules import autocast_devices
 from amp_graph.uncaptured import capturing, never_captured, passed_over
 
@@ -33,15 +35,22 @@ APPLY: Any = Function.__dict__["apply"]  # of all classes
 CUSTOM_FWD = torch.amp.custom_fwd.__code__.co_filename  # what it decorates has its code from there
 
 
-class _Here(threading.local):
-    """in_float32: in the run in which this thread is, see below.
-    depth: in functions of that run.
+@dataclass
+class _UnderAutocast:
+    """A run of such code.
+
+    in_float32: the functions that ran in float32, and not by what Dynamo captures inside of them.
+    depth: how many functions it is in.
     later: to be done when it is in none of them.
     """
 
-    in_float32: set[str] | None = None
-    depth = 0
+    in_float32: set[str] = field(default_factory=set)
+    depth: int = 0
     later: Callable[[], None] | None = None
+
+
+class _Here(threading.local):
+    run: _UnderAutocast | None = None  # in which this thread is
 
 
 _here = _Here()
@@ -51,21 +60,21 @@ _of_ours = never_captured(reason="amp_graph runs a custom function without autoc
 @contextlib.contextmanager
 def as_without_autocast() -> Iterator[set[str]]:
     """For what this thread runs under autocast, where no script has put that. Yields the names of
-    functions that ran in float32, and not by what Dynamo captures inside of them."""
+    functions that ran in float32."""
     _hear_all()
-    before, around = (_here.in_float32, _here.depth, _here.later), own_regions.begin()
-    _here.in_float32, _here.depth, _here.later = set(), 0, None
+    before, around = _here.run, own_regions.begin()
+    _here.run = _UnderAutocast()
     try:
-        yield _here.in_float32
+        yield _here.run.in_float32
     finally:
         own_regions.end(around)
-        _here.in_float32, _here.depth, _here.later = before
+        _here.run = before
 
 
 def behind_functions(do: Callable[[], None]) -> None:
     """Do this as soon as this thread is in no custom function that such code calls."""
-    if _here.depth:
-        _here.later = do
+    if (run := _here.run) is not None and run.depth:
+        run.later = do
     else:
         do()
 
@@ -75,35 +84,35 @@ def _hear_all() -> None:
     @functools.wraps(Function.apply)
     @passed_over
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        run = APPLY.__get__(None, cls)
-        if _here.in_float32 is None:
-            return run(*args, **kwargs)
-        shield, given = _enter(cls, args, capturing() is not None)
+        plain = APPLY.__get__(None, cls)
+        if _here.run is None:
+            return plain(*args, **kwargs)
+        shield, given = _enter(_here.run, cls, args, capturing() is not None)
         with shield:
-            return run(*given, **kwargs)
+            return plain(*given, **kwargs)
 
     Function.apply = classmethod(apply)  # type: ignore[assignment]
 
 
 @_of_ours
 def _enter(
-    function: type[Function], args: Sequence[Any], captures: bool
+    run: _UnderAutocast, function: type[Function], args: Sequence[Any], captures: bool
 ) -> tuple[contextlib.ExitStack, Sequence[Any]]:
     """What is to be left when the function has run, and what it is given. `captures`: whether
     Dynamo captures what it calls."""
     shield, kinds = contextlib.ExitStack(), _casting_devices()
-    _here.depth += 1
-    shield.callback(_leave)
+    run.depth += 1
+    shield.callback(_leave, run)
     if not kinds or _is_made_for_autocast(function, kinds):
         return shield, args
-    if not captures and _here.in_float32 is not None:
-        _here.in_float32.add(function.__name__)
+    if not captures:
+        run.in_float32.add(function.__name__)
     for kind in kinds:
         shield.enter_context(torch.autocast(kind, enabled=False))
     shield.callback(own_regions.end, own_regions.begin())
     given = [*map(_widened, args)]
     copies = [
-        (arg, wide, _version(wide))
+        (arg, wide, version_of(wide))
         for arg, wide in zip(args, given, strict=True)
         if wide is not arg
     ]
@@ -116,24 +125,20 @@ def _enter(
 def _write_back(copies: Sequence[tuple[Tensor, Tensor, int | None]]) -> None:
     """What the function wrote into what it was given, into what its caller has."""
     for arg, wide, version in copies:
-        if version is None or _version(wide) != version:
+        if version is None or version_of(wide) != version:
             arg.copy_(wide)
 
 
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
-
-
 @passed_over
-def _leave() -> None:
-    _here.depth -= 1
-    if not _here.depth and _here.later is not None:
-        _do_later(_here.later)
+def _leave(run: _UnderAutocast) -> None:
+    run.depth -= 1
+    if not run.depth and run.later is not None:
+        _do_later(run, run.later)
 
 
 @_of_ours
-def _do_later(later: Callable[[], None]) -> None:
-    _here.later = None
+def _do_later(run: _UnderAutocast, later: Callable[[], None]) -> None:
+    run.later = None
     later()
 
 

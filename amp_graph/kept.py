@@ -51,7 +51,7 @@ class KeptTensors:
 
     def __init__(self, tensors: Iterable[Any]):
         held = filter(_can_be_kept, tensors)
-        self._values = [(t, t.detach().clone(), _version(t)) for t in held]
+        self._values = [(t, t.detach().clone(), version_of(t)) for t in held]
 
     def put_back(self) -> None:
         for tensor, value, version in self._values:
@@ -136,7 +136,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta)
 
 
-def _version(tensor: torch.Tensor) -> int | None:
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often it was written to; None for one of inference mode, which has no count."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -149,7 +150,7 @@ def _is_alike(tensor: torch.Tensor, value: torch.Tensor) -> bool:
 def _holds(tensor: torch.Tensor, value: torch.Tensor, version: int | None) -> bool:
     """Whether a tensor still holds a value, with NaN where it had NaN."""
     if not _is_dense(tensor) or type(tensor) not in (torch.Tensor, nn.Parameter):
-        return version is not None and version == _version(tensor)
+        return version is not None and version == version_of(tensor)
     if not _is_alike(tensor, value):
         return False
     has_nan = tensor.is_floating_point() or tensor.is_complex()

@@ -38,12 +38,10 @@ class WatchedGraph(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if isinstance(n.target, OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags:
             torch.manual_seed(SEED + hash_of(n.name))  # casts draw none, but orders may differ
-        if self.emulated(n):
+        computed = in_float32(cast(Any, n.target)) if self.emulated(n) else wide_state(n)
+        if computed is not None:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            value = in_float32(cast(Any, n.target))(*args, **kwargs)
-        elif layer := wide_state(n):
-            args, kwargs = self.fetch_args_kwargs_from_env(n)
-            value = layer(*args, **kwargs)
+            value = computed(*args, **kwargs)
         else:
             value = self._run_inside(n) if _is_entered(n) else super().run_node(n)
         self.show(self.place.at(n), n, value)

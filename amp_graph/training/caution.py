@@ -54,7 +54,7 @@ def are_wanted(inputs: Sequence[Tensor]) -> bool:
     return False
 
 
-class InUse(Protocol):
+class GuardedScale(Protocol):
     """The loss scale that is used where an optimizer's guard skips what overflows."""
 
     config: LossScale
@@ -80,7 +80,7 @@ class Caution:
         self._numbers = ChosenNumbers()
 
     def factor(
-        self, scale: InUse, gradient: Tensor, again: bool, of_gradient: bool = False
+        self, scale: GuardedScale, gradient: Tensor, again: bool, of_gradient: bool = False
     ) -> Tensor:
         """S for a gradient that comes in. The last pass of a penalty is trained on, so that it has
         the guarded one, if there is a guard; what a pass before it gives, the script sees."""
@@ -97,7 +97,7 @@ class Caution:
             self.chosen.setdefault(running, {gradient.device: chosen})
         return self._factors_on(scale, gradient.device)[0]
 
-    def inverse(self, scale: InUse, device: torch.device) -> Tensor:
+    def inverse(self, scale: GuardedScale, device: torch.device) -> Tensor:
         """1/S."""
         return self._factors_on(scale, device)[1]
 
@@ -118,7 +118,7 @@ class Caution:
         """Passes that ended."""
         self.chosen.clear()
 
-    def _factors_on(self, scale: InUse, device: torch.device) -> Factors:
+    def _factors_on(self, scale: GuardedScale, device: torch.device) -> Factors:
         chosen = self.chosen.get(backward_pass()) if self.chosen else None
         if chosen is None and self.chosen and backward_pass() != OUTSIDE:
             raise AmpGraphError(
@@ -156,7 +156,7 @@ def bounded(guarded: Tensor, gradient: Tensor, highest: float, config: LossScale
 class Exposed:
     """What scales calls whose gradients of inputs are wanted."""
 
-    scale: InUse
+    scale: GuardedScale
     caution: Caution
 
     @property
