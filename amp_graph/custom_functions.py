@@ -6,10 +6,13 @@ kept: an error, in a script that never asked for autocast. So a function that is
 autocast gets what it would get without: float32, and autocast is off. It is made for it if
 `torch.amp.custom_fwd` decorates it, for the kind of device, or if it is PyTorch's. That autocast
 is off is no region of the model's own: what Dynamo captures inside of a function is rewritten as
-elsewhere. What the function writes into an argument reaches the one that its caller has.
+elsewhere. What the function writes into an argument reaches the one that its caller has. What a
+checkpoint in such code runs again, in a backward pass, does all this again.
 
 Not documented by PyTorch, and used here; seen to work on 2.11, 2.13 and 2.14: that `Function.apply`
-may be replaced, and that what `custom_fwd` returns is a closure with a `device_type`.
+may be replaced, and that what `custom_fwd` returns is a closure with a `device_type`. Private:
+
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator   is given what runs again
 """
 
 from __future__ import annotations
@@ -25,10 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils import checkpoint
 
 from amp_graph.capture import own_regions
 from amp_graph.kept import version_of
-from amp_graph.modules import autocast_devices
+from amp_graph.modules import Run, autocast_devices
 from amp_graph.uncaptured import capturing, never_captured, passed_over
 
 APPLY: Any = Function.__dict__["apply"]  # of all classes
@@ -58,16 +62,17 @@ _of_ours = never_captured(reason="amp_graph runs a custom function without autoc
 
 
 @contextlib.contextmanager
-def as_without_autocast() -> Iterator[set[str]]:
-    """For what this thread runs under autocast, where no script has put that. Yields the names of
-    functions that ran in float32."""
+def as_without_autocast(in_region: bool = False) -> Iterator[set[str]]:
+    """For what this thread runs under autocast, where no script has put that, or only in a region
+    of the model's own. Yields the names of functions that ran in float32."""
     _hear_all()
-    before, around = _here.run, own_regions.begin()
+    before, around = _here.run, None if in_region else own_regions.begin()
     _here.run = _UnderAutocast()
     try:
         yield _here.run.in_float32
     finally:
-        own_regions.end(around)
+        if around is not None:
+            own_regions.end(around)
         _here.run = before
 
 
@@ -87,11 +92,36 @@ def _hear_all() -> None:
         plain = APPLY.__get__(None, cls)
         if _here.run is None:
             return plain(*args, **kwargs)
+        if cls is checkpoint.CheckpointFunction:
+            args = (_again(args[0]), *args[1:])
         shield, given = _enter(_here.run, cls, args, capturing() is not None)
         with shield:
             return plain(*given, **kwargs)
 
     Function.apply = classmethod(apply)  # type: ignore[assignment]
+    generator = checkpoint._checkpoint_without_reentrant_generator
+
+    @functools.wraps(generator)
+    @passed_over
+    def generate(fn: Run, *args: Any, **kwargs: Any) -> Any:
+        return generator(fn if _here.run is None else _again(fn), *args, **kwargs)
+
+    checkpoint._checkpoint_without_reentrant_generator = generate
+
+
+@passed_over
+def _again(run: Run) -> Run:
+    """For a checkpoint, which is under autocast when it runs it again, too, and knows no more."""
+    in_region = own_regions.is_in_region()
+
+    @passed_over
+    def again(*args: Any, **kwargs: Any) -> Any:
+        if _here.run is not None:
+            return run(*args, **kwargs)
+        with as_without_autocast(in_region):
+            return run(*args, **kwargs)
+
+    return again
 
 
 @_of_ours

@@ -13,6 +13,7 @@ import torch
 from counting import DispatchCounter, MatmulCounter
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 from training import assert_same_gradients
 from two_layers import BFLOAT16
 
@@ -274,8 +275,49 @@ class Within(Net):
         return self.uncaptured(x)
 
 
+class Checkpointed(Net):
+    """The function runs again in the backward pass, behind a product that runs under autocast."""
+
+    reentrant = False
+
+    @torch._dynamo.disable
+    def uncaptured(self, x: Tensor) -> Tensor:
+        inner = super().uncaptured
+        return checkpoint(inner, x, use_reentrant=self.reentrant).relu()
+
+
+class CheckpointedInside(Checkpointed):
+    reentrant = True
+
+
+class CheckpointedInRegion(BesideRegion):
+    """The checkpoint is in the model's own region."""
+
+    @torch._dynamo.disable
+    def uncaptured(self, x: Tensor) -> Tensor:
+        x = self.between(x)
+        with torch.autocast("cuda", enabled=False):
+            return checkpoint(self.product, x, use_reentrant=False).relu()
+
+
+class CheckpointedGraphs(Checkpointed):
+    """What is in front of the function is captured by itself."""
+
+    @torch._dynamo.disable(recursive=False)
+    def uncaptured(self, x: Tensor) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            return self.product(self.between(x))
+
+        return checkpoint(torch._dynamo.disable(inner, recursive=False), x, use_reentrant=False)
+
+
 @pytest.mark.parametrize(
-    ("kind", "function"), [(BesideRegion, Product), (Writes, Doubles), (Within, CastProduct)]
+    ("kind", "function"),
+    [
+        *((BesideRegion, Product), (Writes, Doubles), (Within, CastProduct)),
+        *((Checkpointed, Product), (CheckpointedInside, Product), (Checkpointed, CastProduct)),
+        *((CheckpointedInRegion, Product), (CheckpointedGraphs, Product)),
+    ],
 )
 def test_it_trains_wherever_the_function_is(kind: type[Net], function: type[Function]) -> None:
     torch.manual_seed(0)

@@ -10,14 +10,13 @@ Where autocast fails, code runs in float32; by its graphs again, if these were o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from amp_graph.backend.compiler import Compiler
-from amp_graph.calls.chosen import Chosen
+from amp_graph.calls.chosen import PLAINLY, Chosen, Way
 from amp_graph.calls.first_report import tell_of_first_call
 from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.calls.or_else import or_else
@@ -51,6 +50,7 @@ class CapturedCalls:
         self._frames, self._hooks = self._graphs.frames, self._graphs.hooks
         self._chosen = Chosen(self._graphs, compiler)
         self._watches = Watches(compiler.lists)
+        self._between: int | None = None  # the plan that stands for code between graphs, if any
         self._is_new = True  # until a call has told of what was converted
         self._may_set_itself_up = True  # once, in a call that tells nothing of later ones
 
@@ -70,7 +70,7 @@ class CapturedCalls:
         if (own_code := chosen.own_code) is not None and not chosen.is_stale:
             return own_code(*args, **kwargs)
         frames, runs, uncaptured = self._frames.own.begun, self._graphs.own.runs, None
-        charged, settings = self._frames.charged, chosen.settings
+        charged, way = self._frames.charged, chosen.way
         records = torch.is_grad_enabled()
         kept = Kept(self._entry.module, parameters=False) if self._is_new else None
         watch = self._watches.take()
@@ -89,7 +89,7 @@ class CapturedCalls:
             torch.set_grad_enabled(records)  # as it was before what had been captured already
             if kept is not None:
                 kept.put_back()
-            result = self._run_uncaptured(uncaptured, settings, runs, kept, args, kwargs)
+            result = self._run_uncaptured(uncaptured, way, runs, kept, args, kwargs)
         has_captured = self._frames.own.begun != frames
         is_counted = self._frames.unpaid or self._frames.failed
         if has_captured or is_counted or self._is_new or watch is not None:
@@ -165,6 +165,7 @@ class CapturedCalls:
             begin_at = None if watch.in_front else self._graphs.behind_first
             around, passed_on = weak_method(self._autocast_around), {*DYNAMO_ERRORS}
             self._chosen.put_around(partial(around, index, begin_at, passed_on))
+            self._between = index
 
     def _stop_if_too_many(self, runs: int = 0) -> None:
         """Capture no more, if something of Python is another at call after call, a list that grows,
@@ -214,19 +215,20 @@ class CapturedCalls:
     def _run_uncaptured(
         self,
         error: Exception,
-        tried: Mapping[str, Any],
+        tried: Way,
         runs: int,
         kept: Kept | None,
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Capture with more breaks, then each size apart. If that was tried, or is not likely to
-        help a model that would begin for the third time, run its own code under autocast, and go
-        on so: it may raise no such error, or catch it. The next call is captured again if it
-        raises, or is a first one that changed the model, which may set itself up in it.
+        """Capture with more breaks, then each size apart, if that is likely to help a model that
+        would begin for the third time; then with the code between graphs in float32. If all was
+        tried, run its own code under autocast, and go on so: it may raise no such error, or catch
+        it. The next call is captured again if it raises, or is a first one that changed the model,
+        which may set itself up in it.
 
-        tried, runs, kept: Dynamo's settings, how many graphs had run in this thread, and the model,
-            as the call found them.
+        tried, runs, kept: how the model was captured, how many graphs had run in this thread, and
+            the model, as the call found them.
         """
         cause = getattr(error, "inner_exception", None)
         if isinstance(cause, MISTAKES):
@@ -238,14 +240,18 @@ class CapturedCalls:
         is_other = is_of_capture(error) and not isinstance(error, CAPTURED_TOO_OFTEN)
         has_run = self._graphs.own.runs != runs
         may_help = depends_on_data(error) or (is_other and not has_run)
-        untried = self._chosen.untried_settings(self._is_new) if may_help else None
-        before = self._chosen.capture_with(untried, tried) if may_help else None
+        untried = self._chosen.untried_way(tried, self._is_new, may_help)
+        before = self._chosen.capture_by(untried, tried)
         if before is not None:
             try:
-                return self(*args, **kwargs)
+                result = self(*args, **kwargs)
             except BaseException:  # of the model's own, as it is called
                 self._chosen.put_back(before)
                 raise
+            if untried is PLAINLY and self._chosen.own_code is None:
+                why = f"a graph is not captured under it: {why_not_captured(error)}"
+                self.own_code.not_under_autocast(self._between, why)
+            return result
         if (own_code := self._chosen.own_code) is not None:  # another thread has found that out
             return own_code(*args, **kwargs)
         index = self.own_code.stand_in(f"not captured ({why_not_captured(error)})")
@@ -280,7 +286,7 @@ class CapturedCalls:
             return without_autocast(callers[-1])
 
         def report(reason: str) -> None:
-            calls._chosen.around, calls._chosen.caller = without_autocast, callers[-1]
+            calls._chosen.go_on_without(callers[-1])
             calls.own_code.not_under_autocast(index, reason)
 
         under = self.own_code.under_autocast(run, index, is_all=False, begin_at=begin_at)

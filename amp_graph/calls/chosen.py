@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.alike import Kind, captures_for, keep, kind_of
@@ -19,7 +19,20 @@ from amp_graph.capture.dynamo import BREAK_AT_DATA, EACH_SIZE_APART
 from amp_graph.modules import Forwards, Run, weak_method, without_autocast
 from amp_graph.training.engine import OUTSIDE, backward_pass
 
-InForce = tuple[Caller | None, Run, Mapping[str, Any]]  # what `Chosen` says of these
+
+class Way(NamedTuple):
+    """How a model is captured.
+
+    settings: of Dynamo, other than usual.
+    around: what is put around a run.
+    """
+
+    settings: Mapping[str, Any]
+    around: Callable[[Run], Run]
+
+
+PLAINLY = Way({}, without_autocast)
+InForce = tuple[Caller | None, Run, Way]  # what `Chosen` says of these
 
 
 class Chosen:
@@ -34,8 +47,7 @@ class Chosen:
 
     caller: what `run`, which is there before it, calls the model with.
     first_plan: of the graphs, by its place in the record.
-    around: what is put around a run.
-    settings: of Dynamo, other than usual, with which captures are made.
+    way: how captures are made.
     """
 
     def __init__(self, graphs: ModelGraphs, compiler: Compiler):
@@ -46,8 +58,7 @@ class Chosen:
         self.caller: Caller | None = None
         self.run: Run
         self.first_plan = 0
-        self.around: Callable[[Run], Run] = without_autocast
-        self.settings: Mapping[str, Any] = {}
+        self.way = PLAINLY
         self._places_before: set[int] = set()
         self._kind: Kind | None = None
         self._hosts: Iterator[Captures] = iter(())  # to be called by what was captured of them
@@ -110,47 +121,51 @@ class Chosen:
             caller = self.new_caller()
             self._call_by(caller, caller)
 
-    def untried_settings(self, is_first: bool) -> Mapping[str, Any] | None:
-        """With which capture may fail no more. In a first call all sizes are known."""
-        if not self.settings:
-            return BREAK_AT_DATA
-        is_tried = is_first or self.settings is EACH_SIZE_APART
-        return None if is_tried else EACH_SIZE_APART
+    def untried_way(self, tried: Way, is_first: bool, settings_may_help: bool) -> Way | None:
+        """In which capture may fail no more. In a first call all sizes are known."""
+        settings, around = tried
+        if settings_may_help and not settings:
+            return Way(BREAK_AT_DATA, around)
+        if settings_may_help and settings is not EACH_SIZE_APART and not is_first:
+            return Way(EACH_SIZE_APART, around)
+        return None if around is without_autocast else PLAINLY
 
-    def capture_with(
-        self, untried: Mapping[str, Any] | None, tried: Mapping[str, Any]
-    ) -> InForce | None:
-        """The same, with settings that were not tried, if there are any. What calls went by before,
-        if one may go otherwise now than one in which capture failed with those that were `tried`:
-        also if another thread, for which it failed too, has changed them meanwhile."""
+    def capture_by(self, untried: Way | None, tried: Way) -> InForce | None:
+        """The same, in a way that was not tried, if there is any. What calls went by before, if one
+        may go otherwise now than one in which capture failed in the way that was `tried`: also if
+        another thread, for which it failed too, has chosen another one meanwhile."""
         with self._choosing:
-            before = self.caller, self.run, self.settings
-            if self.settings is tried:
+            before = self.caller, self.run, self.way
+            if self.way is tried:
                 if untried is None:
                     return None
-                self.settings = untried
+                self.way = untried
                 self._capture()
             return before
 
     def put_back(self, before: InForce) -> None:
         """Go by that again, which was captured before and is as good as it was."""
         with self._choosing:
-            self.caller, self.run, self.settings = before
+            self.caller, self.run, self.way = before
 
     def new_caller(self) -> Caller:
         """What captures anew, for `run` to go on by, perhaps."""
-        captures = Captures(self._graphs.entry, self._graphs.frames.number, self.settings)
+        captures = Captures(self._graphs.entry, self._graphs.frames.number, self.way.settings)
         return Caller(captures, self._graphs)
 
     def _call_by(self, caller: Caller, run: Run) -> None:
         self._places_before = self.places()
         self._forwards, self.is_stale = Forwards(self._graphs.entry), False
-        self.run = self.around(run)
+        self.run = self.way.around(run)
         self.caller = caller
 
     def put_around(self, around: Callable[[Run], Run]) -> None:
         """From the next captures on."""
-        self.around, self.is_stale = around, True
+        self.way, self.is_stale = self.way._replace(around=around), True
+
+    def go_on_without(self, caller: Caller) -> None:
+        """Nothing more is to be put around a run; what was captured so is called from now on."""
+        self.way, self.caller = self.way._replace(around=without_autocast), caller
 
     def end_with(self, own_code: Run, at_once: bool) -> None:
         """Capture no more, but run this: at once, or when no backward pass goes on."""
@@ -177,6 +192,6 @@ class Chosen:
     def share(self) -> None:
         """Let others be called by what was captured in the first call, if it is still of use and
         nothing is to run beside its graphs."""
-        is_all = self.around is without_autocast and self.own_code is None and not self.is_stale
+        is_all = self.way.around is without_autocast and self.own_code is None and not self.is_stale
         if is_all and self._kind is not None and self.caller and self.caller.captures.graphs:
             keep(self._kind, self.caller.captures)
