@@ -123,7 +123,8 @@ def test_a_function_put_in_its_place_is_called(monkeypatch: pytest.MonkeyPatch) 
     with shown() as found:
         model(X)
         model(X)
-    assert not found and said == ["16 features", "an old way"] * 6
+    texts = ["16 features", "an old way"]
+    assert not found and [text for text in said if text in texts] == texts * 6  # PyTorch warns, too
 
 
 class Catches(Two):
