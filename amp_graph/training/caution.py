@@ -27,7 +27,7 @@ from amp_graph.training.transforms import unbatched
 from amp_graph.watched import FirstNonfinite
 
 PEAK = 1.0  # what the largest incoming gradient is brought to
-PEAK_AGAIN = 2.0**8  # if it is differentiated again, and trained on: half-way up in float16
+PEAK_AGAIN = 2.0**4  # if it is differentiated again, and trained on: 2^12 times as much is finite
 # Backward passes that may begin before the first of them ends, inside of it or in other threads: on
 # a busy machine one that waits for its turn is overtaken by dozens.
 PASSES = 1024
