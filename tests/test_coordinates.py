@@ -56,9 +56,7 @@ def derivative(y: Tensor, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", [Waves, Derives])
 @pytest.mark.parametrize("frequency", [0.1, 1, 10, 30])
-def test_derivatives_are_finite_from_the_first_step_on(
-    kind: type[Waves], frequency: float
-) -> None:
+def test_derivatives_are_finite_from_the_first_step_on(kind: type[Waves], frequency: float) -> None:
     plain = kind(frequency)
     model = copy.deepcopy(plain)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-6)

@@ -18,6 +18,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph import AmpGraphError, Plan, PlanError, Policy, PolicyError
+from amp_graph.calls.alike import forget
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -170,6 +171,29 @@ def test_plans_of_one_graph_have_to_agree(tmp_path: Path) -> None:
     followed = amp_graph.convert(Net().eval(), plan=path)
     followed(x)
     assert amp_graph.plans(followed)[0].paints["relu"].color is amp_graph.Color.DENY
+
+
+def test_so_have_plans_of_one_computation_that_were_edited(tmp_path: Path) -> None:
+    """Else what is saved for one size and for the others would go by which of them comes first."""
+    model, path = amp_graph.convert(Net(), policy="bfloat16"), tmp_path / "plan.json"
+    for n in (4, 6):
+        model(torch.randn(n, 8))
+    amp_graph.save_plan(amp_graph.plans(model), path)
+    edit(path, put("deny", "plans", 1, "paints", "relu", "color"))
+    of_both = amp_graph.convert(Net(), plan=path)
+    of_both(torch.randn(4, 8))
+    of_both(torch.randn(9, 8))
+    assert [plan.paints["relu"].color.value for plan in amp_graph.plans(of_both)] == [
+        "clear",
+        "deny",
+    ]
+    torch._dynamo.reset()
+    forget()
+    model = amp_graph.convert(Net(), plan=path)
+    with pytest.raises(PlanError, match="1 are for the same computation, and 'relu' is clear"):
+        model(torch.randn(9, 8))
+    edit(path, put("deny", "plans", 0, "paints", "relu", "color"))
+    amp_graph.convert(Net(), plan=path)(torch.randn(9, 8))
 
 
 def test_a_plan_of_another_graph_tells_of_another_torch(saved: Path) -> None:

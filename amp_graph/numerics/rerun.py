@@ -34,7 +34,8 @@ from amp_graph.modules import Entry, call_with, plain_code, unwrapped
 from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import default_loss, floating
 from amp_graph.numerics.watched_graph import SEED, WatchedGraph
-from amp_graph.plans.pins import Saved, fingerprint
+from amp_graph.plans.matching import fingerprint
+from amp_graph.plans.pins import Saved
 from amp_graph.policy import Policy, as_policy
 from amp_graph.results import map_tensors
 
