@@ -93,9 +93,10 @@ class ModelGraphs:
         return self.hooks.settings()
 
     def why_too_small(self, runs: int) -> str | None:
-        """Why graphs are not worth entering, in a call in which so many ran. Told once: they are
-        entered for all that where the model's own code fails under autocast. Not told where hooks
-        would have that code run in float32."""
+        """Why graphs are not worth entering, in a call in which so many ran: those of a detector's
+        boxes, say, in which nothing is low. Told once: they are entered for all that where the
+        model's own code fails under autocast. Not told where hooks would have that code run in
+        float32."""
         if runs < MANY or self._were_too_small or self._compiler.policy.names_parts:
             return None
         counts = self._compiler.record.runs
@@ -104,7 +105,8 @@ class ModelGraphs:
             return None
         self._were_too_small = True
         mean = total / counts.total()
-        return f"to enter {runs} graphs of {mean:.1f} operators each takes longer than it saves"
+        where = "operators each, of those with any in low precision"
+        return f"to enter {runs} graphs, with {mean:.1f} {where}, takes longer than it saves"
 
     def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Graph:
         names, widened = captured_names(self.entry), widen_inputs(graph)
@@ -144,7 +146,11 @@ class ModelGraphs:
 
 
 def _operators(plan: Plan) -> int:
-    return sum(facts.has_precision for part in plan.parts() for facts in part.facts.values())
+    """Of a graph in which something is low: of any other the model's own code is as good."""
+    parts = [*plan.parts()]
+    if not any(part.low for part in parts):
+        return 0
+    return sum(facts.has_precision for part in parts for facts in part.facts.values())
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
