@@ -30,6 +30,7 @@ from amp_graph.dynamo_changes.logs import locations_untold, quiet_logs
 from amp_graph.dynamo_changes.modes_apart import modes_above_autograd_apart
 from amp_graph.dynamo_changes.namespaces import own_names
 from amp_graph.dynamo_changes.no_generators import no_generators_left_out
+from amp_graph.dynamo_changes.output_hooks import output_hooks_installed
 from amp_graph.dynamo_changes.own_dicts import own_dicts_guarded
 from amp_graph.dynamo_changes.recurrent_layers import recurrent_layers_whole
 from amp_graph.dynamo_changes.repeated_hooks import repeated_hooks_as_one
@@ -74,6 +75,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     symbolic_math_known,
     some_calls_left_to_python,
     default_functions_returned,
+    output_hooks_installed,
 )
 
 

@@ -1,0 +1,55 @@
+"""Models of transformers that are asked for hidden states, and hook onto their layers for it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from training import assert_same_gradients
+from two_layers import BFLOAT16
+
+import amp_graph
+from amp_graph.convert import record_of
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+TOKENS = torch.randint(5, 50, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+def llama() -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def loss(model: Any, **asked: bool) -> torch.Tensor:
+    found = model(input_ids=TOKENS, labels=TOKENS, use_cache=False, **asked)
+    states = found.hidden_states if asked else [torch.zeros(1)]
+    return found.loss + sum(each.square().mean() for each in states)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_they_are_one_graph(asked_first: bool, checkpoints: bool) -> None:
+    plain = llama()
+    if checkpoints:
+        plain.gradient_checkpointing_enable()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    for asked in (asked_first, True, True):
+        plain.zero_grad(), model.zero_grad()
+        given = {"output_hidden_states": True} if asked else {}
+        losses = [loss(each, **given) for each in (plain, model)]
+        for each in losses:
+            each.backward()
+        torch.testing.assert_close(*losses, rtol=0.02, atol=0)
+        assert_same_gradients(model, plain, within=BFLOAT16)
+        hooks = [len(layer._forward_hooks) for layer in plain.model.layers]
+        assert [len(layer._forward_hooks) for layer in model.model.layers] == hooks
+    assert not record_of(model).breaks
+    assert record_of(model).runs.total() == 3  # one in each call
