@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from unittest import mock
 
@@ -46,6 +47,21 @@ def test_two_installs_are_one_and_undo_restores_names_and_models(start):
     assert two is not one
     one.undo()
     assert nn.Module.__dict__[SLOT] is not before and install() is two
+
+
+def test_undo_takes_back_what_is_its_own_and_no_more():
+    policy = Policy("bfloat16")
+    installation, model, own = install(Settings(policy)), net(), net()
+    expected = model(X), own(X)
+    copies = [copy.deepcopy(model), copy.deepcopy(model)]
+    copies[0](X)
+    amp_graph.restore(own)
+    amp_graph.convert(own, policy=policy)
+    installation.undo()
+    assert not any(map(amp_graph.is_converted, (model, *copies)))
+    assert amp_graph.is_converted(own) and torch.equal(own(X), expected[1])
+    for each in copies:
+        assert torch.equal(each(X), model(X))
 
 
 def test_models_of_a_script_are_compiled_if_asked(start, traced):

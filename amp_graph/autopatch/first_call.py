@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from inspect import getattr_static
 from typing import Any
@@ -30,7 +31,7 @@ from amp_graph.autopatch.left_alone import (
     why_not,
 )
 from amp_graph.autopatch.script_models import Model, folded, model_of, owed
-from amp_graph.calls.conversion import found_conversion
+from amp_graph.calls.conversion import found_conversion, restore_all
 from amp_graph.capture.captures import in_a_call
 from amp_graph.capture.frames import MAX_CAPTURES, REPAID_BY
 from amp_graph.capture.surroundings import can_capture, is_compiling_here, wants_plain_code
@@ -68,11 +69,11 @@ class Models:
 
     def __init__(self, policy: Policy, verbose: bool, say: Callable[[str], None]):
         self.seen: list[Model] = []
-        self._inherited: list[Model] = []
         self.rank: int | None = None
         self.missed: dict[str, str] | None = None
         self.compiles = False
-        self._policy, self._verbose, self._say = policy, verbose, say
+        self._policy = replace(policy)  # itself by no other conversion
+        self._verbose, self._say = verbose, say
         # By identity: a module may define an equality of its own.
         self._parts = WeakIdKeyDictionary()
         self._trials = WeakIdKeyDictionary()
@@ -251,13 +252,11 @@ class Models:
 
     def begin_child(self) -> None:
         """In a process that was forked: the models so far are told of by its parent."""
-        self._inherited, self.seen = self._inherited + self.seen, []
+        self.seen = []
 
     def restore_all(self) -> None:
-        for model in self._inherited + self.seen:
-            module = model.module()
-            if module is not None and model.record and is_converted(module):
-                restore(module)
+        """Those that were converted here, and copies of them."""
+        restore_all(self._policy)
 
 
 def _is_being_built() -> bool:

@@ -156,12 +156,14 @@ class Conversion(Entered):
     def open(self) -> None:
         """From now on the model's calls come here."""
         put_in(self)
+        _open.add(self)
         await_call(self, self.module)
 
     def close(self) -> None:
         """The model runs its own code again."""
         self.is_awaited = False
         take_out(self.module)
+        _open.discard(self)
         if self.scale is not None:
             drop_scale(self.scale)
         for optimizer in self._optimizers:
@@ -205,6 +207,16 @@ class Conversion(Entered):
 
     def _as_output(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.policy.output_dtype) if value.dtype is torch.float32 else value
+
+
+_open: weakref.WeakSet[Conversion] = weakref.WeakSet()
+
+
+def restore_all(policy: Policy) -> None:
+    """The models that were converted by this very policy, and copies of them."""
+    for conversion in [*_open]:
+        if conversion.policy is policy:
+            conversion.close()
 
 
 def found_conversion(model: nn.Module) -> Conversion | None:
