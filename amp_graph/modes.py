@@ -11,7 +11,7 @@ import torch
 from amp_graph.custom_functions import as_without_autocast
 from amp_graph.dtypes import LOW
 from amp_graph.modules import Run, autocast_devices
-from amp_graph.results import map_tensors
+from amp_graph.results import Given
 
 BeginAt = Callable[[Callable[[], None]], contextlib.AbstractContextManager[Any]]
 
@@ -24,7 +24,8 @@ def under_autocast(
     begin_at: BeginAt | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Run:
-    """What runs where no graph could be rewritten: the original, with float32 results.
+    """What runs where no graph could be rewritten: the original, with float32 results, also where
+    it puts them into what it was given.
 
     keeps_casts: a weight is cast once for all that read it, as autocast does of itself. What was
         written into the weight meanwhile, through `.data`, is not seen then (torch 2.13).
@@ -44,7 +45,8 @@ def under_autocast(
             in_float32 = stack.enter_context(as_without_autocast())
             if begin_at is not None:
                 stack.enter_context(begin_at(turn_on))
-            result = map_tensors(back, run(*args, **kwargs))
+            given = Given((args, kwargs))
+            result = given.map_tensors(back, run(*args, **kwargs))
         if tell is not None:
             for name in sorted(in_float32 - told):
                 told.add(name)

@@ -27,6 +27,41 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], result: Any) -
     return _Mapped(function).of(result)
 
 
+class Given:
+    """What a call is given: its caller has the tensors, and the lists and dictionaries that the
+    model may put others into. Of objects only what containers hold is looked at."""
+
+    def __init__(self, given: Any):
+        self._tensors: list[torch.Tensor] = []
+        self._filled: dict[int, tuple[Any, dict[int, Any]]] = {}  # with what was in each, by its id
+        waiting = [given]
+        while waiting:
+            each = waiting.pop()
+            if isinstance(each, torch.Tensor):
+                self._tensors.append(each)
+            elif type(each) in _FILLED:
+                if id(each) not in self._filled:
+                    parts = [*_items(each)]
+                    self._filled[id(each)] = each, {id(part): part for part in parts}
+                    waiting += parts
+            elif not tree_is_leaf(each):
+                waiting += _parts(each)
+
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
+        """As the function of this name, but that what was given stays the same, and what was put
+        into it is mapped in its place."""
+        mapped = _Mapped(function)
+        for given in (*self._tensors, *(filled for filled, _ in self._filled.values())):
+            mapped.leave(given)
+        for filled, before in self._filled.values():
+            for key in [*(filled if isinstance(filled, dict) else range(len(filled)))]:
+                if id(filled[key]) not in before:
+                    new = mapped.of(filled[key])
+                    if new is not filled[key]:
+                        filled[key] = new
+        return mapped.of(result)
+
+
 class _Mapped:
     """Not functions within a function: these would refer to each other, and keep every result, and
     what autograd keeps for it, until Python's collector comes."""
@@ -35,6 +70,10 @@ class _Mapped:
         self._function = function
         # By its id what was mapped, kept alive, and to what.
         self._known: dict[int, tuple[Any, Any]] = {}
+
+    def leave(self, value: Any) -> None:
+        """It stays as it is, with all that is in it."""
+        self._put(value, value)
 
     def of(self, value: Any) -> Any:
         if id(value) in self._known:
@@ -94,8 +133,12 @@ def _parts(value: Any) -> Iterable[Any]:
         return tree_leaves(value, is_leaf=lambda each: each is not value)
     items: Iterable[Any] = ()
     if isinstance(value, _FILLED):
-        items = value.values() if isinstance(value, dict) else value
+        items = _items(value)
     return [*_attributes(value).values(), *items]
+
+
+def _items(filled: Any) -> Iterable[Any]:
+    return filled.values() if isinstance(filled, dict) else filled
 
 
 def _attributes(value: Any) -> dict[str, Any]:
