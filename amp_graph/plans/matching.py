@@ -46,7 +46,6 @@ def is_same_computation(plan: Plan, captured: Plan) -> bool:
 def _computation(plan: Plan) -> list[Any]:
     nodes = computing(plan)
     index = {name: i for i, name in enumerate(nodes)}
-
     return [
         (f.op, f.module_path, [index[r] for r in _made_by(plan, f.reads) if r in index])
         for f in nodes.values()
