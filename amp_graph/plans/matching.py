@@ -99,18 +99,19 @@ def first_difference(plan: Plan, captured: Plan) -> str:
     for (theirs, ours), (then, now) in zip(pairs, same, strict=True):
         if then != now:
             where = f" at {ours.source}" if ours.source else ""
-            was, now_is = _spelled(theirs, ours)
-            return f"First difference: node '{ours.name}'{where} {now_is}; it {was}."
+            was = _spelled(plan, theirs, ours.op, ours.module_path)
+            now_is = _spelled(captured, ours, theirs.op, theirs.module_path)
+            return f"First difference: node '{ours.name}'{where} is {now_is}; it was {was}."
     return _surplus(list(computing(plan)), list(computing(captured)))
 
 
-def _spelled(theirs: NodeFacts, ours: NodeFacts) -> tuple[str, str]:
-    """What two nodes differ in, in words."""
-    if theirs.op != ours.op:
-        return f"was {theirs.op}", f"is {ours.op}"
-    if theirs.module_path != ours.module_path:
-        return f"was in module '{theirs.module_path}'", f"is in module '{ours.module_path}'"
-    return f"computed on {', '.join(theirs.reads)}", f"computes on {', '.join(ours.reads)}"
+def _spelled(plan: Plan, node: NodeFacts, op: str, path: str) -> str:
+    """What a node is, in words, as far as it is not that of an operator and a module."""
+    if node.op != op:
+        return node.op
+    if node.module_path != path:
+        return f"in module '{node.module_path}'"
+    return f"on {', '.join(_made_by(plan, node.reads))}"
 
 
 def _surplus(theirs: Sequence[str], ours: Sequence[str]) -> str:

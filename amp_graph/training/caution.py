@@ -27,7 +27,7 @@ from amp_graph.training.transforms import unbatched
 from amp_graph.watched import FirstNonfinite
 
 PEAK = 1.0  # what the largest incoming gradient is brought to
-PEAK_AGAIN = 2.0**4  # if it is differentiated again, and trained on: 2^12 times as much is finite
+PEAK_AGAIN = 2.0**4  # where what is differentiated again begins: 2^12 times as much is finite
 # Backward passes that may begin before the first of them ends, inside of it or in other threads: on
 # a busy machine one that waits for its turn is overtaken by dozens.
 PASSES = 1024
@@ -83,7 +83,8 @@ class Caution:
         self, scale: GuardedScale, gradient: Tensor, again: bool, of_gradient: bool = False
     ) -> Tensor:
         """S for a gradient that comes in. The last pass of a penalty is trained on, so that it has
-        the guarded one, if there is a guard; what a pass before it gives, the script sees."""
+        the guarded one, if there is a guard; what a pass before it gives, the script sees. Into a
+        pass of a pass, `gradient` comes as it meets what is in there, which has that one's S."""
         running = backward_pass()
         if running != OUTSIDE and running not in self.chosen:
             if len(self.chosen) >= PASSES:
@@ -91,7 +92,8 @@ class Caution:
             chosen = scale.factors_on(gradient.device)
             is_guarded = scale.is_guarded()
             if again or not (of_gradient and is_guarded):
-                highest = PEAK_AGAIN if again and is_guarded else PEAK
+                is_begun = again and is_guarded and not of_gradient
+                highest = PEAK_AGAIN if is_begun else PEAK
                 chosen = bounded(chosen[0], gradient, highest, scale.config)
             # Another device's thread may have chosen meanwhile: one scale for all of a pass.
             self.chosen.setdefault(running, {gradient.device: chosen})

@@ -228,9 +228,9 @@ class _Cross(Function):
         if ctx.is_coming_in:  # what had come in may be made of what others train (GradNorm)
             factor = ctx.factor * ctx.scale.inverse(gradient.device)
             return _go_out_to_others(ctx.scale, gradient, factor, ctx.dtype), None, None, None, None
-        factor = ctx.factor * ctx.scale.factor(
-            gradient, again=torch.is_grad_enabled(), of_gradient=True
-        )
+        again = torch.is_grad_enabled()
+        incoming = gradient * ctx.factor if again else gradient
+        factor = ctx.factor * ctx.scale.factor(incoming, again, of_gradient=True)
         return _cross(gradient, factor, ctx.dtype, ctx.scale, True), None, None, None, None
 
 
