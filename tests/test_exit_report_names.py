@@ -8,8 +8,9 @@ import pytest
 import torch
 from running import python, run
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
-from amp_graph.autopatch.exit_report import write_report
+from amp_graph.autopatch.exit_report import describe, write_report
 
 BY_A_METHOD = """
 import torch
@@ -126,3 +127,21 @@ def test_loss_scales_of_models_that_are_alike(start, capsys, overflows: tuple[in
     scale, steps = 2**16 >> max(overflows), sum(overflows)
     told = f"{steps} {'step' if steps == 1 else 'steps'} skipped"
     assert of_both.endswith(f"  loss scale {scale} at the lowest, {told} in all")
+
+
+def test_no_loss_scale_is_told_of_a_model_that_no_optimizer_stepped(start, capsys) -> None:
+    """An average of the weights, and a teacher that is called with gradients enabled."""
+    installation, trained, teacher = start(DTYPE="float16"), nn.Linear(8, 8), nn.Linear(8, 4)
+    averages = AveragedModel(trained)
+    optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+    for _ in range(2):
+        with torch.no_grad():
+            averages(torch.ones(2, 8))
+        wanted = teacher(torch.ones(2, 8)).detach().mean()
+        (trained(torch.ones(2, 8)).mean() - wanted).backward()
+        optimizer.step()
+    write_report(installation.models.seen, None)
+    scales = [line for line in capsys.readouterr().err.splitlines() if "loss scale" in line]
+    assert [line.rpartition("  ")[2] for line in scales] == ["loss scale 65536, 0 steps skipped"]
+    stepped = [m.module() for m in installation.models.seen if "loss_scale" in describe(m)]
+    assert stepped == [trained]

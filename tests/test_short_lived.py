@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
+import pytest
 import torch
 from torch import nn
 
@@ -61,7 +65,33 @@ def test_those_whose_calls_repay_it_are_captured_for_ever(start):
 def test_long_captures_count_for_several(start, monkeypatch):
     monkeypatch.setattr("amp_graph.autopatch.script_models.SECONDS", 1e-6)
     start()
-    assert [is_converted(run(1)) for _ in range(3)] == [True, False, False]
+    assert [is_converted(run(1)) for _ in range(4)] == [True, True, False, False]
+
+
+class Fold(nn.Linear):
+    """Of which each is called by what was captured of the first one."""
+
+
+def test_one_long_capture_does_not_leave_those_alone_that_it_serves(start, monkeypatch):
+    monkeypatch.setattr("amp_graph.autopatch.script_models.SECONDS", 1e-6)
+    installation = start()
+    for _ in range(4):
+        model = Fold(8, 2)
+        model(X)
+        assert is_converted(model)
+        del model
+    assert sum(m.record.cost.models for m in installation.models.seen) == 1
+
+
+@pytest.mark.parametrize("clock", ["perf_counter", "thread_time"])
+def test_captures_are_long_by_what_the_processor_works(start, monkeypatch, clock):
+    """Not by the clock of a machine that others keep busy."""
+    clocks = {name: getattr(time, name) for name in ("perf_counter", "thread_time")}
+    fast = clocks | {clock: lambda: 1e6 * clocks[clock]()}
+    monkeypatch.setattr("amp_graph.capture.frames.time", SimpleNamespace(**fast))
+    start()
+    converted = [is_converted(run(1)) for _ in range(4)]
+    assert converted == [True, True, *[clock == "perf_counter"] * 2]
 
 
 def test_one_of_another_name_is_captured(start):

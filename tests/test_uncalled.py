@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -140,4 +142,48 @@ def test_an_optimizer_may_come_to_step_it_later(recwarn):
         optimizer.step()
         if step == 0:
             optimizer.add_param_group({"params": [*model.parameters()]})
+    assert told(recwarn) == ["Coder"]
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    """A copy of a copy, which is gone by the time that this one is called."""
+    return copy.deepcopy(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, adapted])
+def test_a_model_that_gets_the_gradients_of_its_copies_is_not_told_of(
+    recwarn: pytest.WarningsRecorder, copied: Callable[[nn.Module], nn.Module], dtype: str
+) -> None:
+    """First-order MAML, federated SGD: workers are trained, and the model is validated."""
+    model = amp_graph.convert(Coder(), policy=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+        worker = copied(model)
+        worker(torch.randn(3, 4)).square().mean().backward()
+        for own, theirs in zip(model.parameters(), worker.parameters(), strict=True):
+            own.grad = theirs.grad
+        del worker
+        optimizer.step()
+    assert told(recwarn) == []
+
+
+def test_a_model_beside_a_copy_that_keeps_averages_is_told_of(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    model = amp_graph.convert(Coder(), policy="bfloat16")
+    averages = copy.deepcopy(model)
+    with torch.no_grad():
+        averages(torch.ones(1, 4))
+    train(model, model.forward, steps=3)
+    assert told(recwarn) == ["Coder"]
+
+
+def test_a_copy_of_a_model_that_was_called_is_told_of(recwarn: pytest.WarningsRecorder) -> None:
+    model = amp_graph.convert(Coder(), policy="bfloat16")
+    model(torch.ones(1, 4))
+    copied = copy.deepcopy(model)
+    train(copied, copied.forward, steps=3)
     assert told(recwarn) == ["Coder"]

@@ -64,7 +64,8 @@ def write_report(
 
 def describe(model: Model) -> dict[str, Any]:
     """The figures of one model, operators and casts as often as they ran; or of several that were
-    `alike`: sums, but for the loss scale, which is the lowest."""
+    `alike`: sums, but for the loss scale, which is the lowest. One under which no optimizer ever
+    stepped, as of averages or a teacher, is left out."""
     named = {
         "model": model.name,
         "spelled": model.spelled,
@@ -100,7 +101,7 @@ def describe(model: Model) -> dict[str, Any]:
     described["graph_breaks"] = each_once(model.record.breaks)
     if not described["converted"]:
         described["why"] = why_nothing_is_low(model.record.plans)
-    scales = model.scales()
+    scales = [scale for scale in model.scales() if scale.is_used]
     if scales:
         skipped = sum(scale.skips for scale in scales)
         lowest = min(scale.get_scale() for scale in scales)

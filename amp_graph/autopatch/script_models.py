@@ -19,7 +19,8 @@ from amp_graph.errors import line_of_user
 from amp_graph.modules import below_compile
 from amp_graph.training.outcome import Outcome
 
-SECONDS = 2.0  # of capturing count as one capture
+SECONDS = 2.0  # of the processor's for capturing count as one capture
+AGAIN = 2  # models that were captured by themselves: before that none was captured anew
 
 
 @dataclass
@@ -72,10 +73,13 @@ def model_of(module: nn.Module) -> Model:
 
 def owed(models: Iterable[Model], name: str) -> float:
     """Of how many captures those that went by this name, and are gone, have not repaid the cost by
-    calls, as `Frames` has it of one model. Long ones count for several."""
+    calls, as `Frames` has it of one model. Long ones count for several. 0 if all but one were
+    called by what was captured of others: so may be the next one, at no cost."""
     gone = (m for m in models if m.name == name and m.module() is None)
     records = [m.record for m in gone if m.record is not None]
-    cost = sum(max(r.cost.captures, r.cost.seconds / SECONDS) for r in records)
+    if sum(r.cost.models for r in records) < AGAIN:
+        return 0.0
+    cost = sum(max(r.cost.captures, r.cost.work / SECONDS) for r in records)
     calls = sum(max(record.runs.values(), default=0) for record in records)
     return cost - calls / REPAID_BY
 

@@ -120,6 +120,7 @@ class Chosen:
         with self._choosing:
             caller = self.new_caller()
             self._call_by(caller, caller)
+            self._compiler.record.cost.models = 1
 
     def untried_way(self, tried: Way, is_first: bool, settings_may_help: bool) -> Way | None:
         """In which capture may fail no more. In a first call all sizes are known."""

@@ -87,6 +87,7 @@ class Conversion(Entered):
 
     methods: others that run in mixed precision, too.
     policy_id: in captures of which other models it is captured with the rest; None: of none.
+    copied_from: those whose models its model is a deep copy of, directly or by other copies.
     """
 
     name = CALL
@@ -109,6 +110,7 @@ class Conversion(Entered):
         self.policy_id = None if is_alone else self._calls[CALL].policy_id
         self.module_id = id(module)
         self.is_awaited = True  # its first call in which autograd records
+        self.copied_from: weakref.WeakSet[Conversion] = weakref.WeakSet()
 
     @property
     def conversion(self) -> Conversion:
@@ -177,6 +179,7 @@ class Conversion(Entered):
     def convert_too(self, copied: nn.Module) -> None:
         """Convert a deep copy of the model alike; its loss scale goes on by itself."""
         conversion = Conversion(copied, self.policy, self.compiler.saved, self.methods)
+        conversion.copied_from.update((self, *self.copied_from))
         if self.scale is not None:
             conversion._use(self.scale.copy(copied.parameters))
         conversion.open()
@@ -189,7 +192,8 @@ class Conversion(Entered):
             return plain_code(module)(*args, **kwargs)
         if wants_plain_code() or is_estimate(module):
             return plain_code(module, method)(*args, **kwargs)
-        self.is_awaited &= not torch.is_grad_enabled()
+        if self.is_awaited and torch.is_grad_enabled():
+            self._end_waiting()
         if not can_capture():
             result = self._calls[method].own_code.run_uncaptured(*args, **kwargs)
         else:
@@ -199,6 +203,12 @@ class Conversion(Entered):
         if self.policy.output_dtype is None:
             return result
         return map_tensors(self._as_output, result)
+
+    def _end_waiting(self) -> None:
+        """Also of the models that this one was copied from: its gradients may be given to them, as
+        in federated or meta-learning."""
+        for each in (self, *self.copied_from):
+            each.is_awaited = False
 
     def capture_now(self, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
         """Run the model once for its graphs; buffers and random state are put back."""

@@ -4,7 +4,8 @@ What is converted is the call `model(...)`. A script that trains one by its meth
 parts, or through `torch.func.grad`, gets float32, though it may call the model to validate it: it
 is told so when an optimizer has stepped the model's parameters twice. Those of parts that are
 converted by themselves are these parts' matter, and those that another model was called with are
-that one's: it is trained, and this one plays, or is evaluated.
+that one's: it is trained, and this one plays, or is evaluated. A call of a deep copy counts as
+well: its gradients may be what the model is stepped by.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ STEPS = 2  # one may be a warm-up of a part
 class Callee(Protocol):
     """What stands in front of a converted model's call."""
 
-    is_awaited: bool  # until a call is recorded, or it is not to be called any more
+    is_awaited: bool  # until one of its calls, or of a copy's, is recorded, or none is to come
 
 
 @dataclass

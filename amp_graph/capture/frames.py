@@ -55,13 +55,26 @@ class Attempt:
 
 @dataclass
 class Cost:
-    """Calls in which something of a model was captured, and seconds for which."""
+    """What capturing a model has cost, or several of them.
 
+    models: how many were captured by themselves, and not called by what was kept of others alone.
+    captures: calls in which something was captured.
+    seconds: for which, on the clock, to be told.
+    work: seconds of the processor's for which, which a busy machine leaves as they are.
+    """
+
+    models: int = 0
     captures: int = 0
     seconds: float = 0.0
+    work: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.captures + other.captures, self.seconds + other.seconds)
+        return Cost(
+            self.models + other.models,
+            self.captures + other.captures,
+            self.seconds + other.seconds,
+            self.work + other.work,
+        )
 
 
 class FramesOfThread(threading.local):
@@ -102,13 +115,14 @@ class Frames:
     @contextlib.contextmanager
     def counted(self, code: CodeType) -> Iterator[Attempt]:
         """Around the model's callback for a frame of this code, one thread at a time."""
-        attempt, began = Attempt(), time.perf_counter()
+        attempt, began, work = Attempt(), time.perf_counter(), time.thread_time()
         before = counters["frames"]["total"]
         breaks, reasons = counters["graph_break"].copy(), counters["unimplemented"].copy()
         try:
             yield attempt
         finally:
             self.cost.seconds += time.perf_counter() - began
+            self.cost.work += time.thread_time() - work
             if counters["frames"]["total"] != before:
                 self.own.begun += 1
                 self.changed = _failed_guard() or self.changed

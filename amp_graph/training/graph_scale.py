@@ -58,6 +58,7 @@ class GraphScale:
         self._found_inf = number(0.0)  # of the round that has not ended
         self._is_pending = False  # whether an optimizer stepped in it
         self._counts = False  # if so, whether it counts as a clean one if nothing overflowed
+        self._is_used = False  # whether an optimizer ever stepped
         self._is_stepped = False  # whether its own parameters ever were
         self._factors: dict[torch.device, Factors] = {}
         self._alone, self._exposed = Caution(), Caution()
@@ -167,6 +168,7 @@ class GraphScale:
         steps parameters of the model. That another one did not overflow counts only for a model
         whose parameters nobody steps."""
         self._stepped_by.add(weakref.ref(by))
+        self._is_used = True
         self._is_stepped |= is_own
         self._counts |= is_own or not (self._is_stepped and self._is_trained())
         self.has_optimizer = True
@@ -240,7 +242,8 @@ class GraphScale:
     def outcome(self) -> Outcome:
         """What is to be told of it; computes nothing."""
         found_inf = self._found_inf if self._is_pending else None
-        return Outcome(self.config, self._state, self._skips, found_inf, self._counts, self.is_on())
+        told = self._state, self._skips, found_inf, self._counts
+        return Outcome(self.config, *told, self.is_on(), self._is_used)
 
     def state_dict(self) -> dict[str, Any]:
         """A state that `load_state_dict` and `torch.amp.GradScaler.load_state_dict` take."""

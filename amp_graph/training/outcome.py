@@ -14,7 +14,7 @@ class Outcome:
     """The scale's own tensors, read only when asked for: reading waits for the device.
 
     state, skipped: before its last round, in which an optimizer found `found_inf`; None: none
-        looked. `counts`: as in `LossScale.adjust`.
+        looked. `counts`: as in `LossScale.adjust`. `is_used`: whether any optimizer ever stepped.
     """
 
     config: LossScale
@@ -23,6 +23,7 @@ class Outcome:
     found_inf: Tensor | None
     counts: bool
     is_on: bool
+    is_used: bool
 
     @property
     def skips(self) -> int:
