@@ -36,6 +36,7 @@ from amp_graph.dynamo_changes.repeated_hooks import repeated_hooks_as_one
 from amp_graph.dynamo_changes.retained_gradients import retained_gradients_end_graphs
 from amp_graph.dynamo_changes.symbolic_math import symbolic_math_known
 from amp_graph.dynamo_changes.tensor_indices import tensor_indices_known
+from amp_graph.dynamo_changes.told_breaks import breaks_told
 from amp_graph.dynamo_changes.unneeded_masks import unneeded_masks_left_out
 from amp_graph.dynamo_changes.unread_gradients import gradients_unread
 
@@ -74,6 +75,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     symbolic_math_known,
     some_calls_left_to_python,
     default_functions_returned,
+    breaks_told,
 )
 
 
