@@ -16,15 +16,13 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from amp_graph.errors import AmpGraphError
-from amp_graph.graphs.lines import place_of, without_modes
+from amp_graph.graphs.lines import PYTORCH, place_of, without_modes
 
 PYTHON = sysconfig.get_path("stdlib")
-PYTORCH = f"{Path(torch.__file__).parent}{os.sep}"
 HERE = f"{Path(__file__).parents[1]}{os.sep}"
 
 ON_NUMBERS = "Python branches on a number or a size that depends on the numbers in a tensor"
