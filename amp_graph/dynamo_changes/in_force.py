@@ -18,6 +18,7 @@ from amp_graph.dynamo_changes.clamped_branches import clamped_branches_taken
 from amp_graph.dynamo_changes.containers import containers_whole
 from amp_graph.dynamo_changes.context_variables import context_variables_known
 from amp_graph.dynamo_changes.default_functions import default_functions_returned
+from amp_graph.dynamo_changes.disabled_functions import disabled_functions_guarded
 from amp_graph.dynamo_changes.given_twice import given_once
 from amp_graph.dynamo_changes.handed_through import handed_through_unread
 from amp_graph.dynamo_changes.hidden_names import hidden_names_found
@@ -75,6 +76,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     symbolic_math_known,
     some_calls_left_to_python,
     default_functions_returned,
+    disabled_functions_guarded,
     breaks_told,
 )
 
