@@ -37,6 +37,11 @@ def full():
     model, batch = small()
     return model, [batch, {"x": torch.randn(6, 8)}], lambda y: y.abs().mean()
 
+def converted():
+    import amp_graph
+    model, batch = small()
+    return amp_graph.convert(model, policy="float16"), batch
+
 def wrong():
     return small()[0]
 
@@ -121,6 +126,22 @@ def test_calibrate_and_diff(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["dump", "models_here:full", "out", "--dtype", "float16"]) == 0
     assert main(["diff", "out/plan.json", "plan.json"]) == 1
     assert "calibrated" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"), [([], "float16"), (["--dtype", "bfloat16"], "bfloat16")]
+)
+def test_a_model_that_is_converted_keeps_its_policy_if_none_is_given(
+    options: list[str], expected: str, folder: Path
+) -> None:
+    subject = "models_here:converted"
+    assert main(["compare", subject, *options, "--json", "c.json"]) == 0
+    assert json.loads((folder / "c.json").read_text())["dtype"] == expected
+    assert main(["calibrate", subject, *options, "--bound", "9", "--output", "p.json"]) == 0
+    assert {plan.dtype for plan in amp_graph.load_plan("p.json")} == {getattr(torch, expected)}
+    assert main(["export", subject, *options, "m.pt2"]) == 0
+    program = torch.export.load(folder / "m.pt2")
+    assert {p.dtype for p in program.state_dict.values()} == {getattr(torch, expected)}
 
 
 def test_lists(capsys: pytest.CaptureFixture[str]) -> None:

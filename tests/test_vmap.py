@@ -12,6 +12,8 @@ from torch.nn.attention.flex_attention import create_mask
 from training import assert_same_gradients, distance
 
 import amp_graph
+from amp_graph import Override, Policy
+from amp_graph.errors import PolicyError
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -115,3 +117,29 @@ def test_a_mode_inside_leaves_the_graph_to_autocast() -> None:
     assert torch._C._functorch.maybe_current_level() is None
     assert_same_gradients(model, plain, 0.05)
     assert "is inside of a vmap" in (amp_graph.plans(model)[0].fallback or "")
+
+
+class Calls(Maps):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.before, x)
+
+
+def mapped(layer: nn.Module, x: Tensor) -> Tensor:
+    return torch.vmap(layer)(x)
+
+
+def with_its_weights(layer: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.functional_call(layer, dict(layer.named_parameters()), (x,))
+
+
+@pytest.mark.parametrize("function", [mapped, with_its_weights])
+def test_lines_of_pytorch_between_are_not_told_of(function: Callable[..., Tensor]) -> None:
+    raises = Override("deny", where=lambda node: 1 / 0 > 0)
+    model = amp_graph.convert(Calls(function), policy=Policy("bfloat16", overrides=(raises,)))
+    with pytest.raises(PolicyError, match=r"for placeholder '.*' at test_vmap.py"):
+        model(torch.randn(4, 8))
+    model = amp_graph.convert(Calls(function), policy="bfloat16")
+    model(torch.randn(4, 8))
+    (plan,) = amp_graph.plans(model)
+    lines = {f.source.partition(":")[0] for f in plan.facts.values() if f.op != "output"}
+    assert lines == {"test_vmap.py"}

@@ -16,15 +16,13 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from amp_graph.errors import AmpGraphError
-from amp_graph.graphs.lines import place_of, without_modes
+from amp_graph.graphs.lines import PYTORCH, place_of, without_modes
 
 PYTHON = sysconfig.get_path("stdlib")
-PYTORCH = f"{Path(torch.__file__).parent}{os.sep}"
 HERE = f"{Path(__file__).parents[1]}{os.sep}"
 
 ON_NUMBERS = "Python branches on a number or a size that depends on the numbers in a tensor"
@@ -46,7 +44,19 @@ IN_WORDS = {
         "converted by itself under another policy"
     ),
     "Dynamic shape operator": "the size of its result depends on the numbers in a tensor",
+    "Could not extract specialized integer from data-dependent expression": (
+        "Python needs a number or a size that depends on the numbers in a tensor"
+    ),
+    "unimplemented builtin op on tensor arguments": (
+        "Python computes with a tensor, or a number that it drew, as cannot be captured"
+    ),
+    "requires_grad_() intermediate leaked as output": (
+        "a value that is computed there is told to require a gradient"
+    ),
+    "Tensor.retain_grad() with AOTDispatcher": "the gradient of a value is kept there",
 }
+ADVICE = "Consider annotating your code using torch._check*(). "  # which may stand before that
+LAZY = re.compile(r"LazyVariableTracker\(realized: (.+)\)")  # or around it
 
 MODEL = "the call of the model"
 OF_A_FRAME = re.compile(r"[^,]+, in \S+: ")  # "net.py:12, in forward: why"
@@ -68,7 +78,7 @@ def break_in(graph: fx.GraphModule) -> list[str]:
 def in_other_words(said: str) -> str:
     """What Dynamo says first of something that it cannot capture, for users of another tool, and
     the function that it is about."""
-    first = said.strip().partition("\n")[0]
+    first = LAZY.sub(r"\1", said.strip().partition("\n")[0].removeprefix(ADVICE))
     words = next((words for start, words in IN_WORDS.items() if first.startswith(start)), first)
     called = re.search(r"qualname: ([^,\n]+)", said)
     return f"{words} ({called[1]})" if called else words

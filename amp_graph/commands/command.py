@@ -62,7 +62,10 @@ def plan_argument(parser: ArgumentParser) -> None:
     parser.add_argument("--plan", metavar="FILE", help="follow the decisions saved in this file")
 
 
-def policy_of(args: Namespace) -> Policy:
+def policy_of(args: Namespace) -> Policy | None:
+    """None if nothing of one is given: a model that the factory converted keeps its own then."""
+    if args.dtype is None and args.lists is None and not args.keep_float32:
+        return None
     return Policy(dtype=args.dtype, lists=args.lists, keep_float32=tuple(args.keep_float32))
 
 

@@ -18,6 +18,7 @@ from amp_graph.dynamo_changes.clamped_branches import clamped_branches_taken
 from amp_graph.dynamo_changes.containers import containers_whole
 from amp_graph.dynamo_changes.context_variables import context_variables_known
 from amp_graph.dynamo_changes.default_functions import default_functions_returned
+from amp_graph.dynamo_changes.disabled_functions import disabled_functions_guarded
 from amp_graph.dynamo_changes.given_twice import given_once
 from amp_graph.dynamo_changes.handed_through import handed_through_unread
 from amp_graph.dynamo_changes.hidden_names import hidden_names_found
@@ -37,6 +38,7 @@ from amp_graph.dynamo_changes.repeated_hooks import repeated_hooks_as_one
 from amp_graph.dynamo_changes.retained_gradients import retained_gradients_end_graphs
 from amp_graph.dynamo_changes.symbolic_math import symbolic_math_known
 from amp_graph.dynamo_changes.tensor_indices import tensor_indices_known
+from amp_graph.dynamo_changes.told_breaks import breaks_told
 from amp_graph.dynamo_changes.unneeded_masks import unneeded_masks_left_out
 from amp_graph.dynamo_changes.unread_gradients import gradients_unread
 
@@ -76,6 +78,8 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     some_calls_left_to_python,
     default_functions_returned,
     output_hooks_installed,
+    disabled_functions_guarded,
+    breaks_told,
 )
 
 

@@ -1,17 +1,21 @@
 """The line of the user's code that something was called at.
 
-A call goes through the modes around it, such as that of `torch.set_default_device`, which are not
-meant.
+A call goes through the modes around it, such as that of `torch.set_default_device`, and through
+PyTorch's own code, as in a vmap or `functional_call`, which are not meant.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from traceback import FrameSummary
 
+import torch
 from torch import fx
 
+PYTORCH = f"{Path(torch.__file__).parent}{os.sep}"
 OF_MODES = ("__torch_function__", "handle_torch_function")
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n\s+(.*))?')
 
@@ -28,7 +32,8 @@ def called_at(node: fx.Node) -> FrameSummary | None:
     """By what Dynamo keeps with each node as text."""
     found = FRAME.findall(node.meta.get("stack_trace") or "")
     frames = [FrameSummary(file, int(at), name, line=line) for file, at, name, line in found]
-    return next(reversed(without_modes(frames)), None)
+    others = (f for f in reversed(without_modes(frames)) if not f.filename.startswith(PYTORCH))
+    return next(others, None)
 
 
 def place_of(frame: FrameSummary) -> str:

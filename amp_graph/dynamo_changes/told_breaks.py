@@ -1,0 +1,57 @@
+"""Why a graph ends is told where Dynamo cannot go on after what it could not capture, too.
+
+    try: weight = torch.autograd.grad(loss, self.last)[0]       in a `try`, in a loop, beside what
+    except RuntimeError: weight = torch.zeros(())               Python has looked up already
+
+It ends the graph at a place before that, from which it can go on, and names no other reason than
+"step_unsupported". Here the graph has the reason and the place of what was not captured.
+
+Private names of PyTorch used here; seen to work on 2.13, where they are others nothing is told:
+
+    torch._dynamo.symbolic_convert.InstructionTranslatorBase.log_graph_break    is given what raised
+    torch._dynamo.output_graph.OutputGraph.compile_subgraph                     and then the reason
+    torch._dynamo.exc.Unsupported, UserError: .msg, .real_stack
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+from amp_graph.dynamo_changes.replaced import method_inside
+
+UNTOLD = "step_unsupported"
+
+
+@contextlib.contextmanager
+def breaks_told() -> Iterator[None]:
+    """Within, for the capture of one frame, it is. Dynamo begins anew after a break, and ends the
+    graph then."""
+    last: dict[str, Any] = {}
+
+    def log(method: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        error = next((e for e in (*args, *kwargs.values()) if isinstance(e, Exception)), None)
+        said, where = getattr(error, "msg", ""), getattr(error, "real_stack", ())
+        last.clear()
+        if said and where:
+            last.update(reason=said, user_stack=where)
+        return method(frame, *args, **kwargs)
+
+    def end(method: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(kwargs.get("reason"), "reason", None) == UNTOLD:
+            vars(kwargs["reason"]).update(last)
+        return method(graph, *args, **kwargs)
+
+    replaced: tuple[tuple[Any, str, Any], ...] = (
+        (InstructionTranslatorBase, "log_graph_break", log),
+        (OutputGraph, "compile_subgraph", end),
+    )
+    with contextlib.ExitStack() as changes:
+        for kind, name, own in replaced:
+            if hasattr(kind, name):
+                changes.enter_context(method_inside(kind, name, own))
+        yield

@@ -1,0 +1,131 @@
+"""Why and where a graph ends is told in words, also where Dynamo cannot go on behind that place."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_graph
+from amp_graph.dynamo_changes import told_breaks
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning"),
+]
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.rows = nn.Linear(8, 8), nn.Linear(8, 8), 4
+        self.register_buffer("is_scaled", torch.tensor(True))
+
+
+class TakesAGradient(TwoLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.second(self.first(x)).square().mean()
+        try:
+            weight = self.weight(loss)
+        except RuntimeError:
+            weight = torch.zeros(())
+        return loss * weight
+
+    def weight(self, loss: Tensor) -> Tensor:
+        (found,) = torch.autograd.grad(loss, self.second.weight, retain_graph=True)
+        return found.norm()
+
+
+class ComputesWithADrawnNumber(TwoLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        rows = random.randint(1, 3)
+        return self.second(torch.cat([hidden, hidden.repeat(self.rows - rows, 1)]))
+
+
+class IteratesOverATensor(TwoLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        for row in torch.unique_consecutive((x[:, 0] > 0).long()):
+            hidden = self.second(hidden) + row
+        return hidden
+
+
+class ComparesASize(TwoLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, count = self.first(x), len((x > 0).nonzero())
+        try:
+            if count > 5:
+                hidden = hidden * 2
+        finally:
+            self.calls = 1
+        return self.second(hidden)
+
+
+BEHIND = {
+    TakesAGradient: r"torch.autograd.grad\(loss.*: a gradient is taken there$",
+    ComputesWithADrawnNumber: r".*self.rows - rows.*: Python computes with .* number that it drew",
+    IteratesOverATensor: "for row in .*: Python needs a number or a size that depends on",
+    ComparesASize: "if count > 5: Python branches on a number or a size that depends on",
+}
+
+
+def breaks_of(model: nn.Module) -> tuple[str, ...]:
+    amp_graph.convert(model, policy="bfloat16")
+    model(torch.randn(4, 8))
+    return tuple(amp_graph.explain(model).data.breaks)
+
+
+@pytest.mark.parametrize("kind", BEHIND)
+def test_what_dynamo_cannot_go_on_behind_is_told(kind: type[TwoLayers]) -> None:
+    told = breaks_of(kind())
+    line = re.compile(rf"test_told_breaks.py:\d+, (\(found,\) = )?{BEHIND[kind]}")
+    assert any(map(line.match, told)), told
+    assert not any("TORCH_LOGS" in each for each in told)
+
+
+def test_of_another_dynamo_that_it_is_unknown_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(told_breaks, "InstructionTranslatorBase", object)
+    monkeypatch.setattr(told_breaks, "OutputGraph", object)
+    (told,) = breaks_of(ComparesASize())
+    assert told.endswith(
+        "try: something in it cannot be captured, TORCH_LOGS=graph_breaks tells what"
+    )
+
+
+class BranchesOnABuffer(TwoLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.is_scaled:
+            hidden = hidden * 2
+        return self.second(hidden)
+
+
+class AsksForAGradient(TwoLayers):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(x).detach()
+        hidden.requires_grad_()
+        return self.second(hidden), hidden
+
+
+class KeepsAGradient(TwoLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        hidden.retain_grad()
+        return self.second(hidden)
+
+
+AT = {
+    BranchesOnABuffer: "if self.is_scaled: Python branches on the numbers in a tensor",
+    AsksForAGradient: "hidden.requires_grad_(): a value that is computed there is told to require",
+    KeepsAGradient: "hidden.retain_grad(): the gradient of a value is kept there",
+}
+
+
+@pytest.mark.parametrize("kind", AT)
+def test_no_break_is_told_of_in_names_of_dynamo(kind: type[TwoLayers]) -> None:
+    (told,) = breaks_of(kind())
+    assert AT[kind] in told
