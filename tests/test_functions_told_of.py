@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from test_functions_under_autocast import CastProduct, CastProductOfGpus, Net, Product, X, trained
+from product_functions import CastProduct, CastProductOfGpus, Net, Product, X, trained
 from torch import nn
 from torch.autograd import Function
 

@@ -11,9 +11,17 @@ from typing import Any
 import pytest
 import torch
 from counting import DispatchCounter, MatmulCounter
+from product_functions import (
+    CastProduct,
+    CastProductOfGpus,
+    Net,
+    Product,
+    ProductWith,
+    X,
+    trained,
+)
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.utils.checkpoint import checkpoint
 from training import assert_same_gradients
 from two_layers import BFLOAT16
 
@@ -22,73 +30,6 @@ from amp_graph import Policy
 from amp_graph.convert import record_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
-
-
-class Product(Function):
-    """Its backward pass is for gradients and operands of one type."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x.mm(w.t())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return gradient.mm(w), gradient.t().mm(x)
-
-
-class CastProduct(Product):
-    forward = torch.amp.custom_fwd(Product.forward, device_type="cpu")
-    backward = torch.amp.custom_bwd(Product.backward, device_type="cpu")
-
-
-class CastProductOfGpus(Product):
-    forward = torch.amp.custom_fwd(Product.forward, device_type="cuda")
-    backward = torch.amp.custom_bwd(Product.backward, device_type="cuda")
-
-
-class ProductWith(Function):
-    """With a weight that is no argument."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: ProductLayer) -> Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        return x.mm(layer.w.t())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        ctx.layer.w.backward(gradient.t().mm(x))
-        return gradient.mm(ctx.layer.w), None
-
-
-class ProductLayer(nn.Module):
-    def __init__(self, function: type[Function]):
-        super().__init__()
-        self.function, self.w = function, nn.Parameter(torch.randn(8, 8) / 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        given = self if self.function is ProductWith else self.w
-        result: Tensor = self.function.apply(x, given)  # type: ignore[no-untyped-call]
-        return result
-
-
-class Net(nn.Module):
-    def __init__(self, function: type[Function]):
-        super().__init__()
-        self.before, self.between, self.behind = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.product = ProductLayer(function)
-
-    @torch._dynamo.disable
-    def uncaptured(self, x: Tensor) -> Tensor:
-        return self.product(self.between(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.behind(self.uncaptured(self.before(x).relu()))
 
 
 class Products(DispatchCounter):
@@ -101,18 +42,6 @@ class Products(DispatchCounter):
     def record(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         if name in ("mm", "addmm"):
             self.dtypes.append(result.dtype)
-
-
-def trained(model: nn.Module, steps: int = 3) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(steps):
-        loss = model(X).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("function", [Product, ProductWith, CastProduct, CastProductOfGpus])
@@ -214,116 +143,3 @@ def test_what_is_captured_inside_is_rewritten(training: bool, dtype: str) -> Non
     assert shares == [5 / 7, 1, 1, 1]  # before it is known what is between graphs, and then
     breaks = record_of(model).breaks
     assert all("test_functions_under_autocast.py" in each for each in breaks)  # and none of ours
-
-
-class BesideRegion(Net):
-    """Autocast is off there on another device, as in models that were written for it."""
-
-    @torch._dynamo.disable
-    def uncaptured(self, x: Tensor) -> Tensor:
-        x = self.between(x)
-        with torch.autocast("cuda", enabled=False):
-            return self.product(x)
-
-
-class Doubles(Function):
-    """Writes into what it is given."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * 2, None
-
-
-class Writes(Net):
-    """The result of the function is not used, but what it wrote is."""
-
-    @torch._dynamo.disable
-    def uncaptured(self, x: Tensor) -> Tensor:
-        x = self.between(x)
-        self.product(x)
-        return x
-
-
-class CallsCaptured(Function):
-    """What it calls is the first graph."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, net: Within) -> Tensor:
-        ctx.net = net
-        ctx.save_for_backward(x)
-        return net.before(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (x,) = (t.detach().requires_grad_() for t in ctx.saved_tensors)
-        with torch.enable_grad():
-            ctx.net.before(x).backward(gradient)
-        return x.grad, None
-
-
-class Within(Net):
-    """Behind the function nothing is captured."""
-
-    @torch._dynamo.disable(recursive=False)
-    def forward(self, x: Tensor) -> Tensor:
-        x = CallsCaptured.apply(x.requires_grad_(), self)  # type: ignore[no-untyped-call]
-        return self.uncaptured(x)
-
-
-class Checkpointed(Net):
-    """The function runs again in the backward pass, behind a product that runs under autocast."""
-
-    reentrant = False
-
-    @torch._dynamo.disable
-    def uncaptured(self, x: Tensor) -> Tensor:
-        inner = super().uncaptured
-        return checkpoint(inner, x, use_reentrant=self.reentrant).relu()
-
-
-class CheckpointedInside(Checkpointed):
-    reentrant = True
-
-
-class CheckpointedInRegion(BesideRegion):
-    """The checkpoint is in the model's own region."""
-
-    @torch._dynamo.disable
-    def uncaptured(self, x: Tensor) -> Tensor:
-        x = self.between(x)
-        with torch.autocast("cuda", enabled=False):
-            return checkpoint(self.product, x, use_reentrant=False).relu()
-
-
-class CheckpointedGraphs(Checkpointed):
-    """What is in front of the function is captured by itself."""
-
-    @torch._dynamo.disable(recursive=False)
-    def uncaptured(self, x: Tensor) -> Tensor:
-        def inner(x: Tensor) -> Tensor:
-            return self.product(self.between(x))
-
-        return checkpoint(torch._dynamo.disable(inner, recursive=False), x, use_reentrant=False)
-
-
-@pytest.mark.parametrize(
-    ("kind", "function"),
-    [
-        *((BesideRegion, Product), (Writes, Doubles), (Within, CastProduct)),
-        *((Checkpointed, Product), (CheckpointedInside, Product), (Checkpointed, CastProduct)),
-        *((CheckpointedInRegion, Product), (CheckpointedGraphs, Product)),
-    ],
-)
-def test_it_trains_wherever_the_function_is(kind: type[Net], function: type[Function]) -> None:
-    torch.manual_seed(0)
-    plain = kind(function)
-    model = amp_graph.convert(copy.deepcopy(plain), policy=Policy("bfloat16"))
-    torch.testing.assert_close(trained(model), trained(plain), rtol=0.02, atol=0)
-    with MatmulCounter() as counter:
-        model(X)
-    assert counter.low_share >= 2 / 3

@@ -86,40 +86,6 @@ def test_others_stay_captured(policy: Policy | str, given: tuple[int, ...], recw
     assert not any("no longer captured" in str(w.message) for w in recwarn.list)
 
 
-class Suppresses(nn.Module):
-    """A detector that looks which boxes are left, in a loop over what overlaps (NMS)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.features(x)
-        corners, scores = found[:, :4].sigmoid(), found[:, 4].sigmoid()
-        kept, left = [], scores.argsort(descending=True)
-        while left.numel() > 0:
-            kept.append(left[:1])
-            left = left[1:][self.overlap(corners[left[0]], corners[left[1:]]) < 0.99]
-        return scores[torch.cat(kept)] * corners[torch.cat(kept)].sum(1)
-
-    def overlap(self, one: Tensor, others: Tensor) -> Tensor:
-        low = torch.maximum(one[:2], others[:, :2])
-        high = torch.minimum(one[:2] + one[2:], others[:, :2] + others[:, 2:])
-        both = (high - low).clamp(min=0).prod(1)
-        return both / (one[2:].prod() + others[:, 2:].prod(1) - both)
-
-
-def test_graphs_in_which_nothing_is_low_do_not_count(recwarn) -> None:
-    torch.manual_seed(0)
-    plain, x = Suppresses(), torch.randn(20, 8)
-    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
-    for _ in range(4):
-        assert model(x).shape == plain(x).shape == (20,)
-    assert low_share(model, x) == 1
-    said = [str(w.message) for w in recwarn.list if "no longer captured" in str(w.message)]
-    assert len(said) == 1 and "operators each, of those with any in low precision" in said[0]
-
-
 class Strict(Solver):
     """Counts its calls, and ends in an operator that takes no two dtypes, as autocast gives it."""
 
