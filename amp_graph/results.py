@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_is_leaf, tree_leaves, tree_map
 
 # Containers that can be copied first and filled then, and so may hold themselves.
 _FILLED = (list, dict, OrderedDict, defaultdict, deque)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))  # in which there is no tensor
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
@@ -29,11 +30,12 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], result: Any) -
 
 class Given:
     """What a call is given: its caller has the tensors, and the lists and dictionaries that the
-    model may put others into. Of objects only what containers hold is looked at."""
+    model may put others into. Lists of objects that may hold some are results as any other."""
 
     def __init__(self, given: Any):
         self._tensors: list[torch.Tensor] = []
         self._filled: dict[int, tuple[Any, dict[int, Any]]] = {}  # with what was in each, by its id
+        self._holds_objects = False
         waiting = [given]
         while waiting:
             each = waiting.pop()
@@ -41,21 +43,26 @@ class Given:
                 self._tensors.append(each)
             elif type(each) in _FILLED:
                 if id(each) not in self._filled:
-                    parts = [*_items(each)]
+                    parts = [part for part in _items(each) if not isinstance(part, _PLAIN)]
                     self._filled[id(each)] = each, {id(part): part for part in parts}
                     waiting += parts
             elif not tree_is_leaf(each):
                 waiting += _parts(each)
+            else:
+                self._holds_objects = self._holds_objects or bool(_attributes(each))
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
         """As the function of this name, but that what was given stays the same, and what was put
         into it is mapped in its place."""
         mapped = _Mapped(function)
-        for given in (*self._tensors, *(filled for filled, _ in self._filled.values())):
-            mapped.leave(given)
+        for tensor in self._tensors:
+            mapped.leave(tensor)
+        if not self._holds_objects:
+            for filled, _ in self._filled.values():
+                mapped.leave(filled)
         for filled, before in self._filled.values():
             for key in [*(filled if isinstance(filled, dict) else range(len(filled)))]:
-                if id(filled[key]) not in before:
+                if id(filled[key]) not in before and not isinstance(filled[key], _PLAIN):
                     new = mapped.of(filled[key])
                     if new is not filled[key]:
                         filled[key] = new

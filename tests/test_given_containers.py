@@ -71,3 +71,23 @@ def test_tensors_that_are_given_come_back_as_they_are() -> None:
         y, *others = model(X, low, listed)
         assert y.dtype is torch.float32 and others[0] is low and others[1] is listed
         assert listed[0].dtype is torch.float16
+
+
+class Node:
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.h = x, x
+
+
+def test_objects_in_lists_come_back_as_results_do() -> None:
+    """With copies of them: what a model keeps in attributes is its own."""
+
+    class Fills(Puts):
+        @torch._dynamo.disable
+        def forward(self, nodes: list[Node]) -> list[Node]:
+            for node in nodes:
+                node.h = self.layer(node.x)
+            return nodes
+
+    model = amp_graph.convert(Fills(), policy="bfloat16")
+    for _ in range(3):
+        assert [node.h.dtype for node in model([Node(X), Node(X)])] == [torch.float32] * 2

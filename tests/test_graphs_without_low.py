@@ -10,6 +10,7 @@ from nets import low_share
 from torch import Tensor, nn
 
 import amp_graph
+from amp_graph import Policy
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -45,4 +46,22 @@ def test_graphs_in_which_nothing_is_low_do_not_count(recwarn) -> None:
         assert model(x).shape == plain(x).shape == (20,)
     assert low_share(model, x) == 1
     said = [str(w.message) for w in recwarn.list if "no longer captured" in str(w.message)]
-    assert len(said) == 1 and "operators each, of those with any in low precision" in said[0]
+    assert (
+        len(said) == 1
+        and "operators for each, counting graphs in which something is low" in said[0]
+    )
+
+
+@pytest.mark.parametrize("removed", [(("allow", "linear"),), ()])
+def test_what_is_to_be_in_float32_stays_there(
+    removed: tuple[tuple[str, str], ...], recwarn
+) -> None:
+    """By a policy that says so, or since nothing could be low."""
+    torch.manual_seed(0)
+    plain, x = Suppresses(), torch.randn(20, 8)
+    if not removed:
+        plain.features = nn.LayerNorm(8)
+    model = amp_graph.convert(copy.deepcopy(plain), policy=Policy("bfloat16", removed=removed))
+    for _ in range(4):
+        assert torch.equal(model(x), plain(x))
+    assert not any("no longer captured" in str(w.message) for w in recwarn.list)

@@ -218,6 +218,30 @@ def test_sizes_that_are_symbolic_are_no_other_computation(
         assert found.paints["linear"].color is Color.DENY
 
 
+class Decodes(nn.Module):
+    """Of one token, what its heads give is in order, and `reshape` no copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.first(x).view(2, -1, 2, 4).transpose(1, 2)
+        return self.last(torch.relu(heads).transpose(1, 2).contiguous().reshape(2, -1, 8))
+
+
+@pytest.mark.parametrize(("saved_at", "run_at"), [(5, 1), (1, 5)])
+def test_a_copy_that_a_size_does_without_is_no_other_computation(
+    saved_at: int, run_at: int
+) -> None:
+    model = amp_graph.convert(Decodes(), policy="bfloat16")
+    model(torch.randn(2, saved_at, 8))
+    plan = amp_graph.plans(model)[0]
+    torch._dynamo.reset()
+    forget()
+    amp_graph.convert(Decodes(), plan=plan)(torch.randn(2, run_at, 8))
+
+
 class Deeper(Net):
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         hidden = torch.relu(self.norm(self.first(x)))

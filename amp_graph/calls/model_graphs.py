@@ -97,16 +97,19 @@ class ModelGraphs:
         boxes, say, in which nothing is low. Told once: they are entered for all that where the
         model's own code fails under autocast. Not told where hooks would have that code run in
         float32."""
-        if runs < MANY or self._were_too_small or self._compiler.policy.names_parts:
+        policy = self._compiler.policy
+        if policy.names_parts or policy.lists or policy.removed:  # which autocast knows nothing of
+            return None
+        if runs < MANY or self._were_too_small:
             return None
         counts = self._compiler.record.runs
         total = sum(n * _operators(self._compiler.plans[i]) for i, n in counts.items())
-        if total >= FEW * counts.total() or has_backward_hooks(self.module):
+        if not 0 < total < FEW * counts.total() or has_backward_hooks(self.module):
             return None
         self._were_too_small = True
-        mean = total / counts.total()
-        where = "operators each, of those with any in low precision"
-        return f"to enter {runs} graphs, with {mean:.1f} {where}, takes longer than it saves"
+        each = f"{total / counts.total():.1f} operators for each"
+        counted = "counting graphs in which something is low"
+        return f"to enter {runs} graphs takes longer than it saves: there are {each}, {counted}"
 
     def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Graph:
         names, widened = captured_names(self.entry), widen_inputs(graph)

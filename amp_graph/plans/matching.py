@@ -16,6 +16,9 @@ from typing import Any
 
 from amp_graph.ir import NodeFacts, Plan
 
+# What is a view at some sizes, and a copy, or nothing at all, at others.
+MAY_COPY = {"clone", "contiguous", "flatten", "ravel", "reshape", "reshape_as"}
+
 
 def fingerprint(plan: Plan) -> str:
     """A digest of the graph that a plan is for, whatever was decided for it."""
@@ -24,7 +27,7 @@ def fingerprint(plan: Plan) -> str:
 
 
 def computing(plan: Plan) -> dict[str, NodeFacts]:
-    """The nodes for which there is something to decide, but for those that hand on memory: where
+    """The nodes for which there is something to decide, but for those that hand on numbers: where
     sizes are symbolic a graph has others, a slice of all that there is, say, which else is none."""
     return {
         name: f for name, f in plan.facts.items() if not f.fixed and f.tensors and not _hands_on(f)
@@ -32,7 +35,8 @@ def computing(plan: Plan) -> dict[str, NodeFacts]:
 
 
 def _hands_on(facts: NodeFacts) -> bool:
-    return facts.is_view and not facts.writes
+    may_copy = len(facts.reads) == 1 and not MAY_COPY.isdisjoint(facts.op.split("."))
+    return (facts.is_view or may_copy) and not facts.writes
 
 
 def is_same_computation(plan: Plan, captured: Plan) -> bool:

@@ -90,11 +90,12 @@ class Caution:
             if len(self.chosen) >= PASSES:
                 self.chosen.pop(next(iter(self.chosen)), None)  # ended long ago
             chosen = scale.factors_on(gradient.device)
-            is_guarded = scale.is_guarded()
-            if again or not (of_gradient and is_guarded):
-                is_begun = again and is_guarded and not of_gradient
-                highest = PEAK_AGAIN if is_begun else PEAK
-                chosen = bounded(chosen[0], gradient, highest, scale.config)
+            is_trained_on = again and scale.is_guarded()
+            if is_trained_on:  # at least 1: it is the last pass that the guard lowers S for
+                highest = PEAK if of_gradient else PEAK_AGAIN
+                chosen = bounded(chosen[0].clamp(min=1.0), gradient, highest, scale.config)
+            elif again or not (of_gradient and scale.is_guarded()):
+                chosen = bounded(chosen[0], gradient, PEAK, scale.config)
             # Another device's thread may have chosen meanwhile: one scale for all of a pass.
             self.chosen.setdefault(running, {gradient.device: chosen})
         return self._factors_on(scale, gradient.device)[0]
