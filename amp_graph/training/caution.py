@@ -27,7 +27,7 @@ from amp_graph.training.transforms import unbatched
 from amp_graph.watched import FirstNonfinite
 
 PEAK = 1.0  # what the largest incoming gradient is brought to
-PEAK_AGAIN = 2.0**4  # where what is differentiated again begins: 2^12 times as much is finite
+PEAK_AGAIN = 2.0**6  # where what is differentiated again begins: 2^10 times as much is finite
 # Backward passes that may begin before the first of them ends, inside of it or in other threads: on
 # a busy machine one that waits for its turn is overtaken by dozens.
 PASSES = 1024
@@ -92,8 +92,8 @@ class Caution:
             chosen = scale.factors_on(gradient.device)
             is_trained_on = again and scale.is_guarded()
             if is_trained_on:  # at least 1: it is the last pass that the guard lowers S for
-                highest = PEAK if of_gradient else PEAK_AGAIN
-                chosen = bounded(chosen[0].clamp(min=1.0), gradient, highest, scale.config)
+                met = gradient * PEAK_AGAIN if of_gradient else gradient  # by gradients as large
+                chosen = bounded(chosen[0].clamp(min=1.0), met, PEAK_AGAIN, scale.config)
             elif again or not (of_gradient and scale.is_guarded()):
                 chosen = bounded(chosen[0], gradient, PEAK, scale.config)
             # Another device's thread may have chosen meanwhile: one scale for all of a pass.
