@@ -25,8 +25,9 @@ from amp_graph.modules import Entry, autocast_devices, has_backward_hooks, witho
 from amp_graph.policy import one_for_all
 
 # Graphs in a call, and operators in a graph: so many of fewer take longer than under autocast
-# (scripts/call_overhead.py --calls 20).
-MANY, FEW = 16, 8
+# (scripts/call_overhead.py --calls 20). Half of that where only those in graphs count in which
+# something is low: others save nothing.
+MANY, FEW, FEW_LOW = 16, 8, 4
 
 
 class Graph(NamedTuple):
@@ -102,12 +103,15 @@ class ModelGraphs:
             return None
         if runs < MANY or self._were_too_small:
             return None
-        counts = self._compiler.record.runs
-        total = sum(n * _operators(self._compiler.plans[i]) for i, n in counts.items())
-        if not 0 < total < FEW * counts.total() or has_backward_hooks(self.module):
+        counts, plans = self._compiler.record.runs, self._compiler.plans
+        entered = counts.total()
+        total = sum(n * _operators(plans[i]) for i, n in counts.items())
+        low = sum(n * _operators(plans[i]) for i, n in counts.items() if _has_low(plans[i]))
+        is_worth_it = total >= FEW * entered and low >= FEW_LOW * entered
+        if is_worth_it or not low or has_backward_hooks(self.module):
             return None
         self._were_too_small = True
-        each = f"{total / counts.total():.1f} operators for each"
+        each = f"{low / entered:.1f} operators for each"
         counted = "counting graphs in which something is low"
         return f"to enter {runs} graphs takes longer than it saves: there are {each}, {counted}"
 
@@ -149,11 +153,11 @@ class ModelGraphs:
 
 
 def _operators(plan: Plan) -> int:
-    """Of a graph in which something is low: of any other the model's own code is as good."""
-    parts = [*plan.parts()]
-    if not any(part.low for part in parts):
-        return 0
-    return sum(facts.has_precision for part in parts for facts in part.facts.values())
+    return sum(facts.has_precision for part in plan.parts() for facts in part.facts.values())
+
+
+def _has_low(plan: Plan) -> bool:
+    return any(part.low for part in plan.parts())
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from amp_graph.graphs.lines import PYTORCH, place_of, without_modes
 PYTHON = sysconfig.get_path("stdlib")
 HERE = f"{Path(__file__).parents[1]}{os.sep}"
 
+REQUIRES = "a value that is computed there is told to require a gradient"
 ON_NUMBERS = "Python branches on a number or a size that depends on the numbers in a tensor"
 # How what it says begins, where that is but a name or of a setting that the user did not choose.
 IN_WORDS = {
@@ -50,8 +51,12 @@ IN_WORDS = {
     "unimplemented builtin op on tensor arguments": (
         "Python computes with a tensor, or a number that it drew, as cannot be captured"
     ),
-    "requires_grad_() intermediate leaked as output": (
-        "a value that is computed there is told to require a gradient"
+    **dict.fromkeys(
+        (
+            "requires_grad_() intermediate leaked as output",
+            "Unsupported Tensor.requires_grad_() call",
+        ),
+        "a value that is computed there is told to require a gradient",
     ),
     "Tensor.retain_grad() with AOTDispatcher": "the gradient of a value is kept there",
 }
