@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from two_layers import Packed
 
 import amp_graph
 from amp_graph import ConversionWarning, Override, PlanError, Policy
-from amp_graph.calls.alike import forget
 from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan, TensorFacts
 from amp_graph.plans.matching import fingerprint
 from amp_graph.plans.plan_file import plan_schema
@@ -180,66 +178,6 @@ def test_other_shapes_and_modes_follow_the_same_decisions(saved: Path, x: torch.
     for plan in amp_graph.plans(model):
         assert plan.paints["linear_1"].color is Color.DENY
         assert fingerprint(plan) != fingerprint(amp_graph.load_plan(saved)[0])
-
-
-class Pooled(nn.Module):
-    """With symbolic sizes it has nodes for them, and slices that else are none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layer(x)[:, 0])
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("lengths", [(4, 6), (6, 4), (4, 6, 9)])
-def test_sizes_that_are_symbolic_are_no_other_computation(
-    lengths: tuple[int, ...], training: bool
-) -> None:
-    """The plan is that of the last length, which is symbolic, or of the only one."""
-    inputs = {n: torch.randn(2, n, 8) for n in lengths}
-    model = amp_graph.convert(Pooled().train(training), policy="bfloat16")
-    for n in lengths[1:]:
-        model(inputs[n])
-    plan = amp_graph.plans(model)[-1]
-    denied = replace(plan, paints=plan.paints | {"linear": Paint(Color.DENY, "by hand")})
-    torch._dynamo.reset()
-    forget()
-    again = amp_graph.convert(Pooled().train(training), plan=denied)
-    for n in lengths:
-        again(inputs[n])
-    assert len(amp_graph.plans(again)) == 2
-    for found in amp_graph.plans(again):
-        allowed = [n for n, p in found.paints.items() if p.color is Color.ALLOW]
-        assert len(allowed) == len([n for n, p in denied.paints.items() if p.color is Color.ALLOW])
-        assert found.paints["linear"].color is Color.DENY
-
-
-class Decodes(nn.Module):
-    """Of one token, what its heads give is in order, and `reshape` no copy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.first(x).view(2, -1, 2, 4).transpose(1, 2)
-        return self.last(torch.relu(heads).transpose(1, 2).contiguous().reshape(2, -1, 8))
-
-
-@pytest.mark.parametrize(("saved_at", "run_at"), [(5, 1), (1, 5)])
-def test_a_copy_that_a_size_does_without_is_no_other_computation(
-    saved_at: int, run_at: int
-) -> None:
-    model = amp_graph.convert(Decodes(), policy="bfloat16")
-    model(torch.randn(2, saved_at, 8))
-    plan = amp_graph.plans(model)[0]
-    torch._dynamo.reset()
-    forget()
-    amp_graph.convert(Decodes(), plan=plan)(torch.randn(2, run_at, 8))
 
 
 class Deeper(Net):

@@ -51,13 +51,8 @@ IN_WORDS = {
     "unimplemented builtin op on tensor arguments": (
         "Python computes with a tensor, or a number that it drew, as cannot be captured"
     ),
-    **dict.fromkeys(
-        (
-            "requires_grad_() intermediate leaked as output",
-            "Unsupported Tensor.requires_grad_() call",
-        ),
-        "a value that is computed there is told to require a gradient",
-    ),
+    "requires_grad_() intermediate leaked as output": REQUIRES,
+    "Unsupported Tensor.requires_grad_() call": REQUIRES,  # as torch 2.11 has it
     "Tensor.retain_grad() with AOTDispatcher": "the gradient of a value is kept there",
 }
 ADVICE = "Consider annotating your code using torch._check*(). "  # which may stand before that
