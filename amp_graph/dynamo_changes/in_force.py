@@ -36,6 +36,7 @@ from amp_graph.dynamo_changes.own_dicts import own_dicts_guarded
 from amp_graph.dynamo_changes.recurrent_layers import recurrent_layers_whole
 from amp_graph.dynamo_changes.repeated_hooks import repeated_hooks_as_one
 from amp_graph.dynamo_changes.retained_gradients import retained_gradients_end_graphs
+from amp_graph.dynamo_changes.settled_once import settled_once
 from amp_graph.dynamo_changes.symbolic_math import symbolic_math_known
 from amp_graph.dynamo_changes.tensor_indices import tensor_indices_known
 from amp_graph.dynamo_changes.told_breaks import breaks_told
@@ -78,6 +79,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     some_calls_left_to_python,
     default_functions_returned,
     output_hooks_installed,
+    settled_once,
     disabled_functions_guarded,
     breaks_told,
 )
