@@ -27,7 +27,7 @@ from amp_graph.dynamo_changes.input_hooks import hooks_keep_dtypes
 from amp_graph.dynamo_changes.known_values import known_values
 from amp_graph.dynamo_changes.left_to_python import some_calls_left_to_python
 from amp_graph.dynamo_changes.listed_numbers import listed_numbers_known
-from amp_graph.dynamo_changes.logs import locations_untold, quiet_logs
+from amp_graph.dynamo_changes.logs import guards_untimed, locations_untold, quiet_logs
 from amp_graph.dynamo_changes.modes_apart import modes_above_autograd_apart
 from amp_graph.dynamo_changes.namespaces import own_names
 from amp_graph.dynamo_changes.no_generators import no_generators_left_out
@@ -49,6 +49,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     attention_calls_settled,
     quiet_logs,
     locations_untold,
+    guards_untimed,
     asked_gradients_kept_inside,
     known_values,
     clamped_branches_taken,
