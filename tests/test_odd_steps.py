@@ -224,3 +224,17 @@ def test_a_grad_scaler_steps_a_plain_generator_before_a_converted_discriminator(
     assert flags == [False, True]
     D(G(X))
     assert scale.get_scale() < before
+
+
+def test_a_step_says_that_it_is_taken_after_one_of_a_model_that_is_converted_no_more() -> None:
+    one, other = Mlp(), Mlp()
+    optimizer = SGD([*one.parameters(), *other.parameters()], lr=0.1)
+    amp_graph.convert(one, optimizer, policy=scaled(2.0**8))
+    amp_graph.convert(other, optimizer, policy="bfloat16")
+    backward(one)
+    overflow(one)
+    assert optimizer.step() is False
+    amp_graph.restore(one)
+    optimizer.zero_grad()
+    backward(other)
+    assert optimizer.step() is True
