@@ -140,6 +140,30 @@ def test_steps_inside_of_a_backward_pass_count_what_is_there_by_then() -> None:
     assert counts == [StepCounts(0, 1), StepCounts(1, 0)]
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(4, 2) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, i: int) -> torch.Tensor:
+        return self.heads[i](x)
+
+
+@pytest.mark.parametrize("overflowing", [0, 1])
+def test_an_overflow_in_one_pass_beside_gradients_of_another_that_were_written_to(
+    overflowing: int,
+) -> None:
+    """These are looked at anew, while the overflow is known."""
+    model = Heads()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    amp_graph.convert(model, optimizer, policy=scaled(2.0**8))
+    for i in range(2):
+        (model(X, i).sum() * (1e9 if i == overflowing else 1.0)).backward()
+    for p in model.heads[1 - overflowing].parameters():
+        p.grad.mul_(0.5)
+    assert optimizer.step() is False
+
+
 @pytest.mark.parametrize("value", [1.0, torch.inf])
 def test_gradients_that_were_made_in_inference_mode(value: float) -> None:
     """They have no versions to be known by."""
