@@ -150,7 +150,7 @@ def bounded(guarded: Tensor, gradient: Tensor, highest: float, config: LossScale
         found = values.detach().abs().amax().float()
         peak = torch.where(found == 0, peak, found)
     enough = torch.exp2(torch.floor(torch.log2(highest / peak)))
-    within = enough.clamp(min(least, config.ceiling), config.ceiling)
+    within = enough.clamp(least, config.ceiling)
     scale = torch.fmin(guarded, within)
     return scale, scale.reciprocal()
 
