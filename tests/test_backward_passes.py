@@ -173,3 +173,11 @@ def test_parameters_that_are_given_for_a_call_beside_an_input_whose_gradient_is_
     assert not all(p.grad is None or bool(p.grad.isfinite().all()) for p in given.values())
     optimizer.step()
     assert all(bool(p.isfinite().all()) for p in given.values())
+
+
+def test_a_gradient_that_nobody_watches_is_held_if_it_is_differentiated_again() -> None:
+    model = amp_graph.convert(nn.Linear(1, 1, bias=False), policy="float16")
+    nn.init.constant_(model.weight, 60000.0)
+    x = torch.zeros(1, 1, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    assert gradient.item() == 60000
