@@ -43,7 +43,7 @@ class Flagged(Optimizer):
         super().__init__(params, {"momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         found = getattr(self, "found_inf", torch.zeros(()))
         for p in [p for group in self.param_groups for p in group["params"]]:
             p.sub_(torch.where(found > 0, 0.0, 0.1 * p.grad))
