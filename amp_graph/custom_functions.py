@@ -12,7 +12,8 @@ has. What a checkpoint in such code runs again, in a backward pass, does all thi
 Not documented by PyTorch, and used here; seen to work on 2.11, 2.13 and 2.14: that `Function.apply`
 may be replaced, and that what `custom_fwd` returns is a closure with a `device_type`. Private:
 
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator   is given what runs again
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator (2.14: ..._impl)
+                                                        is given what runs again
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from amp_graph.modules import Run, autocast_devices
 from amp_graph.uncaptured import capturing, never_captured, passed_over
 
 APPLY: Any = Function.__dict__["apply"]  # of all classes
+GENERATOR = "_checkpoint_without_reentrant_generator"  # that, or since 2.14 what it calls
+GENERATOR += "_impl" if hasattr(checkpoint, f"{GENERATOR}_impl") else ""
 CUSTOM_FWD = torch.amp.custom_fwd.__code__.co_filename  # what it decorates has its code from there
 
 
@@ -99,14 +102,14 @@ def _hear_all() -> None:
             return plain(*given, **kwargs)
 
     Function.apply = classmethod(apply)  # type: ignore[assignment]
-    generator = checkpoint._checkpoint_without_reentrant_generator
+    generator = getattr(checkpoint, GENERATOR)
 
     @functools.wraps(generator)
     @passed_over
     def generate(fn: Run, *args: Any, **kwargs: Any) -> Any:
         return generator(fn if _here.run is None else _again(fn), *args, **kwargs)
 
-    checkpoint._checkpoint_without_reentrant_generator = generate
+    setattr(checkpoint, GENERATOR, generate)
 
 
 @passed_over

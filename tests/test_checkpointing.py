@@ -62,6 +62,33 @@ def recomputed(products: MatmulCounter) -> int:
     return sum(n for (name, _), n in products.backward.items() if name == "addmm")
 
 
+@pytest.mark.skipif(torch.__version__ < "2.14", reason="checkpoint is no decorator before")
+@pytest.mark.parametrize("is_method", [False, True])
+def test_a_decorated_function_runs_under_autocast(is_method: bool) -> None:
+    """Dynamo leaves it to Python."""
+
+    class Decorated(Block):
+        if is_method:
+            inner = checkpoint(use_reentrant=False)(Block.inner)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if is_method:
+                return self.inner(x)
+            return checkpoint(use_reentrant=False)(self.inner)(x)
+
+    torch.manual_seed(0)
+    model, plain, x = Decorated(), Block(use_reentrant=False), torch.randn(8, 16)
+    model.load_state_dict(plain.state_dict())
+    with pytest.warns(amp_graph.ConversionWarning, match="runs under autocast"):
+        found, state, products = trained(model, x, Policy("bfloat16"))
+    expected, expected_state, _ = trained(plain, x, None)
+    assert torch.equal(state, expected_state)
+    assert recomputed(products) > 0
+    assert products.low_share == products.backward_low_share == 1
+    for gradient, other in zip(found, expected, strict=True):
+        assert (gradient - other).norm() < 0.02 * other.norm()
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_what_is_dropped_stays_dropped(dtype: str, use_reentrant: bool) -> None:

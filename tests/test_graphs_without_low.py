@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Suppresses(nn.Module):
-    """A detector that looks which boxes are left, in a loop over what overlaps (NMS)."""
+    """A detector that looks which boxes are left, in a loop over what overlaps (NMS). From Python
+    3.12 on, Dynamo leaves a frame with this loop to Python, and captures what that calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,9 +40,25 @@ class Suppresses(nn.Module):
         return both / (one[2:].prod() + others[:, 2:].prod(1) - both)
 
 
-def test_graphs_in_which_nothing_is_low_do_not_count(recwarn) -> None:
+class LeftToPython(Suppresses):
+    """By any version, and with it what is low."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.features(x)
+        corners, scores = found[:, :4].sigmoid(), found[:, 4].sigmoid()
+        kept, left = [], scores.argsort(descending=True)
+        for _ in range(len(x)):
+            if left.numel() == 0:
+                break
+            kept.append(left[:1])
+            left = left[1:][self.overlap(corners[left[0]], corners[left[1:]]) < 0.99]
+        return scores[torch.cat(kept)] * corners[torch.cat(kept)].sum(1)
+
+
+@pytest.mark.parametrize("kind", [Suppresses, LeftToPython])
+def test_graphs_in_which_nothing_is_low_do_not_count(kind: type[Suppresses], recwarn) -> None:
     torch.manual_seed(0)
-    plain, x = Suppresses(), torch.randn(20, 8)
+    plain, x = kind(), torch.randn(20, 8)
     model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
     for _ in range(4):
         assert model(x).shape == plain(x).shape == (20,)
@@ -52,16 +70,20 @@ def test_graphs_in_which_nothing_is_low_do_not_count(recwarn) -> None:
     )
 
 
-@pytest.mark.parametrize("removed", [(("allow", "linear"),), ()])
+DENIES = {"allow": ["exp"], "deny": ["linear"]}
+
+
+@pytest.mark.parametrize("kind", [Suppresses, LeftToPython])
+@pytest.mark.parametrize("policy", [{"removed": (("allow", "linear"),)}, {"lists": DENIES}, {}])
 def test_what_is_to_be_in_float32_stays_there(
-    removed: tuple[tuple[str, str], ...], recwarn
+    policy: dict[str, Any], kind: type[Suppresses], recwarn
 ) -> None:
-    """By a policy that says so, or since nothing could be low."""
+    """By a policy that says so, or since nothing could be low; between graphs, too."""
     torch.manual_seed(0)
-    plain, x = Suppresses(), torch.randn(20, 8)
-    if not removed:
+    plain, x = kind(), torch.randn(20, 8)
+    if not policy:
         plain.features = nn.LayerNorm(8)
-    model = amp_graph.convert(copy.deepcopy(plain), policy=Policy("bfloat16", removed=removed))
+    model = amp_graph.convert(copy.deepcopy(plain), policy=Policy("bfloat16", **policy))
     for _ in range(4):
         assert torch.equal(model(x), plain(x))
     assert not any("no longer captured" in str(w.message) for w in recwarn.list)

@@ -148,7 +148,9 @@ class CapturedCalls:
         """Run the code between graphs under autocast if it did what belongs in low precision; the
         first graph without, if it is in front of that: what Dynamo records under autocast may ask
         for a low precision, as `x.to(y.dtype)`, which the model does not."""
-        if not watch.found or self._policy.names_parts or not self._watches.end():
+        if not watch.found or self._policy.names_parts or self._policy.allows_less():
+            return
+        if not self._watches.end():
             return
         found = ", ".join(sorted(watch.found))
         reason = f"code between graphs ({found}) is not captured"
@@ -175,10 +177,15 @@ class CapturedCalls:
             return
         if (why := self._frames.why_too_many()) is not None:
             self._run_own_code(why, "is no longer captured")
-        elif (too_small := self._graphs.why_too_small(runs)) is not None:
+        elif (too_small := self._graphs.why_too_small(runs, self._is_low_between)) is not None:
             self._leave_small_graphs(too_small)
         elif (slow := self._frames.why_so_slow()) is not None:
             warn(f"{self._entry.name} {slow}")
+
+    @property
+    def _is_low_between(self) -> bool:
+        """Whether code between graphs runs under autocast."""
+        return self._between is not None and self._record.plans[self._between].autocast
 
     def _run_own_code(self, why: tuple[str, str], what: str, at_once: bool = False) -> None:
         """From now on."""

@@ -93,11 +93,16 @@ class ModelGraphs:
     def settings(self) -> Mapping[str, Any]:
         return self.hooks.settings()
 
-    def why_too_small(self, runs: int) -> str | None:
+    def why_too_small(self, runs: int, is_low_between: bool) -> str | None:
         """Why the graphs are too small to be worth entering, in a call in which `runs` of them ran
-        (those of a detector's boxes, say, in which nothing is low); else None. Told once, since
-        they are entered for all that where the model's own code fails under autocast; and not told
-        where hooks would have that code run in float32."""
+        (those of a detector's boxes, say, in which nothing is low); else None.
+
+        is_low_between: whether code between them runs under autocast. If nothing is low there nor
+            in a graph, the model is in float32 for a reason, and is left as it is.
+
+        Told once, since they are entered for all that where the model's own code fails under
+        autocast; and not told where hooks would have that code run in float32.
+        """
         policy = self._compiler.policy
         if policy.names_parts or policy.lists or policy.removed:  # which autocast knows nothing of
             return None
@@ -108,7 +113,7 @@ class ModelGraphs:
         total = sum(n * _operators(plans[i]) for i, n in counts.items())
         low = sum(n * _operators(plans[i]) for i, n in counts.items() if _has_low(plans[i]))
         is_worth_it = total >= FEW * entered and low >= FEW_LOW * entered
-        if is_worth_it or not low or has_backward_hooks(self.module):
+        if is_worth_it or not (low or is_low_between) or has_backward_hooks(self.module):
             return None
         self._were_too_small = True
         each = f"{low / entered:.1f} operators for each"

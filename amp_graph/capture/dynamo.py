@@ -13,6 +13,9 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     torch._dynamo.exc.TorchDynamoException, FailOnRecompileLimitHit
     torch._dynamo.types.ConvertFrameReturn   what it says of a frame
     torch._C._len_torch_dispatch_stack       whether there are dispatch modes
+    torch._C._dynamo.eval_frame.set_code_exec_strategy, _FrameAction, _FrameExecStrategy
+                                             what is left to Python with all that it calls
+    torch.utils.checkpoint._CheckpointedFunction            (since 2.14) so is a decorated function
 """
 
 from __future__ import annotations
@@ -29,12 +32,18 @@ from typing import Any
 import torch
 import torch._dynamo.config as dynamo_config
 from torch import fx, nn
-from torch._C._dynamo.eval_frame import reset_code
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    reset_code,
+    set_code_exec_strategy,
+)
 from torch._dynamo import convert_frame, disallow_in_graph
 from torch._dynamo.eval_frame import cached_backends
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.types import ConvertFrameReturn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import checkpoint
 
 from amp_graph.capture.frames import Attempt
 from amp_graph.capture.surroundings import (
@@ -52,6 +61,14 @@ if torch.__version__ < "2.13":
     # Dynamo 2.11 raises at a packed sequence, after the code before it ran. Later ones break the
     # graph there; so does this one now.
     disallow_in_graph(torch._VF._pad_packed_sequence)
+
+if hasattr(checkpoint, "_CheckpointedFunction"):  # `@checkpoint(use_reentrant=False)`, since 2.14
+    # What it calls would be captured, which a backward pass, that runs it again, does not do. So
+    # PyTorch has it for `checkpoint` itself.
+    set_code_exec_strategy(
+        checkpoint._CheckpointedFunction.__call__.__code__,
+        _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP),
+    )
 
 SHARDED: type | None = None  # not every build of PyTorch has torch.distributed
 if torch.distributed.is_available():

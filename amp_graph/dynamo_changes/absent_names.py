@@ -11,7 +11,7 @@
 Dynamo raises, or answers, by what is there in the call that it captures, and installs no guard, so
 that the model would make its masks, or begin to count, in each call.
 
-Private names of PyTorch used here; seen to work on 2.11 and 2.13:
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
     torch._dynamo.variables.ConstDictVariable.getitem_const_raise_exception_if_absent,
     .install_dict_contains_guard, .install_dict_keys_match_guard

@@ -6,7 +6,7 @@
 Dynamo forgets how long a deque may be. Here it knows, and a write ends the graph: Python does it.
 Nor does it write down that an order has changed, or guard the order that `popitem` goes by.
 
-Private names of PyTorch used here; seen to work on 2.11 and 2.13:
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
     torch._dynamo.variables.builder.VariableBuilder._type_dispatch, .wrap_listlike, .source
     torch._dynamo.variables.lists.DequeVariable.call_method, .maxlen

@@ -7,7 +7,7 @@ Dynamo means to guard the code of such a function, and does not, so that what wa
 called None in later calls. Here what is there has to be kept out of graphs as well, and is called
 as it is then: it may be another function in each call.
 
-Private names of PyTorch used here; seen to work on 2.13:
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
     torch._dynamo.variables.builder.VariableBuilder._wrap, .source
     torch._dynamo.disable marks functions by                            _torchdynamo_disable

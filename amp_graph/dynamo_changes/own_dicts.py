@@ -6,7 +6,7 @@
 Dynamo answers by what is there in the call that it captures, and installs no guard, so that the
 model would set itself up in each call.
 
-Private names of PyTorch used here; seen to work on 2.11 and 2.13:
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
     torch._dynamo.variables.DunderDictVariable.install_dict_contains_guard, .call_method, .source,
     of which the base, torch._dynamo.source.AttrSource, is the object's

@@ -6,7 +6,7 @@
 It ends the graph at a place before that, from which it can go on, and names no other reason than
 "step_unsupported". Here the graph has the reason and the place of what was not captured.
 
-Private names of PyTorch used here; seen to work on 2.13, where they are others nothing is told:
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14; others go without:
 
     torch._dynamo.symbolic_convert.InstructionTranslatorBase.log_graph_break    is given what raised
     torch._dynamo.output_graph.OutputGraph.compile_subgraph                     and then the reason
