@@ -100,7 +100,11 @@ WRONG = {
     "LISTS": ("no.toml", "no.toml: cannot be read"),
     "DENYLIST_ADD": ("aten.no_such", "group 'AMP_GRAPH_DENYLIST_ADD'"),
     "ALLOWLIST_REMOVE": ("aten.gelu", "'aten.gelu' is on the infer list"),
-    "DUMP": (__file__, f"AMP_GRAPH_DUMP={__file__}: there is a file; give a folder"),
+    "DUMP": (__file__, f"AMP_GRAPH_DUMP={__file__}: {__file__!r} is a file; give a folder"),
+    "DUMP ": (
+        f"{__file__}/x",
+        f"AMP_GRAPH_DUMP={__file__}/x: {__file__!r} is a file; give a folder",
+    ),
     "DTYP": ("float16", "AMP_GRAPH_DTYP is not known; there are AMP_GRAPH_ENABLE, "),
 }
 
