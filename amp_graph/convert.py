@@ -18,7 +18,7 @@ from amp_graph.dtypes import dtype_name
 from amp_graph.errors import AmpGraphError, did_you_mean, warn
 from amp_graph.graphs.fake import is_estimate
 from amp_graph.ir import Plan
-from amp_graph.modules import devices_of, is_compiled, unwrapped
+from amp_graph.modules import arguments_of, devices_of, is_compiled, unwrapped
 from amp_graph.plans.pins import Saved
 from amp_graph.plans.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, as_policy
@@ -80,8 +80,8 @@ def convert(
     directly, `model.encode(x)`: each is captured as a whole, under the same loss scale. What they
     return has the dtypes that the plain model would give it.
 
-    A model converted already stays as it is, with a warning. A glob of the policy that matches
-    no module warns, too. Raises AmpGraphError for what cannot be converted, PolicyError or
+    A model converted already stays as it is, with a warning, and neither follows the plan nor runs
+    on the inputs. A glob of the policy that matches no module warns, too. Raises AmpGraphError for what cannot be converted, PolicyError or
     ListError for a policy that makes no sense, and what the model raises on `example_inputs`; the
     model is not converted then.
     """
@@ -90,10 +90,15 @@ def convert(
     policy = as_policy(policy)
     optimizers = _checked(optimizer, inner)
     _check_methods(inner, methods)
+    saved = None if plan is None else as_plans(plan)
+    if example_inputs is not None:
+        arguments_of(example_inputs)
     if is_converted(inner):
+        given = {"plan": plan, "example_inputs": example_inputs}
+        unused = " and ".join(name for name, value in given.items() if value is not None)
         warn(
             f"{type(inner).__name__} is converted already; restore() it to change its policy or "
-            f"its methods"
+            f"its methods{unused and f'. Not used: {unused}'}"
         )
     else:
         is_called = _calls_modules_way(type(inner))
@@ -108,7 +113,6 @@ def convert(
                 f"{given} matches no path in {type(inner).__name__}.named_modules(); correct or "
                 f"remove it.{did_you_mean(glob, paths)}"
             )
-        saved = None if plan is None else as_plans(plan)
         _convert(inner, policy, saved, example_inputs, tuple(dict.fromkeys(methods)))
         if not is_called:
             conversion_of(inner).is_awaited = False  # it was told of
