@@ -81,9 +81,9 @@ def convert(
     return has the dtypes that the plain model would give it.
 
     A model converted already stays as it is, with a warning, and neither follows the plan nor runs
-    on the inputs. A glob of the policy that matches no module warns, too. Raises AmpGraphError for what cannot be converted, PolicyError or
-    ListError for a policy that makes no sense, and what the model raises on `example_inputs`; the
-    model is not converted then.
+    on the inputs. A glob of the policy that matches no module warns, too. Raises AmpGraphError for
+    what cannot be converted, PolicyError, ListError or PlanError for a policy or plan that makes no
+    sense, and what the model raises on `example_inputs`; the model is not converted then.
     """
     _check_model(model)
     inner = unwrapped(model)

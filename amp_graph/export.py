@@ -134,7 +134,12 @@ def _names(exported: ExportedProgram, inputs: Sequence[Any]) -> Names:
     signature = exported.graph_signature
     targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     given = zip(exported.graph.find_nodes(op="placeholder"), inputs, strict=True)
-    return Names(modules, {id(x): targets[n.name] for n, x in given if n.name in targets})
+    stored = {id(x): (n.name, targets[n.name]) for n, x in given if n.name in targets}
+    return Names(
+        modules,
+        {key: target for key, (_, target) in stored.items()},
+        buffers={k for k, (name, _) in stored.items() if name in signature.inputs_to_buffers},
+    )
 
 
 def _rewritten(exported: ExportedProgram, lifted: Lifted) -> ExportedProgram:

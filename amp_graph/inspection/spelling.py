@@ -13,7 +13,7 @@ UNITS = ("KiB", "MiB", "GiB", "TiB")
 def input_kind(facts: NodeFacts) -> str:
     if facts.is_parameter:
         return "parameter"
-    return "buffer" if "_buffers_" in facts.name else "input"
+    return "buffer" if facts.is_buffer else "input"
 
 
 def module_of(facts: NodeFacts) -> str:
