@@ -94,8 +94,8 @@ def convert(
     if example_inputs is not None:
         arguments_of(example_inputs)
     if is_converted(inner):
-        given = {"plan": plan, "example_inputs": example_inputs}
-        unused = " and ".join(name for name, value in given.items() if value is not None)
+        given = [("plan", plan), ("example_inputs", example_inputs)]
+        unused = " and ".join(name for name, value in given if value is not None)
         warn(
             f"{type(inner).__name__} is converted already; restore() it to change its policy or "
             f"its methods{unused and f'. Not used: {unused}'}"

@@ -162,7 +162,9 @@ class Installation:
         setattr(nn.Module, SLOT, self._patch)
 
     def undo(self) -> None:
-        """Restore the patched name and every model that was converted."""
+        """Restore the patched name and every model that was converted. What stays are hooks of
+        optimizer steps and what only calls what it is around (in `custom_functions`,
+        `explicit_scalers`)."""
         if nn.Module.__dict__.get(SLOT) is self._patch:
             setattr(nn.Module, SLOT, self._original)
         self.models.restore_all()
