@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -177,11 +177,11 @@ TELL: dict[str, Tell] = {
 
 
 def _fallback(graph: AnnotatedGraph) -> Suggestion:
-    operators: Iterable[AnnotatedNode] = [n for n in graph.nodes if n.is_float]
+    operators = [n for n in graph.nodes if n.is_float]
     return Suggestion(
         f"{graph.name} {graph.fallback}",
         "change that code, or keep the module that it is in out of the conversion",
-        len(list(operators)),
+        len(operators),
         sum(n.traffic for n in operators),
         sum(n.flops for n in operators),
     )
