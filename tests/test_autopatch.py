@@ -127,11 +127,11 @@ def test_what_are_no_settings(given):
 
 def test_dtype_and_loss_scale(start):
     for variables, dtype, scale in (
-        ({}, "torch.bfloat16", None),
-        ({"DTYPE": "float16"}, "torch.float16", 2.0**16),
-        ({"DTYPE": "FLOAT16", "LOSS_SCALE": "Dynamic"}, "torch.float16", 2.0**16),
-        ({"DTYPE": "float16", "LOSS_SCALE": "none"}, "torch.float16", None),
-        ({"DTYPE": "bfloat16", "LOSS_SCALE": "128"}, "torch.bfloat16", 128.0),
+        ({}, "bfloat16", None),
+        ({"DTYPE": "float16"}, "float16", 2.0**16),
+        ({"DTYPE": "FLOAT16", "LOSS_SCALE": "Dynamic"}, "float16", 2.0**16),
+        ({"DTYPE": "float16", "LOSS_SCALE": "none"}, "float16", None),
+        ({"DTYPE": "bfloat16", "LOSS_SCALE": "128"}, "bfloat16", 128.0),
     ):
         installation, model = start(**variables), net()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

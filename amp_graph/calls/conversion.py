@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from amp_graph.graphs.fake import is_estimate
 from amp_graph.kept import unchanged
 from amp_graph.modules import (
     CALL,
+    Batch,
     Entry,
     Run,
     call_with,
@@ -31,7 +32,8 @@ from amp_graph.modules import (
     weak_method,
 )
 from amp_graph.plans.pins import Saved
-from amp_graph.policy import Policy
+from amp_graph.plans.plan_file import PlanSource, as_plans
+from amp_graph.policy import Policy, PolicySource, as_policy
 from amp_graph.results import map_tensors
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.optimizers import attach, detach, drop_scale, use_scale
@@ -210,7 +212,7 @@ class Conversion(Entered):
         for each in (self, *living(self.copied_from)):
             each.is_awaited = False
 
-    def capture_now(self, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
+    def capture_now(self, example_inputs: Batch) -> None:
         """Run the model once for its graphs; buffers and random state are put back."""
         with unchanged(self.module, parameters=False):  # which may not fit twice
             call_with(self.module, example_inputs)
@@ -250,3 +252,16 @@ def conversion_of(model: nn.Module) -> Conversion:
     if conversion is None:
         raise AmpGraphError(f"{type(model).__name__} is not converted; {_what_to_do(model)}")
     return conversion
+
+
+def asked_for(
+    model: nn.Module, policy: PolicySource, plan: PlanSource | None
+) -> tuple[Policy, Saved | None]:
+    """The policy and plans to look at a model or export it with: what is given, else those that it
+    was converted with. Raises PolicyError and PlanError."""
+    conversion = found_conversion(model)
+    saved = None if plan is None else as_plans(plan)
+    if conversion is not None and policy is None:
+        policy, saved = conversion.policy, saved or conversion.compiler.saved
+    chosen = as_policy(policy)
+    return (chosen if saved is None else chosen.following(saved)), saved

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from amp_graph.inspection.annotated import AnnotatedGraph, AnnotatedNode
-from amp_graph.inspection.spelling import byte_count, count, flop_count, line_of
+from amp_graph.inspection.spelling import byte_count, count, flop_count, graph_title, line_of
 
 FLOPS_PER_BYTE = 50  # how many cost as much time as a byte; the order is insensitive to it
 SHOWN = 3
@@ -179,7 +179,7 @@ TELL: dict[str, Tell] = {
 def _fallback(graph: AnnotatedGraph) -> Suggestion:
     operators = [n for n in graph.nodes if n.is_float]
     return Suggestion(
-        f"{graph.name} {graph.fallback}",
+        f"{graph_title(graph.name)} {graph.fallback}",
         "change that code, or keep the module that it is in out of the conversion",
         len(operators),
         sum(n.traffic for n in operators),
