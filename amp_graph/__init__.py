@@ -20,12 +20,14 @@ from amp_graph.errors import (
     VerifyError,
 )
 from amp_graph.export import export
-from amp_graph.inspection.difference import diff
+from amp_graph.inspection.difference import Difference, diff
 from amp_graph.inspection.dump import dump
-from amp_graph.inspection.explain import explain
-from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan, TensorFacts
+from amp_graph.inspection.explain import Report, explain
+from amp_graph.inspection.plan_text import render
+from amp_graph.ir import Cast, Color, Level, NodeFacts, Paint, Plan, TensorFacts
 from amp_graph.numerics.calibrate import Calibration, calibrate
-from amp_graph.numerics.compare import Comparison, compare
+from amp_graph.numerics.compare import compare
+from amp_graph.numerics.comparison import Comparison
 from amp_graph.numerics.nonfinite import NonFinite, find_nonfinite
 from amp_graph.override import Override
 from amp_graph.plans.plan_file import load_plan, save_plan
@@ -47,8 +49,10 @@ __all__ = [
     "Color",
     "Comparison",
     "ConversionWarning",
+    "Difference",
     "GradScaler",
     "GraphScale",
+    "Level",
     "ListError",
     "LossScale",
     "NodeFacts",
@@ -60,6 +64,7 @@ __all__ = [
     "PlanError",
     "Policy",
     "PolicyError",
+    "Report",
     "StepCounts",
     "TensorFacts",
     "VerifyError",
@@ -75,6 +80,7 @@ __all__ = [
     "is_converted",
     "load_plan",
     "plans",
+    "render",
     "restore",
     "save_plan",
     "scale_loss",

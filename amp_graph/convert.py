@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 from types import FunctionType
 from typing import Any, TypeVar, overload
@@ -18,10 +18,10 @@ from amp_graph.dtypes import dtype_name
 from amp_graph.errors import AmpGraphError, did_you_mean, warn
 from amp_graph.graphs.fake import is_estimate
 from amp_graph.ir import Plan
-from amp_graph.modules import devices_of, is_compiled, unwrapped
+from amp_graph.modules import Batch, arguments_of, devices_of, is_compiled, unwrapped
 from amp_graph.plans.pins import Saved
 from amp_graph.plans.plan_file import PlanSource, as_plans
-from amp_graph.policy import Policy, as_policy
+from amp_graph.policy import Policy, PolicySource, as_policy
 from amp_graph.training.found_inf import parameters_of
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.optimizers import overflowed_by_hand
@@ -35,8 +35,8 @@ def convert(
     model: Model,
     optimizer: None = None,
     *,
-    policy: Policy | str | torch.dtype | None = None,
-    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+    policy: PolicySource = None,
+    example_inputs: Batch | None = None,
     plan: PlanSource | None = None,
     methods: Sequence[str] = (),
 ) -> Model: ...
@@ -45,8 +45,8 @@ def convert(
     model: Model,
     optimizer: Optimizers,
     *,
-    policy: Policy | str | torch.dtype | None = None,
-    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+    policy: PolicySource = None,
+    example_inputs: Batch | None = None,
     plan: PlanSource | None = None,
     methods: Sequence[str] = (),
 ) -> tuple[Model, Optimizers]: ...
@@ -54,16 +54,16 @@ def convert(
     model: Model,
     optimizer: Any = None,
     *,
-    policy: Policy | str | torch.dtype | None = None,
-    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+    policy: PolicySource = None,
+    example_inputs: Batch | None = None,
     plan: PlanSource | None = None,
     methods: Sequence[str] = (),
 ) -> Any:
     """Make `model` compute in mixed precision, in place, and return it.
 
     Parameters, `state_dict`, class, attributes and output dtypes stay as they are. The model is
-    captured at its first call and again for new kinds of input, or at once on `example_inputs`
-    (positional arguments as a sequence, keyword arguments as a mapping). The policy is
+    captured at its first call and again for new kinds of input, or at once on `example_inputs` (a
+    tensor, positional arguments as a sequence, or keyword arguments as a mapping). The policy is
     "float16", "bfloat16", a `Policy`, or None: float16 on CUDA and MPS, bfloat16 elsewhere. Of a
     wrapper such as DistributedDataParallel the module inside is converted.
 
@@ -80,20 +80,25 @@ def convert(
     directly, `model.encode(x)`: each is captured as a whole, under the same loss scale. What they
     return has the dtypes that the plain model would give it.
 
-    A model converted already stays as it is, with a warning. A glob of the policy that matches
-    no module warns, too. Raises AmpGraphError for what cannot be converted, PolicyError or
-    ListError for a policy that makes no sense, and what the model raises on `example_inputs`; the
-    model is not converted then.
+    A model converted already stays as it is, with a warning, and neither follows the plan nor runs
+    on the inputs. A glob of the policy that matches no module warns, too. Raises AmpGraphError for
+    what cannot be converted, PolicyError, ListError or PlanError for a policy or plan that makes no
+    sense, and what the model raises on `example_inputs`; the model is not converted then.
     """
     _check_model(model)
     inner = unwrapped(model)
     policy = as_policy(policy)
     optimizers = _checked(optimizer, inner)
     _check_methods(inner, methods)
+    saved = None if plan is None else as_plans(plan)
+    if example_inputs is not None:
+        arguments_of(example_inputs)
     if is_converted(inner):
+        at_once = [("plan", plan), ("example_inputs", example_inputs)]
+        unused = " and ".join(name for name, value in at_once if value is not None)
         warn(
             f"{type(inner).__name__} is converted already; restore() it to change its policy or "
-            f"its methods"
+            f"its methods{unused and f'. Not used: {unused}'}"
         )
     else:
         is_called = _calls_modules_way(type(inner))
@@ -108,7 +113,6 @@ def convert(
                 f"{given} matches no path in {type(inner).__name__}.named_modules(); correct or "
                 f"remove it.{did_you_mean(glob, paths)}"
             )
-        saved = None if plan is None else as_plans(plan)
         _convert(inner, policy, saved, example_inputs, tuple(dict.fromkeys(methods)))
         if not is_called:
             conversion_of(inner).is_awaited = False  # it was told of
@@ -129,7 +133,7 @@ def _convert(
     model: nn.Module,
     policy: Policy,
     saved: Saved | None,
-    example_inputs: Any,
+    example_inputs: Batch | None,
     methods: Sequence[str] = (),
 ) -> None:
     if saved is not None:

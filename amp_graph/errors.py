@@ -67,7 +67,11 @@ class ConversionWarning(UserWarning):
     of it slower than before."""
 
 
-_PACKAGES = tuple(os.path.dirname(file) + os.sep for file in (__file__, str(torch.__file__)))
+# Also Python's contextlib: a context manager that decorates a function has a frame of its own.
+_NOT_OF_USER = (
+    contextlib.contextmanager.__code__.co_filename,
+    *(os.path.dirname(file) + os.sep for file in (__file__, str(torch.__file__))),
+)
 _told: set[str] = set()
 _tell: list[Callable[[str], None]] = []
 
@@ -107,7 +111,7 @@ def _depth_of_user() -> int:
     PyTorch; 1 if there is none."""
     frames = traceback.walk_stack(sys._getframe(1))
     files = (frame.f_code.co_filename for frame, _ in frames)
-    return next((i for i, file in enumerate(files) if not file.startswith(_PACKAGES)), 1)
+    return next((i for i, file in enumerate(files) if not file.startswith(_NOT_OF_USER)), 1)
 
 
 def in_words(error: BaseException) -> str:

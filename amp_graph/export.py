@@ -30,15 +30,15 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.backend.decide import Lifted, Traced, decide
-from amp_graph.calls.conversion import found_conversion
+from amp_graph.calls.conversion import asked_for
 from amp_graph.dynamo_changes.logs import quiet_logs
 from amp_graph.errors import AmpGraphError, PolicyError, in_brief, warn
 from amp_graph.graphs.aten import CAST
 from amp_graph.graphs.fake import fake_mode_of
 from amp_graph.graphs.input_names import Names
 from amp_graph.modules import unwrapped
-from amp_graph.plans.plan_file import PlanSource, as_plans
-from amp_graph.policy import Policy, as_policy
+from amp_graph.plans.plan_file import PlanSource
+from amp_graph.policy import PolicySource
 from amp_graph.reasons import why_nothing_is_low
 
 SHAPES = (Mapping, tuple, list, ShapesCollection, AdditionalInputs, type(None))
@@ -52,7 +52,7 @@ def export(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    policy: Policy | str | torch.dtype | None = None,
+    policy: PolicySource = None,
     plan: PlanSource | None = None,
     dynamic_shapes: Any = None,
 ) -> ExportedProgram:
@@ -69,13 +69,8 @@ def export(
     and PlanError as `convert` does, and AmpGraphError if the program cannot be rewritten or what
     the model is to be exported with is of the wrong kind.
     """
-    conversion = found_conversion(model)
-    saved = None if plan is None else as_plans(plan)
-    if conversion is not None and policy is None:
-        policy, saved = conversion.policy, saved or conversion.compiler.saved
-    chosen = as_policy(policy).uncompiled()
-    if saved is not None:
-        chosen = chosen.following(saved)
+    chosen, saved = asked_for(model, policy, plan)
+    chosen = chosen.uncompiled()
     if chosen.output_dtype is not None:
         raise PolicyError("output_dtype: a program returns the dtypes of the model; leave it out")
     _check_kinds(args, kwargs, dynamic_shapes)
@@ -134,7 +129,12 @@ def _names(exported: ExportedProgram, inputs: Sequence[Any]) -> Names:
     signature = exported.graph_signature
     targets = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     given = zip(exported.graph.find_nodes(op="placeholder"), inputs, strict=True)
-    return Names(modules, {id(x): targets[n.name] for n, x in given if n.name in targets})
+    stored = {id(x): (n.name, targets[n.name]) for n, x in given if n.name in targets}
+    return Names(
+        modules,
+        {key: target for key, (_, target) in stored.items()},
+        buffers={k for k, (name, _) in stored.items() if name in signature.inputs_to_buffers},
+    )
 
 
 def _rewritten(exported: ExportedProgram, lifted: Lifted) -> ExportedProgram:

@@ -36,7 +36,7 @@ def check_file(file: str | Path) -> None:
 def check_folder(folder: str | Path) -> Path:
     """Refuse a folder that cannot be made or written to; its path. Raises AmpGraphError."""
     path = as_path(folder)
-    existing = next(p for p in (path, *path.parents) if p.exists())
+    existing = next(p for p in (path, *path.parents) if os.path.exists(p))
     if not existing.is_dir():
         raise AmpGraphError(f"{path}: {str(existing)!r} is a file; give a folder")
     if not os.access(existing, os.W_OK):

@@ -124,6 +124,7 @@ class NodeFacts:
     writes: tuple[str, ...] = ()
     external: bool = False
     is_parameter: bool = False
+    is_buffer: bool = False
     user_cast: bool = False
     asked: bool = False
     recorded: bool = field(default=False, compare=False)

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import CodeType, FunctionType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -212,7 +212,11 @@ def weak_method(method: Run) -> Run:
     return call
 
 
-def call_with(call: Run, batch: Any) -> Any:
+Batch: TypeAlias = torch.Tensor | Sequence[Any] | Mapping[str, Any]
+"""A tensor, positional arguments as a sequence, or keyword arguments as a mapping."""
+
+
+def call_with(call: Run, batch: Batch) -> Any:
     """Call on a batch."""
     args, kwargs = arguments_of(batch)
     return call(*args, **kwargs)

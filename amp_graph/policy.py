@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -215,7 +215,11 @@ class Policy:
         return lists if self.lists is None else lists.merged(self.lists)
 
 
-def as_policy(policy: Policy | str | torch.dtype | None) -> Policy:
+PolicySource: TypeAlias = Policy | str | torch.dtype | None
+"""A policy, its low precision alone, or nothing: the low precision of the device."""
+
+
+def as_policy(policy: PolicySource) -> Policy:
     """A Policy from what `convert(model, policy=...)` accepts. Raises PolicyError."""
     if isinstance(policy, Policy):
         return policy

@@ -100,7 +100,11 @@ WRONG = {
     "LISTS": ("no.toml", "no.toml: cannot be read"),
     "DENYLIST_ADD": ("aten.no_such", "group 'AMP_GRAPH_DENYLIST_ADD'"),
     "ALLOWLIST_REMOVE": ("aten.gelu", "'aten.gelu' is on the infer list"),
-    "DUMP": (__file__, f"AMP_GRAPH_DUMP={__file__}: there is a file; give a folder"),
+    "DUMP": (__file__, f"AMP_GRAPH_DUMP={__file__}: {__file__!r} is a file; give a folder"),
+    "DUMP ": (
+        f"{__file__}/x",
+        f"AMP_GRAPH_DUMP={__file__}/x: {__file__!r} is a file; give a folder",
+    ),
     "DTYP": ("float16", "AMP_GRAPH_DTYP is not known; there are AMP_GRAPH_ENABLE, "),
 }
 
@@ -123,11 +127,11 @@ def test_what_are_no_settings(given):
 
 def test_dtype_and_loss_scale(start):
     for variables, dtype, scale in (
-        ({}, "torch.bfloat16", None),
-        ({"DTYPE": "float16"}, "torch.float16", 2.0**16),
-        ({"DTYPE": "FLOAT16", "LOSS_SCALE": "Dynamic"}, "torch.float16", 2.0**16),
-        ({"DTYPE": "float16", "LOSS_SCALE": "none"}, "torch.float16", None),
-        ({"DTYPE": "bfloat16", "LOSS_SCALE": "128"}, "torch.bfloat16", 128.0),
+        ({}, "bfloat16", None),
+        ({"DTYPE": "float16"}, "float16", 2.0**16),
+        ({"DTYPE": "FLOAT16", "LOSS_SCALE": "Dynamic"}, "float16", 2.0**16),
+        ({"DTYPE": "float16", "LOSS_SCALE": "none"}, "float16", None),
+        ({"DTYPE": "bfloat16", "LOSS_SCALE": "128"}, "bfloat16", 128.0),
     ):
         installation, model = start(**variables), net()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -14,6 +14,7 @@ from planted import Planted, inputs
 from torch import nn
 
 import amp_graph
+from amp_graph import PlanError
 from amp_graph.ir import Color
 from amp_graph.numerics.smallest import smallest
 
@@ -42,6 +43,23 @@ def test_a_calibrated_plan_is_followed_and_finite(tmp_path: Path) -> None:
     plan = amp_graph.plans(model)[0]
     assert plan.paints["mul"].rule == "calibrated" and "overflow" in plan.paints["mul"].because
     assert plan.paints["linear_3"].color is Color.ALLOW and "linear_3" in plan.low
+
+
+def test_plans_are_looked_at_as_a_converted_model_is() -> None:
+    model, x = Planted("overflow"), inputs()
+    plans = amp_graph.calibrate(model, [x], 0.1, policy="float16").plans
+    assert amp_graph.compare(model, x, plan=plans).outputs <= 0.1
+    assert amp_graph.find_nonfinite(model, x, plan=plans) is None
+    again = amp_graph.calibrate(model, [x], 0.1, plan=plans)
+    assert not again.denied and again.plans[0].paints["mul"].rule == "calibrated"
+    amp_graph.convert(model, policy="float16")
+    assert amp_graph.compare(model, x).outputs == float("inf")
+    assert amp_graph.compare(model, x, plan=plans).outputs <= 0.1
+    for look in (amp_graph.compare, amp_graph.find_nonfinite):
+        with pytest.raises(PlanError, match="none of its plans is for this graph"):
+            look(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), x, plan=plans)
+        with pytest.raises(PlanError, match="the policy asks for bfloat16"):
+            look(model, x, policy="bfloat16", plan=plans)
 
 
 @pytest.mark.parametrize(("fault", "bound"), [("underflow", 1.5e-3), ("nan", 0.1)])

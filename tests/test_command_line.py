@@ -33,6 +33,9 @@ def small():
     torch.manual_seed(0)
     return Net(), (torch.randn(4, 8),)
 
+def scored():
+    return nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 8)), torch.randn(4, 8)
+
 def full():
     model, batch = small()
     return model, [batch, {"x": torch.randn(6, 8)}], lambda y: y.abs().mean()
@@ -85,6 +88,14 @@ def test_explain(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads((folder / "e.json").read_text())["model"] == "Net"
 
 
+def test_the_level_of_a_policy(folder: Path) -> None:
+    options = ["--dtype", "bfloat16", "--level"]
+    for level in ("safe", "balanced"):
+        torch._dynamo.reset()
+        assert main(["dump", "models_here:scored", level, *options, level]) == 0
+    assert main(["diff", "safe/plan.json", "balanced/plan.json"]) == 1
+
+
 def test_dump_and_a_plan_from_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dump", "models_here:small", "out", "--dtype", "float16"]) == 0
     assert (folder / "out" / "index.html").exists()
@@ -120,6 +131,10 @@ def test_calibrate_and_diff(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["calibrate", "models_here:full", *options]) == 0
     assert "denied" in capsys.readouterr().out
     assert amp_graph.load_plan("plan.json")
+    torch._dynamo.reset()
+    again = ["--plan", "plan.json", "--bound", "0.1", "--output", "again.json"]
+    assert main(["calibrate", "models_here:full", *again]) == 0
+    assert "0 nodes denied" in capsys.readouterr().out
     torch._dynamo.reset()
     assert main(["compare", "models_here:full", "--plan", "plan.json", "--bound", "0.1"]) == 0
     torch._dynamo.reset()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import io
+import json
 import logging
 import logging.handlers
 import re
@@ -14,6 +16,7 @@ import torch
 from counting import LOW, tensors
 from expecttest import assert_expected_inline
 from nets import Net
+from rich.console import Console
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -94,6 +97,20 @@ def test_operators_and_activation_bytes_equal_those_of_a_run() -> None:
     assert whole.bytes.total == ran.bytes.total()
 
 
+def test_a_report_is_saved_and_shows_itself_as_it_prints(tmp_path) -> None:
+    model = amp_graph.convert(Mixed(), policy="bfloat16")
+    model(torch.randn(4, 8))
+    report = amp_graph.explain(model)
+    report.save(tmp_path / "report.json")
+    assert json.loads((tmp_path / "report.json").read_text())["model"] == "Mixed"
+    with pytest.raises(AmpGraphError, match="cannot be written"):
+        report.save(tmp_path / "none" / "report.json")
+    shown = io.StringIO()
+    Console(file=shown, width=report.WIDTH, color_system=None).print(report)
+    assert repr(report) == str(report)
+    assert [line.rstrip() for line in shown.getvalue().splitlines()] == str(report).splitlines()
+
+
 def test_the_text_of_a_report() -> None:
     model = amp_graph.convert(
         Mixed(), policy=Policy(dtype="bfloat16", overrides=(Override("deny", module="second"),))
@@ -139,7 +156,7 @@ def test_breaks_and_fallbacks_are_named() -> None:
     with pytest.warns(ConversionWarning):
         wrapped.__dict__["_call_impl"].compiler.record.fall_back(0, "planted")
     text = str(amp_graph.explain(wrapped))
-    assert "graph0 runs as captured: planted" in text
+    assert "graph 0 runs as captured: planted" in text
     assert "0% of operators" in text
 
 

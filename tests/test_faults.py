@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import warnings
 from typing import Any
@@ -84,8 +85,10 @@ def test_a_graph_that_cannot_be_retraced_runs_under_autocast(
 
     monkeypatch.setattr(sys.modules["amp_graph.backend.decide"], "retrace", broken)
     _, converted = pair
-    with MatmulCounter() as counter:
+    with MatmulCounter() as counter, pytest.warns(ConversionWarning) as warned:
         assert converted(X).dtype is torch.float32
+        line = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
+    assert {(w.filename, w.lineno) for w in warned} == {(__file__, line)}
     assert counter.low_share == 1
     (plan,) = amp_graph.plans(converted)
     assert plan.autocast and "planted in retrace" in str(plan.fallback)

@@ -3,11 +3,15 @@ model's code does."""
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import amp_graph
+from amp_graph import Plan
+from amp_graph.inspection.spelling import input_kind
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -44,6 +48,45 @@ def test_stored_tensors_go_by_their_paths() -> None:
     assert sorted(labels(model)) == sorted([*stored, "x"])
     program = amp_graph.export(Spelled(), (torch.randn(2, 4),), policy="bfloat16")
     assert "x_bfloat16" in program.graph_module.code
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.layer.register_buffer("shift", torch.ones(4))
+        self.kept = torch.ones(4)
+
+    def forward(self, x: Tensor, ring_buffers_x: Tensor) -> Tensor:
+        return self.layer(x) + self.layer.shift + self.kept + ring_buffers_x
+
+
+KINDS = {
+    "layer.weight": "parameter",
+    "layer.bias": "parameter",
+    "layer.shift": "buffer",
+    "kept": "input",
+    "x": "input",
+    "ring_buffers_x": "input",
+}
+
+
+def kinds(plan: Plan) -> dict[str, str]:
+    return {f.label: input_kind(f) for f in plan.facts.values() if f.op == "placeholder"}
+
+
+def test_a_buffer_is_told_from_an_argument_of_such_a_name(monkeypatch, tmp_path) -> None:
+    model, given = Shifted(), (torch.ones(2, 4), torch.ones(4))
+    exports, exported = sys.modules["amp_graph.export"], []
+    decide = exports.decide
+    monkeypatch.setattr(exports, "decide", lambda *a: exported.append(decide(*a)) or exported[0])
+    amp_graph.export(model, given, policy="bfloat16")
+    amp_graph.convert(model, policy="bfloat16")(*given)
+    (plan,) = amp_graph.plans(model)
+    assert kinds(plan) == KINDS
+    assert KINDS.items() - kinds(exported[0].plan).items() == {("kept", "input")}  # a constant
+    amp_graph.save_plan(plan, tmp_path / "plan.json")
+    assert kinds(amp_graph.load_plan(tmp_path / "plan.json")[0]) == KINDS
 
 
 class Taking(nn.Module):

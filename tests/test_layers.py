@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
+import typing
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+
+import amp_graph
 
 PACKAGE = Path(__file__).parents[1] / "amp_graph"
 # Each imports from those before it in the list, and within itself.
@@ -46,6 +50,27 @@ def imported(file: Path) -> Iterator[str]:
 def test_every_part_has_its_layer() -> None:
     files, folders = PACKAGE.glob("*.py"), PACKAGE.glob("*/__init__.py")
     assert {*LAYERS} == {*(f.stem for f in files), *(f.parent.name for f in folders)}
+
+
+def test_no_import_of_the_package_hides_in_a_function() -> None:
+    """As one that closes a circle would."""
+    hidden = []
+    for file in PACKAGE.rglob("*.py"):
+        nodes = ast.walk(ast.parse(file.read_text()))
+        functions = (node for node in nodes if isinstance(node, ast.FunctionDef))
+        for node in chain.from_iterable(map(ast.walk, functions)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("amp_graph"):
+                hidden.append(f"{file.relative_to(PACKAGE)}: {ast.unparse(node)}")
+    assert not hidden
+
+
+def test_what_public_functions_return_has_a_public_name() -> None:
+    public = [getattr(amp_graph, name) for name in amp_graph.__all__]
+    for function in filter(inspect.isfunction, public):
+        returned = typing.get_type_hints(function).get("return")
+        for kind in (returned, *typing.get_args(returned)):
+            if isinstance(kind, type) and kind.__module__.startswith("amp_graph"):
+                assert kind in public, function.__name__
 
 
 def test_imports_point_down() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import runpy
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,15 @@ import amp_graph
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 X = torch.randn(4, 8)
 Read = Callable[[], Any]
+
+
+@pytest.mark.parametrize("gone", ["set_default_tensor_type", "DoubleTensor"])
+def test_names_that_pytorch_no_longer_has_are_done_without(gone, monkeypatch):
+    monkeypatch.delattr(torch, gone)
+    folder = Path(amp_graph.__file__).parent / "dynamo_changes"
+    setters = runpy.run_path(str(folder / "left_to_python.py"))["SETTERS"]
+    legacy = runpy.run_path(str(folder / "listed_numbers.py"))["LEGACY"]
+    assert torch.set_default_dtype in setters and torch.LongTensor in legacy
 
 
 @contextmanager

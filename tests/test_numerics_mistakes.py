@@ -138,8 +138,8 @@ class Whole(Inside):
 @pytest.mark.parametrize(
     ("kind", "fallback", "nodes"),
     [
-        (Whole, "graph0: runs under autocast: not retraced", 0),
-        (Inside, "graph0.fwd_body_0: runs in float32: not retraced", 1),
+        (Whole, "graph 0: runs under autocast: not retraced", 0),
+        (Inside, "graph 0, fwd_body_0: runs in float32: not retraced", 1),
     ],
 )
 def test_what_cannot_be_looked_into_is_told(

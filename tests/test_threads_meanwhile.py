@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 import amp_graph
+from amp_graph.calls.conversion import restore_all
+from amp_graph.convert import convert_at_first_call
+from amp_graph.policy import Policy
 from amp_graph.training import weights
 from amp_graph.training.weights import LowPrecisionWeights
 
@@ -105,3 +109,29 @@ def test_a_tracer_gets_the_code_of_its_own_thread() -> None:
     program = make_fx(traced)(X)
     assert torch.equal(program(X), exact)
     assert torch.equal(others[0], expected) and not torch.equal(exact, expected)
+
+
+def test_models_are_restored_while_others_are_converted() -> None:
+    """By `undo()`, while another thread calls what is converted then."""
+    models, policies = (
+        [nn.Linear(2, 2) for _ in range(500)],
+        (Policy("bfloat16"), Policy("float16")),
+    )
+    before, is_over = sys.getswitchinterval(), threading.Event()
+
+    def convert() -> None:
+        for model in models:
+            convert_at_first_call(model, policies[0])
+        is_over.set()
+
+    def restore() -> None:
+        while not is_over.is_set():
+            restore_all(policies[1])
+
+    sys.setswitchinterval(1e-6)
+    try:
+        assert at_once(2, lambda k: (convert, restore)[k]()) == [None, None]
+    finally:
+        sys.setswitchinterval(before)
+    restore_all(policies[0])
+    assert not any(map(amp_graph.is_converted, models))

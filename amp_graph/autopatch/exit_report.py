@@ -13,6 +13,7 @@ from amp_graph.autopatch.script_models import Model, alike_together, folded
 from amp_graph.autopatch.standard_error import say
 from amp_graph.capture.breaks import each_once
 from amp_graph.convert import is_converted
+from amp_graph.dtypes import dtype_name
 from amp_graph.inspection import render
 from amp_graph.inspection.dump import dump
 from amp_graph.inspection.spelling import byte_count, plural
@@ -86,7 +87,7 @@ def describe(model: Model) -> dict[str, Any]:
         unsized += runs * len(plan.unsized_casts)
     described = named | {
         "converted": any(plan.converts for plan in model.record.plans),
-        "dtype": str(dtype_of(model.record.plans)) if model.record.plans else "",
+        "dtype": dtype_name(dtype_of(model.record.plans)) if model.record.plans else "",
         "graphs": len(model.record.plans),
         "runs": model.record.runs.total(),
         "operators": total,

@@ -33,6 +33,7 @@ from amp_graph.autopatch.script_models import Model
 from amp_graph.autopatch.standard_error import say
 from amp_graph.capture.captures import other_captures_heard
 from amp_graph.errors import AmpGraphError, PolicyError, did_you_mean, in_brief, in_words, telling
+from amp_graph.files import check_folder
 from amp_graph.ir import COLORS, LEVELS
 from amp_graph.policy import COMPILERS, EMULATION, REFRESH, Policy
 from amp_graph.training.optimizers import scales_expected
@@ -100,11 +101,8 @@ class Settings:
             compiler=_choice(given, "AMP_GRAPH_COMPILER", ("", *COMPILERS)) or "eager",
         )
         policy.load_lists()
-        dump = given.get("AMP_GRAPH_DUMP")
-        if dump and Path(dump).exists() and not Path(dump).is_dir():
-            raise PolicyError(f"AMP_GRAPH_DUMP={dump}: there is a file; give a folder")
         verbose = _choice(given, "AMP_GRAPH_VERBOSE", YES + NO) in YES
-        return cls(policy, Path(dump) if dump else None, verbose)
+        return cls(policy, _folder(given, "AMP_GRAPH_DUMP"), verbose)
 
 
 def _choice(given: Mapping[str, str], name: str, legal: tuple[str, ...]) -> str:
@@ -112,6 +110,13 @@ def _choice(given: Mapping[str, str], name: str, legal: tuple[str, ...]) -> str:
     if value not in legal:
         raise PolicyError(f"{name}={given[name]}: choose one of {', '.join(v for v in legal if v)}")
     return value
+
+
+def _folder(given: Mapping[str, str], name: str) -> Path | None:
+    try:
+        return check_folder(given[name]) if given.get(name) else None
+    except AmpGraphError as error:
+        raise PolicyError(f"{name}={error}") from error
 
 
 def _items(given: Mapping[str, str], name: str, separator: str = ",") -> list[str]:
@@ -157,7 +162,9 @@ class Installation:
         setattr(nn.Module, SLOT, self._patch)
 
     def undo(self) -> None:
-        """Restore the patched name and every model that was converted."""
+        """Restore the patched name and every model that was converted. What stays are hooks of
+        optimizer steps and what only calls what it is around (in `custom_functions`,
+        `explicit_scalers`)."""
         if nn.Module.__dict__.get(SLOT) is self._patch:
             setattr(nn.Module, SLOT, self._original)
         self.models.restore_all()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -21,20 +21,26 @@ from amp_graph.graphs.fake import is_estimate
 from amp_graph.kept import unchanged
 from amp_graph.modules import (
     CALL,
+    Batch,
     Entry,
     Run,
     call_with,
     is_rerouted,
+    living,
     plain_code,
     unwrapped,
     weak_method,
 )
 from amp_graph.plans.pins import Saved
-from amp_graph.policy import Policy
+from amp_graph.plans.plan_file import PlanSource, as_plans
+from amp_graph.policy import Policy, PolicySource, as_policy
 from amp_graph.results import map_tensors
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.optimizers import attach, detach, drop_scale, use_scale
 from amp_graph.uncaptured import never_captured
+
+T = TypeVar("T")
+ById: TypeAlias = weakref.WeakValueDictionary[int, T]  # threads may add to one while others read it
 
 
 class Entered(StandIn):
@@ -93,24 +99,20 @@ class Conversion(Entered):
     name = CALL
 
     def __init__(
-        self,
-        module: nn.Module,
-        policy: Policy,
-        saved: Saved | None = None,
-        methods: Sequence[str] = (),
+        self, module: nn.Module, policy: Policy, saved: Saved | None, methods: Sequence[str]
     ):
         super().__init__(module)
         self.policy, self.methods = policy, methods
         scale_for, name = weak_method(self.scale_for), type(module).__name__
         self.compiler = Compiler(policy, saved, scale_for, model=name)
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._optimizers: ById[Optimizer] = weakref.WeakValueDictionary()
         entries = (Entry(module, method) for method in (CALL, *methods))
         self._calls = {entry.method: CapturedCalls(entry, self.compiler) for entry in entries}
         is_alone = saved or policy.output_dtype
         self.policy_id = None if is_alone else self._calls[CALL].policy_id
         self.module_id = id(module)
         self.is_awaited = True  # its first call in which autograd records
-        self.copied_from: weakref.WeakSet[Conversion] = weakref.WeakSet()
+        self.copied_from: tuple[weakref.ref[Conversion], ...] = ()
 
     @property
     def conversion(self) -> Conversion:
@@ -146,29 +148,29 @@ class Conversion(Entered):
     def _use(self, scale: GraphScale) -> None:
         self.compiler.record.scale = scale
         use_scale(scale)
-        for optimizer in self._optimizers:
+        for optimizer in living(self._optimizers.valuerefs()):
             attach(optimizer, scale, self)
 
     def attach(self, optimizer: Optimizer) -> None:
         """Guard an optimizer from before its first step."""
-        if optimizer not in self._optimizers:
-            self._optimizers.add(optimizer)
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = optimizer
             attach(optimizer, self.scale, self)
 
     def open(self) -> None:
         """From now on the model's calls come here."""
         put_in(self)
-        _open.add(self)
+        _open[id(self)] = self
         await_call(self, self.module)
 
     def close(self) -> None:
         """The model runs its own code again."""
         self.is_awaited = False
         take_out(self.module)
-        _open.discard(self)
+        _open.pop(id(self), None)
         if self.scale is not None:
             drop_scale(self.scale)
-        for optimizer in self._optimizers:
+        for optimizer in living(self._optimizers.valuerefs()):
             detach(optimizer, self)
 
     def of_copy(self, own_code: Run) -> Run:
@@ -179,7 +181,7 @@ class Conversion(Entered):
     def convert_too(self, copied: nn.Module) -> None:
         """Convert a deep copy of the model alike; its loss scale goes on by itself."""
         conversion = Conversion(copied, self.policy, self.compiler.saved, self.methods)
-        conversion.copied_from.update((self, *self.copied_from))
+        conversion.copied_from = (weakref.ref(self), *self.copied_from)
         if self.scale is not None:
             conversion._use(self.scale.copy(copied.parameters))
         conversion.open()
@@ -207,10 +209,10 @@ class Conversion(Entered):
     def _end_waiting(self) -> None:
         """Also of the models that this one was copied from: its gradients may be given to them, as
         in federated or meta-learning."""
-        for each in (self, *self.copied_from):
+        for each in (self, *living(self.copied_from)):
             each.is_awaited = False
 
-    def capture_now(self, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
+    def capture_now(self, example_inputs: Batch) -> None:
         """Run the model once for its graphs; buffers and random state are put back."""
         with unchanged(self.module, parameters=False):  # which may not fit twice
             call_with(self.module, example_inputs)
@@ -219,12 +221,12 @@ class Conversion(Entered):
         return value.to(self.policy.output_dtype) if value.dtype is torch.float32 else value
 
 
-_open: weakref.WeakSet[Conversion] = weakref.WeakSet()
+_open: ById[Conversion] = weakref.WeakValueDictionary()
 
 
 def restore_all(policy: Policy) -> None:
     """The models that were converted by this very policy, and copies of them."""
-    for conversion in [*_open]:
+    for conversion in living(_open.valuerefs()):
         if conversion.policy is policy:
             conversion.close()
 
@@ -250,3 +252,16 @@ def conversion_of(model: nn.Module) -> Conversion:
     if conversion is None:
         raise AmpGraphError(f"{type(model).__name__} is not converted; {_what_to_do(model)}")
     return conversion
+
+
+def asked_for(
+    model: nn.Module, policy: PolicySource, plan: PlanSource | None
+) -> tuple[Policy, Saved | None]:
+    """The policy and plans to look at a model or export it with: what is given, else those that it
+    was converted with. Raises PolicyError and PlanError."""
+    conversion = found_conversion(model)
+    saved = None if plan is None else as_plans(plan)
+    if conversion is not None and policy is None:
+        policy, saved = conversion.policy, saved or conversion.compiler.saved
+    chosen = as_policy(policy)
+    return (chosen if saved is None else chosen.following(saved)), saved

@@ -83,7 +83,7 @@ def await_call(callee: Callee, model: nn.Module) -> None:
     """Tell of it if a model is trained, and no call of it recorded. Neither is kept alive."""
     _forget()
     _awaited.append(_Awaited(weakref.ref(callee), weakref.ref(model)))
-    hear_steps(_after_step)
+    hear_steps(after=_after_step)
 
 
 def _forget() -> None:

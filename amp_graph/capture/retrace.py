@@ -80,9 +80,9 @@ def retrace(
     """Return the ATen form of a Dynamo graph; `module` is left as it was.
 
     Every node of the result has `meta["val"]` (fake tensors), `meta["module_path"]` and
-    `stack_trace`, an input `meta["called"]`. Without `names`, a graph of a part of the model spells
-    paths from there on, or not at all. `inputs` are what it is called with, if that is known.
-    Raises CaptureError where it cannot be traced.
+    `stack_trace`, an input `meta["called"]` and `meta["is_buffer"]`. Without `names`, a graph of a
+    part of the model spells paths from there on, or not at all. `inputs` are what it is called
+    with, if that is known. Raises CaptureError where it cannot be traced.
     """
     if ASKS_FOR_LOW in module.meta:
         asking = module.meta[ASKS_FOR_LOW]
@@ -97,7 +97,7 @@ def retrace(
         node.meta["module_path"] = module_path(node, names.modules)
         for kind in filter(None, map(held_otherwise, tensors_of(node))):
             raise CaptureError(f"{node.name} is {kind}")
-    call_inputs(traced, names.of_inputs(module, inputs))
+    call_inputs(traced, names.of_inputs(module, inputs), names.buffers_of(module, inputs))
     mark_bodies(traced)
     return join_parts(traced)
 

@@ -14,6 +14,7 @@ from amp_graph.commands.factory import Subject, subject
 from amp_graph.convert import convert
 from amp_graph.dtypes import LOW_DTYPES
 from amp_graph.files import check_file
+from amp_graph.ir import LEVELS
 from amp_graph.kept import unchanged
 from amp_graph.modules import call_with
 from amp_graph.policy import Policy
@@ -48,6 +49,7 @@ def factory_argument(parser: ArgumentParser) -> None:
 def policy_arguments(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("what to convert, and how")
     group.add_argument("--dtype", choices=sorted(LOW_DTYPES), help="the low precision")
+    group.add_argument("--level", choices=[*LEVELS], help="how far tensors are narrowed")
     group.add_argument("--lists", metavar="FILE", help="operator lists of your own, as TOML")
     group.add_argument(
         "--keep-float32",
@@ -64,9 +66,11 @@ def plan_argument(parser: ArgumentParser) -> None:
 
 def policy_of(args: Namespace) -> Policy | None:
     """None if nothing of one is given: a model that the factory converted keeps its own then."""
-    if args.dtype is None and args.lists is None and not args.keep_float32:
+    asked = {name: getattr(args, name) for name in ("dtype", "level", "lists")}
+    given = {name: value for name, value in asked.items() if value is not None}
+    if not given and not args.keep_float32:
         return None
-    return Policy(dtype=args.dtype, lists=args.lists, keep_float32=tuple(args.keep_float32))
+    return Policy(**given, keep_float32=tuple(args.keep_float32))
 
 
 def check_files(*files: str | None) -> None:

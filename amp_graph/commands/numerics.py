@@ -9,7 +9,6 @@ from rich.text import Text
 from amp_graph.commands.command import (
     Command,
     check_files,
-    converted,
     factory_argument,
     out,
     plan_argument,
@@ -19,7 +18,8 @@ from amp_graph.commands.command import (
 )
 from amp_graph.commands.factory import subject
 from amp_graph.numerics.calibrate import calibrate
-from amp_graph.numerics.compare import check_drawing, compare
+from amp_graph.numerics.compare import compare
+from amp_graph.numerics.comparison import check_drawing
 
 
 def _numerics_arguments(parser: ArgumentParser) -> None:
@@ -27,6 +27,7 @@ def _numerics_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--loss-scale", type=_scale, default=1.0, help="what backward starts from (1)"
     )
+    plan_argument(parser)
     policy_arguments(parser)
 
 
@@ -35,21 +36,21 @@ def _compare_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures to a file, too")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw the exponents of the gradients")
     parser.add_argument("--bound", type=_bound, help="exit with 1 if an error is above this")
-    plan_argument(parser)
 
 
 def _compare(args: Namespace) -> int:
     check_files(args.json, args.plot)
     if args.plot:
         check_drawing(args.plot)
-    made = converted(args) if args.plan is not None else subject(args.factory)
+    made = subject(args.factory)
     with working(f"running {args.factory} in float32 and in mixed precision"):
         found = compare(
             made.model,
             made.batches[0],
             loss=made.loss,
             loss_scale=args.loss_scale,
-            policy=policy_of(args) if args.plan is None else None,
+            policy=policy_of(args),
+            plan=args.plan,
         )
     out.print(found)
     if args.json:
@@ -101,6 +102,7 @@ def _calibrate(args: Namespace) -> int:
             loss=made.loss,
             loss_scale=args.loss_scale,
             policy=policy_of(args),
+            plan=args.plan,
             progress=tell,
         )
     found.save(args.output)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from amp_graph.files import check_folder
 from amp_graph.inspection.difference import diff
 from amp_graph.inspection.dump import dump
 from amp_graph.inspection.explain import explain
-from amp_graph.plans.plain_json import encode
 
 
 def _explain_arguments(parser: ArgumentParser) -> None:
@@ -44,7 +42,7 @@ def _explain(args: Namespace) -> int:
     report = explain(converted(args).model, depth=args.depth)
     out.print(report)
     if args.json:
-        Path(args.json).write_text(json.dumps(encode(report.data), indent=1) + "\n")
+        report.save(args.json)
     return 0
 
 

@@ -37,7 +37,7 @@ from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariab
 from torch._dynamo.variables.misc import RandomVariable
 
 from amp_graph.dynamo_changes.ended_graphs import end_graph
-from amp_graph.dynamo_changes.replaced import calls_inside, method_inside
+from amp_graph.dynamo_changes.replaced import calls_inside, method_inside, those_of
 
 NAMES = {
     torch: (
@@ -76,8 +76,10 @@ PREFIXES = (
     "_set_sdp_use_",
     "_set_warnAlways",
 )
-SETTERS = [getattr(place, name) for place, names in NAMES.items() for name in names]
-SETTERS += [getattr(torch._C, name) for name in dir(torch._C) if name.startswith(PREFIXES)]
+SETTERS = [
+    *(f for place, names in NAMES.items() for f in those_of(place, names)),
+    *(getattr(torch._C, name) for name in dir(torch._C) if name.startswith(PREFIXES)),
+]
 
 
 @contextlib.contextmanager

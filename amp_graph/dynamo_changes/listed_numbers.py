@@ -38,7 +38,7 @@ from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, UnspecializedPythonVariable
 
 from amp_graph.dynamo_changes.ended_graphs import end_graph
-from amp_graph.dynamo_changes.replaced import calls_inside
+from amp_graph.dynamo_changes.replaced import calls_inside, those_of
 
 MANY = 256
 MAKING = (torch.tensor, torch.as_tensor, torch.asarray)
@@ -47,7 +47,7 @@ SEQUENCES = ListVariable | TupleVariable
 NUMBERS = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
 LEGACY = (
     torch.Tensor,
-    *(getattr(place, f"{number}Tensor") for place in (torch, torch.cuda) for number in NUMBERS),
+    *(t for place in (torch, torch.cuda) for t in those_of(place, [f"{n}Tensor" for n in NUMBERS])),
 )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -52,6 +52,11 @@ def calls_inside(
         return change(method, variable, *called)
 
     return method_inside(kind, "call_function", call)
+
+
+def those_of(place: ModuleType, names: Iterable[str]) -> list[Any]:
+    """What a module of PyTorch's has by these names; of what is deprecated it may have nothing."""
+    return [getattr(place, name) for name in names if hasattr(place, name)]
 
 
 @contextlib.contextmanager

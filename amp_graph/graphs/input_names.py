@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import fx, nn
 
 from amp_graph.graphs.aten import bodies_of
 
+BUFFER = re.compile(r".*\._buffers\['(?:[^'\\]|\\.)*'\]")  # where Dynamo found one
 PARTS = re.compile(r"\._(?:modules|parameters|buffers)\['((?:[^'\\]|\\.)*)'\]")
 
 
@@ -31,6 +32,7 @@ class Names:
 
     modules: the path of each by its id as a string, which is how Dynamo refers to it.
     stored: the path of each parameter and buffer by its id.
+    buffers: the ids of those that are buffers.
     arguments: of what a graph begins with, if it is a call of the model: its arguments by position.
     rest: what holds those that follow.
     """
@@ -39,14 +41,16 @@ class Names:
     stored: Mapping[int, str] = field(default_factory=dict)
     arguments: Sequence[str] | None = None
     rest: str = "args"
+    buffers: Collection[int] = frozenset()
 
     @classmethod
     def of(cls, model: nn.Module, called: Any = None) -> Names:
         """`called`: the method of the model that a graph begins with, if it does with one."""
         modules = {str(id(module)): path for path, module in model.named_modules()}
-        stored = [*nn.Module.named_buffers(model), *nn.Module.named_parameters(model)]
-        by_id = {id(tensor): path for path, tensor in stored}
-        return cls(modules, by_id, *_signature(called))
+        buffers = {id(tensor): path for path, tensor in nn.Module.named_buffers(model)}
+        parameters = {id(tensor): path for path, tensor in nn.Module.named_parameters(model)}
+        stored = buffers | parameters
+        return cls(modules, stored, *_signature(called), buffers=buffers.keys() - parameters.keys())
 
     def of_inputs(self, module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, str]:
         """What it calls the inputs of a graph of Dynamo's, by their names there. `inputs` are what
@@ -56,9 +60,16 @@ class Names:
         stored = ((n, self.stored.get(id(x))) for n, x in zip(placeholders, inputs, strict=False))
         return found | {n.name: path for n, path in stored if path is not None}
 
+    def buffers_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> set[str]:
+        """Those of the inputs of such a graph that are buffers."""
+        placeholders = module.graph.find_nodes(op="placeholder")
+        known = {
+            n.name for n, x in zip(placeholders, inputs, strict=False) if id(x) in self.buffers
+        }
+        return known | {n.name for n in placeholders if BUFFER.fullmatch(_source(n))}
+
     def _spelled(self, node: fx.Node) -> str:
-        source = getattr(getattr(node, "_dynamo_source", None), "name", None)
-        where = re.fullmatch(r"[LG]\['(\w+)'\](.*)", str(source() if callable(source) else source))
+        where = re.fullmatch(r"[LG]\['(\w+)'\](.*)", _source(node))
         if where is None:
             return node.name
         root, rest = where.groups()
@@ -82,13 +93,20 @@ class Names:
         return names[position] if position < len(names) else f"{self.rest}[{position - len(names)}]"
 
 
-def call_inputs(module: fx.GraphModule, names: Mapping[str, str]) -> None:
-    """Note in the meta of the inputs of a graph, and of those inside it, how they are `called`."""
+def call_inputs(module: fx.GraphModule, names: Mapping[str, str], buffers: Collection[str]) -> None:
+    """Note in the meta of the inputs of a graph, and of those inside it, how they are `called`, and
+    which are buffers."""
     for node in module.graph.nodes:
         if node.op == "placeholder" and node.name in names:
-            node.meta["called"] = names[node.name]
+            node.meta.update(called=names[node.name], is_buffer=node.name in buffers)
         for body in bodies_of(module, node).values():
-            call_inputs(body, names)
+            call_inputs(body, names, buffers)
+
+
+def _source(node: fx.Node) -> str:
+    """Where Dynamo found an input, in Python."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", None)
+    return str(name() if callable(name) else name)
 
 
 def _signature(function: Any) -> tuple[list[str] | None, str]:

@@ -11,19 +11,17 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from amp_graph.inspection.spelling import byte_count, count, line_of
-from amp_graph.inspection.terminal import columns, without_colors
+from amp_graph.inspection.terminal import Shown, columns
 from amp_graph.ir import Cast, Plan
 from amp_graph.plans.pins import Saved
 from amp_graph.plans.plan_file import PlanSource, as_plans
 from amp_graph.reasons import short_reason
-
-WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class GraphDifference:
 
 
 @dataclass(frozen=True, repr=False)
-class Difference:
+class Difference(Shown):
     """What `diff` returns: false if nothing differs. `only_before`, `only_after`: how many graphs
     have no counterpart."""
 
@@ -76,17 +74,9 @@ class Difference:
     def __bool__(self) -> bool:
         return bool(self.only_before or self.only_after) or any(not g.is_empty for g in self.graphs)
 
-    def __str__(self) -> str:
-        return without_colors(self.__rich__(), WIDTH)
-
-    __repr__ = __str__
-
-    def __rich__(self) -> RenderableType:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self:
-            return Text("The plans decide alike.")
-        return Group(*self._parts())
-
-    def _parts(self) -> Iterator[RenderableType]:
+            yield Text("The plans decide alike.")
         for graph in self.graphs:
             if not graph.is_empty:
                 yield Text(_title(graph), style="bold")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 from torch import nn
 
 from amp_graph.errors import AmpGraphError
+from amp_graph.files import as_path, writing
 from amp_graph.inspection.report import (
     CastFigures,
     Figures,
@@ -21,17 +25,17 @@ from amp_graph.inspection.report import (
     report_data,
 )
 from amp_graph.inspection.source import annotated_model
-from amp_graph.inspection.spelling import byte_count, count, flop_count, percent
+from amp_graph.inspection.spelling import byte_count, count, flop_count, graph_title, percent
 from amp_graph.inspection.template import template
-from amp_graph.inspection.terminal import columns, without_colors
+from amp_graph.inspection.terminal import Shown, columns
+from amp_graph.plans.plain_json import encode
 
-WIDTH = 110  # of the plain text
 CASTS_SHOWN = 8
 
 
 @dataclass(frozen=True, repr=False)
-class Report:
-    """What `explain` returns: `print` it, show it in a notebook, or read `data`.
+class Report(Shown):
+    """What `explain` returns: `print` it, show it in a notebook, `save` it, or read `data`.
 
     depth: how many levels of modules to show.
     """
@@ -39,13 +43,15 @@ class Report:
     data: ReportData
     depth: int = 3
 
-    def __str__(self) -> str:
-        return without_colors(self.__rich__(), WIDTH)
+    WIDTH: ClassVar[int] = 110
 
-    __repr__ = __str__
+    def save(self, path: str | Path) -> None:
+        """Write all figures as JSON. Raises AmpGraphError if the file cannot be written."""
+        with writing(file := as_path(path)):
+            file.write_text(json.dumps(encode(self.data), indent=1) + "\n", encoding="utf-8")
 
-    def __rich__(self) -> RenderableType:
-        return Group(*_parts(self.data, self.depth))
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from _parts(self.data, self.depth)
 
     def _repr_html_(self) -> str:
         return template("report.html").render(
@@ -144,7 +150,7 @@ def _graph_table(data: ReportData) -> Table:
     for graph in data.graphs:
         figures: Figures = graph.figures
         table.add_row(
-            graph.name,
+            graph_title(graph.name),
             str(graph.nodes),
             _fraction(figures.operators),
             percent(figures.flops.low, figures.flops.total),

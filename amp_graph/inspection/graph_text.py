@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from amp_graph.inspection.annotated import AnnotatedGraph, AnnotatedNode
-from amp_graph.inspection.spelling import aligned, byte_count, count, line_of
+from amp_graph.inspection.spelling import aligned, byte_count, count, graph_title, line_of
 
 HEADINGS = ("colour", "math", "storage", "node", "shape", "module", "line", "why")
 CALL_WIDTH = 84  # longer calls are cut to this many columns
@@ -28,7 +28,7 @@ def graph_text(graph: AnnotatedGraph) -> str:
 def _lines(graph: AnnotatedGraph) -> Iterator[str]:
     casts = [n.bytes for n in graph.nodes if n.makes_copy]
     moved = f", {count(len(casts), 'cast')} moving {byte_count(sum(casts))}" if casts else ""
-    yield f"{graph.name} in {graph.dtype}: {count(len(graph.nodes), 'node')}{moved}"
+    yield f"{graph_title(graph.name)} in {graph.dtype}: {count(len(graph.nodes), 'node')}{moved}"
     if graph.fallback:
         yield f"  {graph.fallback}"
     if graph.uncompiled:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from amp_graph.dtypes import LOW_DTYPES
 from amp_graph.inspection.annotated import AnnotatedGraph, AnnotatedNode
 from amp_graph.inspection.source import AnnotatedModel
+from amp_graph.inspection.spelling import graph_title
 from amp_graph.inspection.suggestions import Suggestion, suggestions
 from amp_graph.reasons import why_nothing_is_low
 
@@ -108,7 +109,10 @@ def report_data(model: AnnotatedModel) -> ReportData:
         unlisted=tuple(sorted({op for g in everything for op in g.unlisted})),
         breaks=model.breaks,
         fallbacks=tuple(
-            f"{g.name}: {why}" for g in everything for why in (g.fallback, g.uncompiled) if why
+            f"{graph_title(g.name)}: {why}"
+            for g in everything
+            for why in (g.fallback, g.uncompiled)
+            if why
         ),
         suggestions=suggestions(everything, model.breaks),
         nothing="" if any(p.converts for p in model.plans) else why_nothing_is_low(model.plans),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 
@@ -13,13 +14,18 @@ UNITS = ("KiB", "MiB", "GiB", "TiB")
 def input_kind(facts: NodeFacts) -> str:
     if facts.is_parameter:
         return "parameter"
-    return "buffer" if "_buffers_" in facts.name else "input"
+    return "buffer" if facts.is_buffer else "input"
 
 
 def module_of(facts: NodeFacts) -> str:
     """The path of the module that a node is in: an input is in none, though one reads it first."""
     is_input = facts.op == "placeholder" and input_kind(facts) == "input"
     return "" if is_input else facts.module_path
+
+
+def graph_title(name: str) -> str:
+    """`graph 0, wrap_body_0` of `graph0.wrap_body_0`, by which it goes in the names of files."""
+    return re.sub(r"^graph(?=\d)", "graph ", name).replace(".", ", ")
 
 
 def op_name(op: str) -> str:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from amp_graph.inspection.annotated import AnnotatedGraph, AnnotatedNode
-from amp_graph.inspection.spelling import byte_count, count, flop_count, line_of
+from amp_graph.inspection.spelling import byte_count, count, flop_count, graph_title, line_of
 
 FLOPS_PER_BYTE = 50  # how many cost as much time as a byte; the order is insensitive to it
 SHOWN = 3
@@ -177,11 +177,11 @@ TELL: dict[str, Tell] = {
 
 
 def _fallback(graph: AnnotatedGraph) -> Suggestion:
-    operators: Iterable[AnnotatedNode] = [n for n in graph.nodes if n.is_float]
+    operators = [n for n in graph.nodes if n.is_float]
     return Suggestion(
-        f"{graph.name} {graph.fallback}",
+        f"{graph_title(graph.name)} {graph.fallback}",
         "change that code, or keep the module that it is in out of the conversion",
-        len(list(operators)),
+        len(operators),
         sum(n.traffic for n in operators),
         sum(n.flops for n in operators),
     )

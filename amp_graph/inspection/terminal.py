@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import io
 from collections.abc import Container
+from typing import ClassVar
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
+from rich.text import Text
+
+
+class Shown:
+    """A result that prints as a terminal shows it, and shows itself so in a Python session. It has
+    either what Rich draws, or text of its own."""
+
+    WIDTH: ClassVar[int] = 120  # of the plain text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(str(self))
+
+    def __str__(self) -> str:
+        return without_colors(self, self.WIDTH)
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def without_colors(shown: RenderableType, width: int) -> str:

@@ -26,14 +26,18 @@ from torch import fx, nn
 from amp_graph.backend.rewrite import rewrite, saved_pins
 from amp_graph.errors import AmpGraphError
 from amp_graph.inspection.spelling import plural
+from amp_graph.inspection.terminal import Shown
 from amp_graph.ir import Color, Paint, Plan
-from amp_graph.numerics.compare import Beside, NodeNumerics, Reference, outcome_errors
+from amp_graph.modules import Batch
+from amp_graph.numerics.compare import Beside, Reference, outcome_errors
+from amp_graph.numerics.node_numerics import NodeNumerics
 from amp_graph.numerics.observer import Observer
 from amp_graph.numerics.outputs import check_loss
-from amp_graph.numerics.rerun import Batch, Loss, Outcome, Rerun, rerun_of
+from amp_graph.numerics.rerun import Loss, Outcome, Rerun, rerun_of
 from amp_graph.numerics.smallest import smallest
 from amp_graph.plans.pins import Pins
-from amp_graph.plans.plan_file import save_plan
+from amp_graph.plans.plan_file import PlanSource, save_plan
+from amp_graph.policy import PolicySource
 
 RULE = "calibrated"
 NEEDED = "needed to meet the bound"
@@ -46,7 +50,7 @@ Progress = Callable[[int, float], None]
 
 
 @dataclass(frozen=True, repr=False)
-class Calibration:
+class Calibration(Shown):
     """What `calibrate` returns.
 
     plans: for `convert(model, plan=...)`; denied nodes have the rule "calibrated" and the reason.
@@ -75,8 +79,6 @@ class Calibration:
         lines += [f"  graph {graph}  {name}: {reason}" for graph, name, reason in self.denied]
         return "\n".join(lines)
 
-    __repr__ = __str__
-
 
 def calibrate(
     model: nn.Module,
@@ -85,19 +87,21 @@ def calibrate(
     *,
     loss: Loss | None = None,
     loss_scale: float = 1.0,
-    policy: Any = None,
+    policy: PolicySource = None,
+    plan: PlanSource | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
     """Find nodes to deny, none of which could be left out, so that on each of `batches` the
     relative errors of outputs and of gradients of parameters are at most `bound`, and all finite.
 
-    For `loss`, `loss_scale` and `policy` see `compare`. `progress` is told the number of the trial
-    and its error. Raises AmpGraphError if nothing can be denied that helps, or for a bound that is
-    negative or not a number.
+    For `loss`, `loss_scale`, `policy` and `plan` see `compare`. `progress` is told the number of
+    the trial and its error. Raises AmpGraphError if nothing can be denied that helps, or for a
+    bound that is negative or not a number, and PlanError as `compare` does.
     """
     check_loss(loss, loss_scale)
     _check(batches, bound)
-    search = _Search(rerun_of(model, policy), list(batches), loss, loss_scale, bound, progress)
+    rerun = rerun_of(model, policy, plan)
+    search = _Search(rerun, list(batches), loss, loss_scale, bound, progress)
     before = search.error(())
     chosen: tuple[Node, ...] = ()
     reasons: dict[Node, str] = {}

@@ -6,130 +6,28 @@ until the mixed run has passed them, so that the memory needed is that of all ac
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from amp_graph.dtypes import dtype_name
-from amp_graph.errors import AmpGraphError
-from amp_graph.files import as_path, writing
 from amp_graph.inspection.spelling import op_name
 from amp_graph.ir import NodeFacts, Plan
+from amp_graph.modules import Batch
+from amp_graph.numerics.comparison import Comparison
+from amp_graph.numerics.node_numerics import NodeNumerics
 from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import check_loss
-from amp_graph.numerics.rerun import Batch, Loss, Outcome, Rerun, rerun_of
+from amp_graph.numerics.rerun import Loss, Outcome, Rerun, rerun_of
 from amp_graph.numerics.statistics import Statistics, exponents, relative_error, statistics
-from amp_graph.plans.plain_json import encode
+from amp_graph.plans.plan_file import PlanSource
+from amp_graph.policy import PolicySource
 from amp_graph.reasons import dtype_of, why_nothing_is_low
 
-FORMAT = "amp_graph comparison"
-SCHEMA = 1
 ALONE = "the model ran otherwise in float32, before; not compared"
-
-
-@dataclass(frozen=True)
-class NodeNumerics:
-    """One operator of a graph. `added` is how much larger the error of its value is than that of
-    any of its operands: where an error first appears. `call` counts the graphs that ran."""
-
-    node: str
-    label: str
-    operator: str
-    module: str
-    source: str
-    code: str
-    graph: int
-    body: str
-    call: int
-    low: bool
-    dtype: str
-    forward: Statistics
-    backward: Statistics | None
-    added: float
-
-    @property
-    def faults(self) -> float:
-        """The largest share of values or gradients that overflow or underflow."""
-        sides = [s for s in (self.forward, self.backward) if s is not None]
-        return max(max(s.underflow, s.overflow) for s in sides)
-
-    @property
-    def badness(self) -> tuple[bool, float, float]:
-        """What sorts the worst first: overflow, then the error that begins here, then underflow."""
-        backward = self.backward
-        overflow = self.forward.overflow + (backward.overflow if backward else 0.0)
-        return overflow > 0, self.added, self.faults
-
-
-@dataclass(frozen=True, repr=False)
-class Comparison:
-    """What `compare` returns.
-
-    nodes: in order of execution. outputs, loss, gradients: relative errors of the model's outputs,
-    its loss and the gradients of its parameters; infinite where one is not finite.
-    fallbacks: the graphs and bodies that run otherwise than asked, and why; of those that were not
-    looked into there are no nodes. nothing: why nothing was converted, if so.
-    gradient_exponents: how many gradients (of values and parameters, float32 run, multiplied by
-    the loss scale) have each exponent of 2.
-    """
-
-    model: str
-    dtype: str
-    loss_scale: float
-    outputs: float
-    loss: float
-    gradients: float
-    nodes: tuple[NodeNumerics, ...]
-    gradient_exponents: Mapping[int, int] = field(default_factory=dict)
-    gradient_zeros: int = 0
-    fallbacks: tuple[str, ...] = ()
-    nothing: str = ""
-
-    def worst(self, count: int = 10) -> tuple[NodeNumerics, ...]:
-        """The nodes that do the most harm, worst first."""
-        return tuple(sorted(self.nodes, key=lambda n: n.badness, reverse=True)[:count])
-
-    def underflows(self, count: int = 10) -> tuple[NodeNumerics, ...]:
-        """The nodes with the largest share of values or gradients that became zero."""
-        lost = [n for n in self.nodes if _underflow(n) > 0]
-        return tuple(sorted(lost, key=_underflow, reverse=True)[:count])
-
-    def first_above(self, bound: float) -> NodeNumerics | None:
-        """The first node in order of execution whose value is off by more than `bound`."""
-        return next((n for n in self.nodes if n.forward.error > bound), None)
-
-    def save(self, path: str | Path) -> None:
-        """Write all figures as JSON. Raises AmpGraphError if the file cannot be written."""
-        table = {"format": FORMAT, "schema": SCHEMA, **encode(self)}
-        with writing(file := as_path(path)):
-            file.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-
-    def plot(self, path: str | Path) -> None:
-        """Draw the histogram of gradient exponents as SVG, with float16's range marked. Raises
-        AmpGraphError for a file of another kind, or that cannot be written."""
-        check_drawing(path)
-        from amp_graph.numerics.report import histogram
-
-        with writing(file := as_path(path)):
-            file.write_text(histogram(self), encoding="utf-8")
-
-    def __str__(self) -> str:
-        from amp_graph.numerics.report import text
-
-        return text(self)
-
-    __repr__ = __str__
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        from amp_graph.numerics.report import table
-
-        yield table(self, options.max_width)
 
 
 def compare(
@@ -138,7 +36,8 @@ def compare(
     *,
     loss: Loss | None = None,
     loss_scale: float = 1.0,
-    policy: Any = None,
+    policy: PolicySource = None,
+    plan: PlanSource | None = None,
 ) -> Comparison:
     """Run `model` on one batch in float32 and in mixed precision, forward and backward, and
     compare every node.
@@ -147,19 +46,19 @@ def compare(
     `loss` makes a scalar of the output; without it the output's own loss is used, or the mean
     square of the outputs. Backward starts from `loss_scale` times the loss. The model, its
     gradients and the random state stay as they were; a model that is not converted is compared
-    with what `convert(model, policy=policy)` would make of it. Raises AmpGraphError for a batch,
-    loss or scale that is none.
+    with what `convert(model, policy=policy, plan=plan)` would make of it. Raises AmpGraphError for
+    a batch, loss or scale that is none, and PlanError for a plan that is not for the model.
     """
     check_loss(loss, loss_scale)
-    rerun, kept = rerun_of(model, policy), Reference()
+    rerun, kept = rerun_of(model, policy, plan), Reference()
     reference = rerun.run(batch, loss, kept, mixed=False, loss_scale=loss_scale)
     ran, seen = rerun.ran, Beside(rerun, kept)
     mixed = rerun.run(batch, loss, seen, mixed=True, loss_scale=loss_scale)
     outputs, lost, gradients = outcome_errors(reference, mixed)
     by_graph = rerun.plans()
     plans = [*by_graph.values()]
-    fallbacks = [f for i, plan in by_graph.items() for f in _fallbacks(f"graph{i}", plan)]
-    fallbacks += [f"graph{i}: {ALONE}" for i in dict.fromkeys(rerun.ran) if i not in ran]
+    fallbacks = [f for i, plan in by_graph.items() for f in _fallbacks(f"graph {i}", plan)]
+    fallbacks += [f"graph {i}: {ALONE}" for i in dict.fromkeys(rerun.ran) if i not in ran]
     for gradient in reference.gradients.values():
         kept.count(gradient * loss_scale)
     return Comparison(
@@ -181,13 +80,7 @@ def _fallbacks(name: str, plan: Plan) -> Iterator[str]:
     if plan.otherwise is not None:
         yield f"{name}: {plan.otherwise}{'' if plan.facts else '; not looked into'}"
     for inside, body in plan.bodies.items():
-        yield from _fallbacks(f"{name}.{inside}", body)
-
-
-def check_drawing(path: str | Path) -> None:
-    """Refuse a file for `Comparison.plot` that is to be of another kind. Raises AmpGraphError."""
-    if as_path(path).suffix.lower() not in ("", ".svg"):
-        raise AmpGraphError(f"{path}: the drawing is SVG; give a file that ends in .svg")
+        yield from _fallbacks(f"{name}, {inside}", body)
 
 
 def outcome_errors(reference: Outcome, mixed: Outcome) -> tuple[float, float, float]:
@@ -294,7 +187,3 @@ def _minus(error: float, inherited: float) -> float:
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 0
-
-
-def _underflow(node: NodeNumerics) -> float:
-    return max(node.forward.underflow, node.backward.underflow if node.backward else 0.0)

@@ -19,16 +19,20 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.dtypes import dtype_name
 from amp_graph.graphs.aten import captured_of
+from amp_graph.inspection.terminal import Shown
+from amp_graph.modules import Batch
 from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import check_loss
-from amp_graph.numerics.rerun import Batch, Loss, Outcome, Rerun, rerun_of
+from amp_graph.numerics.rerun import Loss, Outcome, Rerun, rerun_of
+from amp_graph.plans.plan_file import PlanSource
+from amp_graph.policy import PolicySource
 from amp_graph.watched import MINUS, NAN, PLUS, Gradients, kinds, own_numbers
 
 OUTSIDE = "code outside of the graphs"
 
 
 @dataclass(frozen=True, repr=False)
-class NonFinite:
+class NonFinite(Shown):
     """The first value or gradient that is not finite, in the order of execution.
 
     phase: "forward" or "backward".
@@ -63,8 +67,6 @@ class NonFinite:
         lines += ["    float32 has it too: precision is not the cause"] if self.in_float32 else []
         return "\n".join(lines)
 
-    __repr__ = __str__
-
 
 def find_nonfinite(
     model: nn.Module,
@@ -72,7 +74,8 @@ def find_nonfinite(
     *,
     loss: Loss | None = None,
     loss_scale: float = 1.0,
-    policy: Any = None,
+    policy: PolicySource = None,
+    plan: PlanSource | None = None,
 ) -> NonFinite | None:
     """Run `model` once in mixed precision, forward and backward, and name where the first value
     that is not finite comes from; the first that float32 does not have, or else the first of all.
@@ -81,10 +84,10 @@ def find_nonfinite(
     `loss` makes a scalar of the model's output; without it the output's own loss is used, or the
     mean square of the outputs. Backward starts from `loss_scale` times it. The model, its
     gradients and the random state stay as they were; a model that is not converted is looked at
-    as `convert(model, policy=policy)` would run it.
+    as `convert(model, policy=policy, plan=plan)` would run it.
     """
     check_loss(loss, loss_scale)
-    rerun = rerun_of(model, policy)
+    rerun = rerun_of(model, policy, plan)
     mixed = _Flags()
     outcome = rerun.run(batch, loss, mixed, mixed=True, loss_scale=loss_scale)
     unseen = next(_not_finite(outcome), None)

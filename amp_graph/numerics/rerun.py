@@ -1,6 +1,6 @@
 """Rerun: a model captured once more, each of its graphs run node by node under observation.
 
-    rerun = Rerun(model, policy)
+    rerun = rerun_of(model, policy, plan)
     rerun.run(batch, loss, observer, mixed=False)     the graphs as captured
     rerun.run(batch, loss, observer, mixed=True)      the graphs as emitted
 
@@ -12,7 +12,7 @@ Python code between graphs and the backward pass of a custom autograd function.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -23,24 +23,23 @@ from torch import fx, nn
 from amp_graph.backend.build import Built
 from amp_graph.backend.compiler import Compiler
 from amp_graph.backend.emulation import emulated_nodes
-from amp_graph.calls.conversion import found_conversion
+from amp_graph.calls.conversion import asked_for
 from amp_graph.capture.captures import Assembled, Caller, Captures, captured_names
 from amp_graph.capture.dynamo import is_of_capture
 from amp_graph.capture.frames import Frames
-from amp_graph.errors import AmpGraphError, CaptureError, ConversionWarning, in_words
+from amp_graph.errors import MISTAKES, AmpGraphError, CaptureError, ConversionWarning, in_words
 from amp_graph.ir import Plan
 from amp_graph.kept import unchanged
-from amp_graph.modules import Entry, call_with, plain_code, unwrapped
+from amp_graph.modules import Batch, Entry, call_with, plain_code, unwrapped
 from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import default_loss, floating
 from amp_graph.numerics.watched_graph import SEED, WatchedGraph
 from amp_graph.plans.matching import fingerprint
 from amp_graph.plans.pins import Saved
-from amp_graph.policy import Policy, as_policy
+from amp_graph.plans.plan_file import PlanSource
+from amp_graph.policy import Policy, PolicySource
 from amp_graph.results import map_tensors
 
-Batch: TypeAlias = torch.Tensor | Sequence[Any] | Mapping[str, Any]
-"""A tensor, positional arguments as a sequence, or keyword arguments as a mapping."""
 Loss: TypeAlias = Callable[[Any], torch.Tensor]
 """From the model's output to a scalar."""
 
@@ -63,7 +62,7 @@ class Rerun:
     replacement: what runs instead of an emitted graph, by index, if anything does.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy, saved: Saved | None = None):
+    def __init__(self, model: nn.Module, policy: Policy, saved: Saved | None):
         policy = policy.uncompiled()
         self.model = model
         self.compiler = Compiler(policy, saved, model=type(model).__name__)
@@ -143,6 +142,9 @@ class Rerun:
                     raise _not_captured(self.model)
                 return self._outcome(output, loss or default_loss, loss_scale)
         except Exception as error:
+            cause = getattr(error, "inner_exception", None)
+            if isinstance(cause, MISTAKES):
+                raise cause from None
             if not is_of_capture(error):
                 raise
             own = _own_error(self.model, batch)
@@ -244,11 +246,7 @@ def _not_captured(model: nn.Module) -> CaptureError:
     )
 
 
-def rerun_of(model: nn.Module, policy: Policy | str | torch.dtype | None) -> Rerun:
+def rerun_of(model: nn.Module, policy: PolicySource, plan: PlanSource | None) -> Rerun:
     """A rerun of a model, converted or not, without a data-parallel wrapper. A converted one brings
-    its own policy and plans."""
-    model = unwrapped(model)
-    conversion = found_conversion(model)
-    if conversion is not None and policy is None:
-        return Rerun(model, conversion.policy, conversion.compiler.saved)
-    return Rerun(model, as_policy(policy))
+    its own policy and plans, where none are given."""
+    return Rerun(unwrapped(model), *asked_for(model, policy, plan))

@@ -93,6 +93,7 @@ def _facts(
         writes=memory.written_by(node),
         external=origin.op in ("placeholder", "get_attr"),
         is_parameter=bool(node.meta.get("is_parameter")),
+        is_buffer=bool(node.meta.get("is_buffer")),
         user_cast=_is_user_cast(node),
         asked=_asks_for_float32(node),
         recorded=is_recorded,

@@ -26,7 +26,6 @@ class GuardedClosure:
     def __init__(self, closure: Callable[..., Any], overflows: Overflows, is_first: bool):
         self._closure = closure
         self._overflows = overflows
-        self.calls = 0
         self.overflowed = False
         self.is_scaled = False  # any evaluation so far
         self.loss: Any = None
@@ -36,7 +35,6 @@ class GuardedClosure:
             self._evaluate()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
         if not (self._is_ahead or self.overflowed):
             self._evaluate(*args, **kwargs)
         self._is_ahead = False

@@ -35,7 +35,7 @@ _expected: list[Callable[[Sequence[Tensor]], bool]] = []
 
 def use_scale(scale: GraphScale) -> None:
     """From now on guard all optimizers that step parameters under this scale."""
-    hear_steps(_after_step, _before_step)
+    hear_steps(before=_before_step, after=_after_step)
     _scales[scale.serial] = scale
     for optimizer in living(_guards.keyrefs()):
         guard = _guards[optimizer]
@@ -48,7 +48,7 @@ def use_scale(scale: GraphScale) -> None:
 def scales_expected(are_for: Callable[[Sequence[Tensor]], bool]) -> Iterator[None]:
     """Within, models may be converted in the middle of a step: by a closure, which calls them for
     the first time. `are_for`: whether gradients of such parameters would be scaled then."""
-    hear_steps(_after_step, _before_step)
+    hear_steps(before=_before_step, after=_after_step)
     _expected.append(are_for)
     try:
         yield

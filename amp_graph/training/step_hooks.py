@@ -12,12 +12,18 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-Hook = Callable[[Optimizer, Any, Any], None]
+After = Callable[[Optimizer, Any, Any], None]
+Before = Callable[[Optimizer, Any, Any], tuple[Any, dict[str, Any]] | None]
+
+
+def hear_steps(*, before: Before | None = None, after: After) -> None:
+    """From now on each step of an optimizer calls these, once however often they are given. What
+    `before` returns are the arguments that the step is called with."""
+    _register(before, after)
 
 
 @functools.cache
-def hear_steps(after: Hook, before: Hook | None = None) -> None:
-    """From now on each step of an optimizer calls these, once however often they are given."""
+def _register(before: Before | None, after: After) -> None:
     if before is not None:
         register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)

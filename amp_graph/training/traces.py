@@ -67,7 +67,7 @@ class _Steps:
         self._under_way: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def watch(self) -> None:
-        hear_steps(self._ends, self._begins)
+        hear_steps(before=self._begins, after=self._ends)
 
     def note_captures(self, devices: Iterable[torch.device]) -> None:
         """A call or a step on these may be captured as a CUDA graph, and replayed from then on."""

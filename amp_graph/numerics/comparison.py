@@ -1,23 +1,29 @@
-"""A comparison as a table and as a drawing."""
+"""What `compare` returns: figures, a table and a drawing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from amp_graph.errors import AmpGraphError
+from amp_graph.files import as_path, writing
 from amp_graph.inspection.spelling import line_of, percent
 from amp_graph.inspection.template import template
-from amp_graph.inspection.terminal import columns, without_colors
-from amp_graph.numerics.compare import Comparison, NodeNumerics
+from amp_graph.inspection.terminal import Shown, columns
+from amp_graph.numerics.node_numerics import NodeNumerics
 from amp_graph.numerics.statistics import Statistics
+from amp_graph.plans.plain_json import encode
 
-WIDTH = 120  # of the plain text
+FORMAT = "amp_graph comparison"
+SCHEMA = 1
 WIDE = 110  # with less, the range and the dtype are left out
 LINE_WIDTH = 20
 SHOWN = 12
@@ -25,9 +31,64 @@ SHOWN = 12
 NORMAL, SUBNORMAL, LARGEST = -14, -24, 15
 
 
-def text(comparison: Comparison) -> str:
-    """The table without colours."""
-    return without_colors(table(comparison, WIDTH), WIDTH)
+@dataclass(frozen=True, repr=False)
+class Comparison(Shown):
+    """What `compare` returns.
+
+    nodes: in order of execution. outputs, loss, gradients: relative errors of the model's outputs,
+    its loss and the gradients of its parameters; infinite where one is not finite.
+    fallbacks: the graphs and bodies that run otherwise than asked, and why; of those that were not
+    looked into there are no nodes. nothing: why nothing was converted, if so.
+    gradient_exponents: how many gradients (of values and parameters, float32 run, multiplied by
+    the loss scale) have each exponent of 2.
+    """
+
+    model: str
+    dtype: str
+    loss_scale: float
+    outputs: float
+    loss: float
+    gradients: float
+    nodes: tuple[NodeNumerics, ...]
+    gradient_exponents: Mapping[int, int] = field(default_factory=dict)
+    gradient_zeros: int = 0
+    fallbacks: tuple[str, ...] = ()
+    nothing: str = ""
+
+    def worst(self, count: int = 10) -> tuple[NodeNumerics, ...]:
+        """The nodes that do the most harm, worst first."""
+        return tuple(sorted(self.nodes, key=lambda n: n.badness, reverse=True)[:count])
+
+    def underflows(self, count: int = 10) -> tuple[NodeNumerics, ...]:
+        """The nodes with the largest share of values or gradients that became zero."""
+        lost = [n for n in self.nodes if n.underflow > 0]
+        return tuple(sorted(lost, key=lambda n: n.underflow, reverse=True)[:count])
+
+    def first_above(self, bound: float) -> NodeNumerics | None:
+        """The first node in order of execution whose value is off by more than `bound`."""
+        return next((n for n in self.nodes if n.forward.error > bound), None)
+
+    def save(self, path: str | Path) -> None:
+        """Write all figures as JSON. Raises AmpGraphError if the file cannot be written."""
+        table = {"format": FORMAT, "schema": SCHEMA, **encode(self)}
+        with writing(file := as_path(path)):
+            file.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the histogram of gradient exponents as SVG, with float16's range marked. Raises
+        AmpGraphError for a file of another kind, or that cannot be written."""
+        check_drawing(path)
+        with writing(file := as_path(path)):
+            file.write_text(histogram(self), encoding="utf-8")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield table(self, options.max_width)
+
+
+def check_drawing(path: str | Path) -> None:
+    """Refuse a file for `Comparison.plot` that is to be of another kind. Raises AmpGraphError."""
+    if as_path(path).suffix.lower() not in ("", ".svg"):
+        raise AmpGraphError(f"{path}: the drawing is SVG; give a file that ends in .svg")
 
 
 def table(comparison: Comparison, width: int) -> RenderableType:
