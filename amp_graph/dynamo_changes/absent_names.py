@@ -24,8 +24,6 @@ Private names of PyTorch used here; seen to work on 2.11 and 2.13:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -38,27 +36,14 @@ from torch._dynamo.variables import (
     user_defined,
 )
 
-from amp_graph.dynamo_changes.hidden_names import LOOK_UP
 from amp_graph.dynamo_changes.own_guards import hold_key, hold_while
-from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import LOOK_UP, Change
 
 ITEM = "getitem_const_raise_exception_if_absent"
 CONSTANT = "as_python_constant"
 OWN = ("UserDefinedDictVariable", "OrderedDictVariable", "DefaultDictVariable")
 DICTS = [kind for n in OWN if CONSTANT in vars(kind := getattr(user_defined, n, object))]
 OF_MODULES = ("_parameters", "_buffers", "_modules")
-
-
-@contextlib.contextmanager
-def absence_guarded() -> Iterator[None]:
-    """Within, it is."""
-    with contextlib.ExitStack() as inside:
-        inside.enter_context(method_inside(ConstDictVariable, ITEM, _get_item))
-        for owner in (UserDefinedObjectVariable, UserDefinedClassVariable):
-            inside.enter_context(method_inside(owner, LOOK_UP, _look_up))
-        for kind in DICTS:
-            inside.enter_context(method_inside(kind, CONSTANT, _as_constant))
-        yield
 
 
 def _get_item(method: Any, asked: Any, frame: Any, key: Any) -> Any:
@@ -98,3 +83,11 @@ def _as_constant(method: Any, asked: Any) -> Any:
 def _lacks(name: str, owner: Any) -> bool:
     """Of an object, it is a class or one of a class with `__slots__`."""
     return not hasattr(owner, name)
+
+
+CHANGES: tuple[Change, ...] = (
+    (ConstDictVariable, ITEM, _get_item),
+    (UserDefinedObjectVariable, LOOK_UP, _look_up),
+    (UserDefinedClassVariable, LOOK_UP, _look_up),
+    *((kind, CONSTANT, _as_constant) for kind in DICTS),
+)

@@ -30,7 +30,6 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -39,7 +38,6 @@ import torch
 from torch._dynamo.variables import (
     ConstantVariable,
     TensorVariable,
-    TorchInGraphFunctionVariable,
     UserFunctionVariable,
     VariableTracker,
 )
@@ -50,7 +48,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 
 from amp_graph.dynamo_changes.own_guards import hold_in_state
-from amp_graph.dynamo_changes.replaced import calls_inside, method_inside
+from amp_graph.dynamo_changes.replaced import method_inside
 
 ARGUMENTS: dict[Any, tuple[str, ...]] = {
     scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
@@ -60,15 +58,9 @@ ARGUMENTS: dict[Any, tuple[str, ...]] = {
 OLD_CHOICE = getattr(torch.backends.cuda, "sdp_kernel", object())  # until it is removed
 
 
-@contextlib.contextmanager
-def attention_calls_settled() -> Iterator[None]:
-    """Within, Dynamo captures such calls."""
-    changes = dict.fromkeys(ARGUMENTS, _attend) | {OLD_CHOICE: _choose}
-    with (
-        calls_inside(TorchInGraphFunctionVariable, changes),
-        method_inside(SDPAKernelVariable, "enter", partial(_enter, _enabled())),
-    ):
-        yield
+def attention_kernels_guarded() -> contextlib.AbstractContextManager[None]:
+    """Within, Dynamo guards which kernels are put back at the end of a block."""
+    return method_inside(SDPAKernelVariable, "enter", partial(_enter, _enabled()))
 
 
 def _are_enabled(kernels: tuple[bool, ...]) -> bool:
@@ -142,3 +134,6 @@ def _beside(query: Any, mask: Any, frame: Any) -> Any:
         return mask
     where = VariableTracker.build(frame, query.device)
     return mask.call_method(frame, "to", [where], {"non_blocking": ConstantVariable.create(True)})
+
+
+CALLS = dict.fromkeys(ARGUMENTS, _attend) | {OLD_CHOICE: _choose}

@@ -15,7 +15,6 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
 from __future__ import annotations
 
-import contextlib
 from types import BuiltinMethodType
 from typing import Any
 
@@ -24,13 +23,7 @@ from torch._dynamo.variables import GetAttrVariable, VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 
 from amp_graph.dynamo_changes.own_guards import hold_while
-from amp_graph.dynamo_changes.replaced import method_inside
 from amp_graph.kept import CONTAINERS
-
-
-def bound_methods_known() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo knows methods of containers by their names."""
-    return method_inside(VariableBuilder, "_wrap", _wrap)
 
 
 def _wrap(method: Any, builder: Any, value: Any) -> Any:
@@ -46,3 +39,6 @@ def _wrap(method: Any, builder: Any, value: Any) -> Any:
 
 def _is_named(name: str, asked: Any) -> bool:
     return type(asked) is BuiltinMethodType and asked.__name__ == name
+
+
+CHANGES = ((VariableBuilder, "_wrap", _wrap),)

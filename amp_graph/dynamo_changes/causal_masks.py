@@ -15,7 +15,6 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
@@ -23,13 +22,8 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.variables import ConstantVariable
 
-from amp_graph.dynamo_changes.known_calls import Find, asked_instead, calls_known, looked_at
+from amp_graph.dynamo_changes.known_calls import Find, asked_instead, looked_at
 from amp_graph.graphs.writes import is_as_made
-
-
-def causal_masks_known() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo captures `found_causal` where the model looks into a mask."""
-    return calls_known(FINDS)
 
 
 def found_causal(mask: Tensor, is_causal: bool | None = None, size: int | None = None) -> bool:

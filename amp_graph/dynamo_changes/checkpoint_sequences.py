@@ -12,7 +12,6 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,16 +21,9 @@ from torch._dynamo.variables import UserFunctionVariable, VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from amp_graph.dynamo_changes.replaced import found_as, with_entries
+from amp_graph.dynamo_changes.replaced import found_as
 
 Layers = Sequence[Callable[[Any], Any]]
-
-
-def checkpoint_sequences_known() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo captures the segments of one."""
-    return with_entries(
-        VariableBuilder._id_dispatch(), {id(checkpoint_sequential): found_as(_in_segments)}
-    )
 
 
 def _in_segments(value: Any, source: Any) -> VariableTracker:
@@ -61,3 +53,6 @@ def _run(layers: Layers, value: Any) -> Any:
     for layer in layers:
         value = layer(value)
     return value
+
+
+ENTRIES = ((VariableBuilder._id_dispatch, {id(checkpoint_sequential): found_as(_in_segments)}),)

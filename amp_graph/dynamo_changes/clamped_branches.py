@@ -22,7 +22,6 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -31,17 +30,11 @@ from torch import Tensor, fx
 from torch._dynamo.bytecode_transformation import Instruction, cleaned_instructions
 from torch._dynamo.variables import ConstantVariable, TensorVariable, VariableTracker
 
-from amp_graph.dynamo_changes.replaced import method_inside
 from amp_graph.graphs.writes import is_as_made
 
 EXACT = (torch.float32, torch.bfloat16, torch.float64)
 ASKED = {"all": torch.isfinite, "any": torch.isinf}
 BESIDE = {"CACHE", "EXTENDED_ARG", "NOP", "NOT_TAKEN", "TO_BOOL"}  # in some versions of Python
-
-
-def clamped_branches_taken() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo takes such a branch."""
-    return method_inside(TensorVariable, "call_method", _call_method)
 
 
 def _call_method(method: Any, tensor: Any, frame: Any, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -164,4 +157,5 @@ def _until_stored(steps: list[_Step]) -> list[_Step]:
     return [step for step in steps[: last + 1] if step.name != "RESUME"]
 
 
+CHANGES = ((TensorVariable, "call_method", _call_method),)
 CLAMP = _until_stored(_steps(cleaned_instructions(_clamp.__code__)))

@@ -18,9 +18,7 @@ Private names of PyTorch used here; seen to work on 2.11 and 2.13:
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 from torch._dynamo.variables import ConstantVariable, ConstDictVariable, user_defined
@@ -29,22 +27,11 @@ from torch._dynamo.variables.lists import DequeVariable
 
 from amp_graph.dynamo_changes.ended_graphs import end_graph
 from amp_graph.dynamo_changes.own_guards import hold_while
-from amp_graph.dynamo_changes.replaced import method_inside, with_entries
+from amp_graph.dynamo_changes.replaced import existing
 
 ORDERED: Any = getattr(user_defined, "OrderedDictVariable", None)
 READS = ("__len__", "__getitem__", "__contains__", "__iter__", "count", "index", "copy")
 BY_ORDER = ("move_to_end", "popitem")
-
-
-@contextlib.contextmanager
-def containers_whole() -> Iterator[None]:
-    """Within, they do."""
-    with contextlib.ExitStack() as inside:
-        inside.enter_context(with_entries(VariableBuilder._type_dispatch(), {deque: _wrap}))
-        inside.enter_context(method_inside(DequeVariable, "call_method", _write))
-        for kind in filter(None, (ConstDictVariable, ORDERED)):
-            inside.enter_context(method_inside(kind, "call_method", _reorder))
-        yield
 
 
 def _wrap(builder: Any, value: Any) -> Any:
@@ -75,3 +62,11 @@ def _reorder(method: Any, ordered: Any, frame: Any, name: str, args: Any, kwargs
 
 def _has(maxlen: int, asked: deque[Any]) -> bool:
     return asked.maxlen == maxlen
+
+
+ENTRIES = ((VariableBuilder._type_dispatch, {deque: _wrap}),)
+CHANGES = (
+    (DequeVariable, "call_method", _write),
+    (ConstDictVariable, "call_method", _reorder),
+    *existing((ORDERED, "call_method", _reorder)),
+)

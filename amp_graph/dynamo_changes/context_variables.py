@@ -21,17 +21,10 @@ from torch._dynamo import source
 from torch._dynamo.variables import ConstantVariable, UserDefinedObjectVariable
 
 from amp_graph.dynamo_changes.own_guards import hold_while
-from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import Change
 
 KINDS = (bool, str)
 IS_DYNAMOS = hasattr(source, "ContextVarGetSource")
-
-
-def context_variables_known() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo goes on with the value."""
-    if IS_DYNAMOS:
-        return contextlib.nullcontext()
-    return method_inside(UserDefinedObjectVariable, "call_method", _call_method)
 
 
 def _call_method(method: Any, variable: Any, frame: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -51,3 +44,8 @@ def _has(value: Any, variable: ContextVar[Any]) -> bool:
     except LookupError:
         return False
     return type(found) is type(value) and bool(found == value)
+
+
+CHANGES: tuple[Change, ...] = ((UserDefinedObjectVariable, "call_method", _call_method),)
+if IS_DYNAMOS:
+    CHANGES = ()

@@ -15,17 +15,9 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from torch._dynamo.variables import UserFunctionVariable
-
-from amp_graph.dynamo_changes.replaced import method_inside
-
-
-def default_functions_returned() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo returns them."""
-    return method_inside(UserFunctionVariable, "reconstruct", _reconstruct)
 
 
 def _reconstruct(method: Any, function: Any, codegen: Any) -> None:
@@ -34,3 +26,6 @@ def _reconstruct(method: Any, function: Any, codegen: Any) -> None:
         return
     name = codegen.tx.output.install_global_by_id("default", function.fn)
     codegen.append_output(codegen.create_load_global(name, add=True))
+
+
+CHANGES = ((UserFunctionVariable, "reconstruct", _reconstruct),)

@@ -15,19 +15,12 @@ Private names of PyTorch used here; seen to work on 2.13:
 
 from __future__ import annotations
 
-import contextlib
 from types import FunctionType
 from typing import Any
 
 from torch._dynamo.variables.builder import VariableBuilder
 
 from amp_graph.dynamo_changes.own_guards import hold_while
-from amp_graph.dynamo_changes.replaced import method_inside
-
-
-def disabled_functions_guarded() -> contextlib.AbstractContextManager[None]:
-    """Within, it is."""
-    return method_inside(VariableBuilder, "_wrap", _wrap)
 
 
 def _wrap(method: Any, builder: Any, value: Any) -> Any:
@@ -38,3 +31,6 @@ def _wrap(method: Any, builder: Any, value: Any) -> Any:
 
 def _is_disabled(value: Any) -> bool:
     return type(value) is FunctionType and getattr(value, "_torchdynamo_disable", False) is True
+
+
+CHANGES = ((VariableBuilder, "_wrap", _wrap),)

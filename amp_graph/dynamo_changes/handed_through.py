@@ -15,23 +15,9 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from torch._dynamo.variables import BaseListVariable, ConstDictVariable, TensorVariable
-
-from amp_graph.dynamo_changes.replaced import method_inside
-
-
-@contextlib.contextmanager
-def handed_through_unread() -> Iterator[None]:
-    """Within, Dynamo reads no more of what holds a tensor."""
-    with (
-        method_inside(ConstDictVariable, "is_python_constant", _of_dictionary),
-        method_inside(BaseListVariable, "is_python_constant", _of_list),
-    ):
-        yield
 
 
 def _of_dictionary(method: Any, held: Any) -> Any:
@@ -44,3 +30,9 @@ def _of_list(method: Any, held: Any) -> Any:
 
 def _holds_tensors(items: Any) -> bool:
     return any(item.is_realized() and isinstance(item.realize(), TensorVariable) for item in items)
+
+
+CHANGES = (
+    (ConstDictVariable, "is_python_constant", _of_dictionary),
+    (BaseListVariable, "is_python_constant", _of_list),
+)

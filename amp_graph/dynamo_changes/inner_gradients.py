@@ -27,7 +27,6 @@ and on 2.15, others go without:
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import re
 import types
@@ -41,7 +40,7 @@ from torch._dynamo.variables import tensor as of_tensors
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import existing
 from amp_graph.errors import CaptureError
 from amp_graph.graphs.cuts import run_in_parts
 from amp_graph.graphs.lines import called_at
@@ -53,21 +52,10 @@ ENDED_AT = re.compile(r"autograd\.grad|\bbackward\(|\bretain_grad\(")
 TAKING = {"backward", "retain_grad"}
 LIBRARIES = ("torch", "numpy", "builtins")  # take no gradient by a value of the model's
 MANY = 1000  # functions that are looked at
-LEFT_TO_PYTHON = (
-    (of_tensors, "_contains_graph_intermediate"),
-    (InstructionTranslatorBase, "has_live_graph_intermediate"),
+CHANGES = existing(  # to capture what is around such a call, for `compile_in_parts`
+    (of_tensors, "_contains_graph_intermediate", lambda *_: False),
+    (InstructionTranslatorBase, "has_live_graph_intermediate", lambda *_: False),
 )
-
-
-@contextlib.contextmanager
-def gradients_end_graphs() -> Iterator[None]:
-    """Within, Dynamo captures what is around a call that takes a gradient by a value of the graph,
-    for `compile_in_parts`."""
-    with contextlib.ExitStack() as changes:
-        for place, name in LEFT_TO_PYTHON:
-            if hasattr(place, name):
-                changes.enter_context(method_inside(place, name, lambda *_: False))
-        yield
 
 
 def compile_in_parts(

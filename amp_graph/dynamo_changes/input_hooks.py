@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,15 +26,9 @@ from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import VariableTracker
 
-from amp_graph.dynamo_changes.replaced import method_inside
 from amp_graph.modules import autocast_devices
 
 Hook = Callable[[Tensor], Tensor | None]
-
-
-def hooks_keep_dtypes() -> AbstractContextManager[None]:
-    """Within, what Dynamo captures under autocast registers hooks that do."""
-    return method_inside(SideEffects, "register_hook", _register_hook)
 
 
 def _register_hook(method: Any, effects: Any, tensor: Any, hook: Any, *others: Any) -> None:
@@ -64,3 +57,6 @@ def keeping_dtype(hook: Hook) -> Hook:
         return result.to(gradient.dtype) if isinstance(result, Tensor) else result
 
     return kept
+
+
+CHANGES = ((SideEffects, "register_hook", _register_hook),)

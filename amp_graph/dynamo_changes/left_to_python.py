@@ -20,24 +20,20 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch._dynamo.variables import (
     NestedUserFunctionVariable,
     TensorVariable,
-    TorchInGraphFunctionVariable,
     UserFunctionVariable,
 )
 from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
 from torch._dynamo.variables.misc import RandomVariable
 
 from amp_graph.dynamo_changes.ended_graphs import end_graph
-from amp_graph.dynamo_changes.replaced import calls_inside, method_inside
 
 NAMES = {
     torch: (
@@ -80,19 +76,6 @@ SETTERS = [getattr(place, name) for place, names in NAMES.items() for name in na
 SETTERS += [getattr(torch._C, name) for name in dir(torch._C) if name.startswith(PREFIXES)]
 
 
-@contextlib.contextmanager
-def some_calls_left_to_python() -> Iterator[None]:
-    """Within, Dynamo ends a graph at them."""
-    with (
-        calls_inside(TorchInGraphFunctionVariable, dict.fromkeys(SETTERS, _set)),
-        method_inside(UserFunctionVariable, "call_function", _call),
-        method_inside(NestedUserFunctionVariable, "call_function", _call),
-        method_inside(AutogradFunctionApplyVariable, "trace_forward_graph", _trace_forward),
-        method_inside(RandomVariable, "call_method", _draw),
-    ):
-        yield
-
-
 def is_coroutine(code: types.CodeType) -> bool:
     """Whether Python suspends frames of this code, at which Dynamo would end the process."""
     return bool(code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR))
@@ -128,3 +111,12 @@ def _has_several(result: Any) -> bool:
     """Whether gradients may come in for several tensors. No gradient comes for one alone."""
     tensors = (v.realize() for v in getattr(result, "items", ()))
     return sum(isinstance(v, TensorVariable) and v.dtype.is_floating_point for v in tensors) > 1
+
+
+CALLS = dict.fromkeys(SETTERS, _set)
+CHANGES = (
+    (UserFunctionVariable, "call_function", _call),
+    (NestedUserFunctionVariable, "call_function", _call),
+    (AutogradFunctionApplyVariable, "trace_forward_graph", _trace_forward),
+    (RandomVariable, "call_method", _draw),
+)

@@ -19,8 +19,7 @@ from amp_graph.dynamo_changes.replaced import with_entries
 
 @contextlib.contextmanager
 def modes_above_autograd_apart() -> Iterator[None]:
-    """Give this thread its own stack of the modes that a trace above autograd is under. PyTorch has
-    one for the process, from which a thread that lays off modes for a while takes another's."""
+    """Within, this thread has such a stack."""
     thread = threading.get_ident()
     others: Any = _ops.mode_stack_state_for_pre_dispatch
     own = type(others())()

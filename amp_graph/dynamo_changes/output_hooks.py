@@ -11,18 +11,12 @@ Of transformers: the function of `FINDS`. Versions without it are captured as th
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from torch import nn
 from torch._dynamo.variables import ConstantVariable
 
-from amp_graph.dynamo_changes.known_calls import Find, calls_known
-
-
-def output_hooks_installed() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo has such hooks put there."""
-    return calls_known(FINDS)
+from amp_graph.dynamo_changes.known_calls import Find
 
 
 def _install(code: Any, frame: Any, model: Any) -> Any:

@@ -11,29 +11,25 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from torch._dynamo.variables import TensorVariable
 
-from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import Change
 
 NAME = "retain_grad"
+REFUSE = TensorVariable.method_attr_retain_grad
 
 
-@contextlib.contextmanager
-def retained_gradients_end_graphs() -> Iterator[None]:
-    """Within, Dynamo ends a graph there."""
-    refuse = TensorVariable.method_attr_retain_grad
+def _call_method(
+    method: Any, variable: Any, frame: Any, name: str, *args: Any, **kwargs: Any
+) -> Any:
+    if name == NAME:
+        return REFUSE(variable, frame)
+    return method(variable, frame, name, *args, **kwargs)
 
-    def call(method: Any, variable: Any, frame: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == NAME:
-            return refuse(variable, frame)
-        return method(variable, frame, name, *args, **kwargs)
 
-    with (
-        method_inside(TensorVariable, refuse.__name__, lambda method, variable, frame: None),
-        method_inside(TensorVariable, "call_method", call),
-    ):
-        yield
+CHANGES: tuple[Change, ...] = (
+    (TensorVariable, REFUSE.__name__, lambda method, variable, frame: None),
+    (TensorVariable, "call_method", _call_method),
+)

@@ -20,19 +20,11 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
-from torch._dynamo.variables import TorchInGraphFunctionVariable, UserFunctionVariable
+from torch._dynamo.variables import UserFunctionVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
-
-from amp_graph.dynamo_changes.replaced import calls_inside
-
-
-def symbolic_math_known() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo captures such calls."""
-    return calls_inside(TorchInGraphFunctionVariable, dict.fromkeys(SPELLED, _call))
 
 
 def _call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
@@ -65,3 +57,4 @@ def _pow(x: float, y: float) -> Any:
 
 MOST = 700  # powers of e that a float64 holds
 SPELLED: dict[Any, Any] = {math.exp: _exp, math.pow: _pow}
+CALLS = dict.fromkeys(SPELLED, _call)

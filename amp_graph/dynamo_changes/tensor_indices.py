@@ -43,7 +43,6 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch.overrides import _get_current_function_mode
 
-from amp_graph.dynamo_changes.replaced import method_inside
 from amp_graph.graphs.aten import FLEX_ATTENTION
 
 MASKS = (torch.bool, torch.uint8)
@@ -60,11 +59,6 @@ def as_read_by(users: Iterable[fx.Node]) -> contextlib.AbstractContextManager[An
     """Within, indices are taken as in a function that is for these operators."""
     is_for_many = any(user.target is FLEX_ATTENTION for user in users)
     return TransformGetItemToIndex() if is_for_many else contextlib.nullcontext()
-
-
-def tensor_indices_known() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo goes on with a number that depends on data."""
-    return method_inside(BuiltinVariable, "call_function", _call_function)
 
 
 def _call_function(method: Any, builtin: Any, frame: Any, args: Any, kwargs: Any) -> Any:
@@ -136,3 +130,6 @@ def _dimensions(index: Any) -> Any:
     if isinstance(value, list):
         return 1 if {*map(type, value)} == {int} else None
     return {type(None): 0, int: 1, type(...): ...}.get(type(value))
+
+
+CHANGES = ((BuiltinVariable, "call_function", _call_function),)

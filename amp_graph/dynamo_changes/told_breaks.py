@@ -22,15 +22,15 @@ from typing import Any
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
-from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import existing, method_inside
 
 UNTOLD = "step_unsupported"
 
 
 @contextlib.contextmanager
 def breaks_told() -> Iterator[None]:
-    """Within, for the capture of one frame, it is. Dynamo begins anew after a break, and ends the
-    graph then."""
+    """Within, why graphs end is told, for one frame. Dynamo begins that anew after a break, and ends
+    the graph then."""
     last: dict[str, Any] = {}
 
     def log(method: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,12 +46,11 @@ def breaks_told() -> Iterator[None]:
             vars(kwargs["reason"]).update(last)
         return method(graph, *args, **kwargs)
 
-    replaced: tuple[tuple[Any, str, Any], ...] = (
+    changes = existing(
         (InstructionTranslatorBase, "log_graph_break", log),
         (OutputGraph, "compile_subgraph", end),
     )
-    with contextlib.ExitStack() as changes:
-        for kind, name, own in replaced:
-            if hasattr(kind, name):
-                changes.enter_context(method_inside(kind, name, own))
+    with contextlib.ExitStack() as inside:
+        for change in changes:
+            inside.enter_context(method_inside(*change))
         yield

@@ -24,9 +24,7 @@ did.
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,17 +32,8 @@ from torch import Tensor, fx
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables.torch import tracing_state_functions
 
-from amp_graph.dynamo_changes.known_calls import Find, asked_instead, calls_known, looked_at
-from amp_graph.dynamo_changes.replaced import with_entries
+from amp_graph.dynamo_changes.known_calls import Find, asked_instead, looked_at
 from amp_graph.graphs.writes import is_as_made
-
-
-@contextlib.contextmanager
-def unneeded_masks_left_out() -> Iterator[None]:
-    """Within, Dynamo captures no mask that transformers makes only because it is captured."""
-    not_exporting = {torch.compiler.is_exporting: False}
-    with with_entries(tracing_state_functions(), not_exporting), calls_known(FINDS):
-        yield
 
 
 def leaves_out_causal(
@@ -141,3 +130,4 @@ FINDS: dict[tuple[str, str], Find] = {
     (MASKS, "_ignore_bidirectional_mask_sdpa"): asked_instead(leaves_out_bidirectional),
     (__name__, "is_full"): _full,
 }
+ENTRIES = ((tracing_state_functions, {torch.compiler.is_exporting: False}),)

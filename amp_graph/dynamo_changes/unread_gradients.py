@@ -12,20 +12,10 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 from torch._dynamo.variables import builder
 from torch._subclasses import meta_utils
 
-from amp_graph.dynamo_changes.replaced import method_inside
-
-
-@contextlib.contextmanager
-def gradients_unread() -> Iterator[None]:
-    """Within, captured tensors have no gradients that anybody has seen."""
-    with (
-        method_inside(builder, "safe_has_grad", lambda *_: False),
-        method_inside(meta_utils, "safe_grad", lambda *_: None),
-    ):
-        yield
+CHANGES = (
+    (builder, "safe_has_grad", lambda *_: False),
+    (meta_utils, "safe_grad", lambda *_: None),
+)
