@@ -1,22 +1,21 @@
-"""That something is not there is guarded where a model goes by it.
+"""What a model does because something is missing is captured for as long as it is missing.
 
-    try: mask = self.masks[n]               by dictionaries: os.environ, ModuleDict, __dict__, too
+    try: mask = self.masks[n]               in a dictionary: os.environ, ModuleDict, __dict__, too
     except KeyError: mask = self.masks[n] = self.make(n)
 
-    try: self.state.calls += 1              by objects and modules, and lazy properties of theirs
+    try: self.state.calls += 1              in an object or module, or its lazy properties
     except AttributeError: self.state.calls = 1
 
-    if not self.cache:                      by an OrderedDict or a defaultdict
+    if not self.cache:                      in an OrderedDict or a defaultdict
 
-Dynamo raises, or answers, by what is there in the call that it captures, and installs no guard, so
-that the model would make its masks, or begin to count, in each call.
+Dynamo captures what the model does then and installs no guard, so that the model would make its
+masks, or begin to count, in each call. Here a guard says what is missing.
 
-Private names of PyTorch used here; seen to work on 2.11 and 2.13:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.ConstDictVariable.getitem_const_raise_exception_if_absent,
     .install_dict_contains_guard, .install_dict_keys_match_guard
-    torch._dynamo.variables.UserDefinedObjectVariable, UserDefinedClassVariable: .var_getattr
-    (2.15: .tp_getattro_impl), .value
+    torch._dynamo.variables.UserDefinedObjectVariable, UserDefinedClassVariable: .value
     torch._dynamo.variables.user_defined.UserDefinedDictVariable, OrderedDictVariable,
     DefaultDictVariable: .as_python_constant, ._base_vt
     torch._dynamo.exc.ObservedAttributeError, torch._dynamo.source.AttrSource

@@ -8,20 +8,20 @@ the graph would end at each layer. Here a guard says which it is. What depends o
 
     multi_head_attention_forward(q, k, v, ..., attn_mask=mask)    the mask alone on the CPU
 
-So calls `nn.Transformer` a mask that was made where masks are made by default: it finds the mask to
-be causal and drops it, where a capture applies masks as given (`causal_masks`). Here it is moved to
-the rest.
+So `nn.Transformer` calls it with a mask that was made on the default device: the model finds the
+mask to be causal and drops it, where a capture applies it as given (`causal_masks`). Here the mask
+is moved to the others' device.
 
     with torch.backends.cuda.sdp_kernel(enable_math=False):     deprecated, and unknown to Dynamo
 
-So a model chose kernels before there was `sdpa_kernel`, which Dynamo captures. What is put back at
-the end of such a block is captured, too: a guard says that it is what was found.
+So a model chose kernels before there was `sdpa_kernel`, which Dynamo captures. At the end of such a
+block the graph puts back what was enabled when it was captured: a guard says that the same is now.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.TorchInGraphFunctionVariable.call_function, .value
     torch._dynamo.variables.TensorVariable.device, .call_method
-    torch._dynamo.variables.UserFunctionVariable.call_function      on 2.14, not yet on 2.15
+    torch._dynamo.variables.UserFunctionVariable.call_function
     torch._dynamo.variables.tensor.SymNodeVariable.sym_num, .evaluate_expr
     torch._dynamo.variables.ctx_manager.SDPAKernelVariable.enter
     torch.fx.experimental.symbolic_shapes.has_free_unbacked_symbols

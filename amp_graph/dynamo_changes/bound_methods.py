@@ -2,11 +2,11 @@
 
     seen.append(lengths.tolist())
 
-Python has looked the method up before the graph ends, and calls it behind: it is handed to what is
-captured there, as an object that is another one in each call. Dynamo guards it by that, so that the
-code behind was captured in each call. Here it is the method of that name of what it is bound to.
+Python looks up `seen.append` before the graph ends, and calls it behind that place: it is an input
+of what is captured there. It is another object in each call, and Dynamo guards which one, so that
+the code behind was captured in each call. Here guards are on its name and on the container.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.builder.VariableBuilder._wrap, .source, .tx
     torch._dynamo.variables.VariableTracker.build, GetAttrVariable

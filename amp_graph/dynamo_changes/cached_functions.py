@@ -3,11 +3,11 @@
     @functools.lru_cache
     def features(n): return torch.randn(n, n)
 
-Dynamo captures what is cached, and passes the cache over. That is the same for a function which
-computes the same each time, but here the graph would draw in each call. It ends instead. Which it
-is tell the operators that run on fake tensors meanwhile.
+Dynamo captures the function without its cache. That is the same for one that computes the same each
+time, but this one would draw in each call. So the graph ends at it, if one of the operators that
+run on fake tensors while it is captured draws.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.functions.WrapperUserFunctionVariable.call_function, .wrapper_obj
     torch._subclasses.fake_tensor.FakeTensorMode.dispatch

@@ -4,12 +4,12 @@
     def mask(self): return torch.ones(n, n).tril()
 
 There such a property takes a lock around what it computes, and Dynamo leaves a frame in which a
-lock is taken. Nobody else is captured meanwhile, and what was cached is guarded: no lock is needed,
+lock is taken. One thread captures at a time, and what was cached is guarded: no lock is needed,
 and from 3.12 on Python takes none.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
-    torch._dynamo.variables.UserDefinedObjectVariable.var_getattr (2.14: .tp_getattro_impl), .value
+    torch._dynamo.variables.UserDefinedObjectVariable.value
     torch._dynamo.variables.ctx_manager.NullContextVariable
 """
 

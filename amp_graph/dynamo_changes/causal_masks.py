@@ -5,10 +5,10 @@
 Encoder and decoder look into a mask for that, since attention has a kernel for it without a mask.
 The answer depends on data, so that the graph would break inside torch.nn, whose code Dynamo does
 not capture by itself. Here a mask that was made by `generate_square_subsequent_mask` is known, and
-one that the graph takes is looked at, which a guard does from then on. Any other, and all those
-that come once one was not causal, are applied as given, to the same result.
+one that the graph takes is looked at, in later calls by a guard. Any other, and all those that come
+once one was not causal, are applied as given, to the same result.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch.nn.modules.transformer._detect_is_causal_mask     what it asks
 """

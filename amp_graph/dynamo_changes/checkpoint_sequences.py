@@ -2,9 +2,10 @@
 
     y = checkpoint_sequential(layers, 2, x)   ->   h = checkpoint(layers[:2], x); y = layers[2:](h)
 
-Dynamo knows `checkpoint`, and passes over this one with all that it calls.
+Dynamo captures `checkpoint`, but leaves this one and all that it calls to Python. Here it captures
+`in_segments` instead.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     VariableBuilder._id_dispatch               what Dynamo makes of functions that a model uses
     torch._dynamo.variables.UserFunctionVariable

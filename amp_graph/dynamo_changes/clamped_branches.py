@@ -1,16 +1,16 @@
-"""A branch that brings back what is not finite does not end a graph.
+"""A branch that clamps a value, if any of its numbers is not finite, does not end a graph.
 
     if not torch.isfinite(x).all():                             so do the detectors of transformers,
         bound = torch.finfo(x.dtype).max - 1000                 in each layer
         x = torch.clamp(x, min=-bound, max=bound)
     if torch.isinf(x).any() or torch.isnan(x).any(): ...        and so they did before version 5
 
-In float32, bfloat16 and float64 the bound is the largest number there is, as 1000 less is rounded
-to that. The clamp leaves finite numbers as they are, and is captured for all; not so in float16.
-What it returns is no longer the tensor that was there, so that it is captured only of a new value
-which has no other name, and where nothing else is read of what the branch sets.
+In float32, bfloat16 and float64 the bound is rounded to the largest number there is, so that the
+clamp leaves finite numbers as they are: it is captured whether any is not finite or not. In float16
+the graph ends as ever. Since the clamp returns another tensor, it is captured only of a new value
+that has no other name, and where nothing else reads what the branch sets.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.TensorVariable.call_method, .as_proxy             a value of the graph
     torch._dynamo.symbolic_convert.InstructionTranslatorBase.instructions, .next_instruction,

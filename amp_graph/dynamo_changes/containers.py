@@ -1,18 +1,19 @@
-"""Containers that do more than a list or a dictionary do it in a graph, too.
+"""Deques of limited length and dictionaries with an order do in a graph what they do in Python.
 
-    self.frames = deque(maxlen=8)           lets go of the first when it is full
-    self.cache.move_to_end(key)             of an OrderedDict, which keeps an order
+    self.frames = deque(maxlen=8)           drops its first item when it is full
+    self.cache.move_to_end(key)             of an OrderedDict
 
-Dynamo forgets how long a deque may be. Here it knows, and a write ends the graph: Python does it.
-Nor does it write down that an order has changed, or guard the order that `popitem` goes by.
+Dynamo forgets how long a deque may be, and that an order has changed, and does not guard the order
+that `popitem` goes by. Here a write to such a deque ends the graph, so that Python does it, and a
+graph puts dictionaries in their new order, with a guard on the old one.
 
-Private names of PyTorch used here; seen to work on 2.11 and 2.13:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.builder.VariableBuilder._type_dispatch, .wrap_listlike, .source
     torch._dynamo.variables.lists.DequeVariable.call_method, .maxlen
     torch._dynamo.variables.ConstDictVariable.call_method, .install_dict_keys_match_guard,
     .should_reconstruct_all
-    torch._dynamo.variables.user_defined.OrderedDictVariable.call_method, ._base_vt (from 2.13)
+    torch._dynamo.variables.user_defined.OrderedDictVariable.call_method, ._base_vt since 2.13
     torch._dynamo.output_graph.OutputGraph.guard_on_key_order
 """
 

@@ -2,13 +2,13 @@
 
     if _MERGING_DISABLED.get():    sentence-transformers, in each call of a loss
 
-What is captured holds for this value, if it is None, a boolean or a string. A number, such as the
+A guard says that the value is this one, if it is None, a boolean or a string. A number, such as the
 step of a schedule, may be another one in each call, and ends the graph as ever.
 
-Private names of PyTorch used here; seen to work on 2.11 and 2.13, later ones do without:
+Private names of PyTorch used here, before 2.14:
 
     torch._dynamo.variables.UserDefinedObjectVariable.call_method
-    torch._dynamo.source.ContextVarGetSource    Dynamo's own way, since 2.14
+    torch._dynamo.source.ContextVarGetSource    Dynamo's own way, since then
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A function that is a default may leave a graph.
+"""A function that is the default of an argument may leave a graph.
 
     class Values:
         def __init__(self, values, told=lambda values: values): ...
 
-Dynamo knows such a function by itself, not by where it is found, and refuses to return it, or an
-object that holds it: nothing of a model that makes one was captured. Here it becomes a global of
-the captured code.
+Dynamo does not know where captured code would find such a function, and refuses to return it, or
+an object that holds it: nothing of a model that makes one was captured. Here the function becomes a
+global of the captured code.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.UserFunctionVariable.reconstruct, .fn, .source
     torch._dynamo.codegen.PyCodegen.tx.output.install_global_by_id, .create_load_global

@@ -2,10 +2,10 @@
 
     Product.apply(x, x)   ->   Product.apply(x, x.view_as(x))
 
-Autograd adds up the gradients of both either way. Dynamo ends the graph at such a call (2.13,
-2.15), or loses the gradient of all but one (2.11).
+Autograd adds up the gradients of both either way. Dynamo ends the graph at such a call, or loses
+the gradient of all but one (2.11).
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.misc.AutogradFunctionVariable.call_apply
     torch._dynamo.variables.TensorVariable

@@ -1,4 +1,4 @@
-"""Parameters and modules that a property hides, whose getter does not find what it is after.
+"""A parameter or module by the name of a property is found where the property's getter fails.
 
     class Model(nn.Module):
         head = property(lambda self: self._head)
@@ -10,10 +10,10 @@ Python asks the getter for `model.head`, which raises AttributeError, and then
 `nn.Module.__getattr__`, which finds it (pytorch_tabular's models are made so). Dynamo takes the
 getter's error for the answer, and leaves the function to Python. Here it goes on as Python does.
 
-Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
-    torch._dynamo.variables.UnspecializedNNModuleVariable.var_getattr (2.15: .tp_getattro_impl),
-    .manually_trace_nn_module_getattr, .get_nn_module_stack_source, .set_nn_module_stack_source
+    torch._dynamo.variables.UnspecializedNNModuleVariable.manually_trace_nn_module_getattr,
+    .get_nn_module_stack_source, .set_nn_module_stack_source
     torch._dynamo.exc.ObservedAttributeError, handle_observed_exception
     torch._dynamo.source.AttrSource
 """

@@ -8,18 +8,18 @@ So do networks of forces and of equations, energies, and inner steps of meta-lea
 the graph at the call, with both as results. But `u` is not made of what leaves the graph as `h`: it
 is made of what `h` was before it was widened, or before it crossed the boundary where gradients are
 scaled, and a compiled graph has one gradient function for all results. So the gradient would be an
-error, or None with `allow_unused`. Which is why Dynamo leaves such a function to Python, from 2.15
-on. Here it need not.
+error, or None with `allow_unused`. For that reason Dynamo 2.15 leaves such a function to Python.
+Here it is captured, in parts.
 
-Each part of a graph costs a little time, so it is done for models alone whose code takes gradients,
-and for graphs that end where one is taken.
+Each part of a graph costs a little time, so only models whose code takes gradients are cut, and
+graphs that end where one is taken.
 
-Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     GraphModule.compile_subgraph_reason      why a graph ended, as in `breaks`
     torch.ops.higher_order.register_hook     a hook in a graph
 
-and on 2.15, others go without:
+and since 2.15:
 
     torch._dynamo.variables.tensor._contains_graph_intermediate
     torch._dynamo.symbolic_convert.InstructionTranslatorBase.has_live_graph_intermediate

@@ -1,12 +1,12 @@
-"""Hooks that captured code puts on a tensor which code under autocast made.
+"""A hook that captured code puts on a tensor from code under autocast returns the tensor's dtype.
 
     x.register_hook(lambda gradient: module.kept * gradient)
 
 Such a tensor is in low precision, and so is its gradient; what the hook has kept of the graph is in
-float32, as all that leaves a graph. What it returns then is not of the gradient's dtype, which
-autograd refuses. So it is given back in that.
+float32, as all that leaves a graph. So the hook would return a float32 gradient, which autograd
+refuses. Here it is cast back.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.side_effects.SideEffects.register_hook
     torch._dynamo.variables.VariableTracker.reconstruct

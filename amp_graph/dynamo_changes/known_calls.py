@@ -1,9 +1,9 @@
 """Calls of functions whose answer is known while they are captured, though it depends on data.
 
-Of a value that the graph takes as an input, Dynamo has the tensor that was given. What is found out
-of that one becomes a guard, which looks at each that is given later.
+Of an input of the graph, Dynamo has the tensor that was given. So a question about it can be
+answered, and a guard asks the same of each tensor that is given later.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.UserFunctionVariable.call_function, .fn      a function to capture
     torch._dynamo.variables.TensorVariable.as_proxy                      a value of the graph

@@ -1,4 +1,4 @@
-"""What Dynamo knows of a value, and does not use, does not end a graph.
+"""A question about a value that Dynamo could answer, and does not, does not end a graph.
 
     if type(w).__module__.startswith("torchao."):    what a class is called: so PEFT asks in DoRA
     x.mean(axes)                                     a list of a subclass: such are those of Keras
@@ -7,14 +7,14 @@
     axes = torch.arange(2, x.ndim).tolist()          numbers counted up: its losses name axes so
     if torch.rand([]) < self.layerdrop:              which is 0.0: so transformers drops layers
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.misc.GetAttrVariable    an attribute that Dynamo has not looked up
     torch._dynamo.variables.user_defined.UserDefinedListVariable._base_vt
-                    its items; _list_vt on 2.11, itself on 2.15
+                    its items; _list_vt on 2.11, itself since 2.15
     torch._dynamo.variables.SkipFunctionVariable    a function that Dynamo passes over
     torch._dynamo.variables.VariableTracker.sq_contains
-                            `in`; sq_contains_impl on 2.15, on 2.11 asked of the value
+                            `in`; sq_contains_impl since 2.14, on 2.11 asked of the value
     torch._dynamo.variables.TensorVariable, ListVariable, base.ValueMutationNew
                             a value of the graph; a new list
     torch._dynamo.variables.BuiltinVariable         a function of Python's

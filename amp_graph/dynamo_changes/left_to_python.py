@@ -1,13 +1,13 @@
-"""Calls of functions that Dynamo captures otherwise than Python runs them end the graph instead.
+"""Calls that would do something else in a graph than in Python end the graph, and Python runs them.
 
     torch.set_default_dtype(torch.float64)     a setting of the process; captured, it would be made
     torch.use_deterministic_algorithms(True)   once, as the graph is retraced, and never again
     asyncio.run(self.encode(x))                a coroutine, which Dynamo runs where it is made
     self.rng.randint(1, 9)                     of a random.Random, whose state would be put back
-    ctx.set_materialize_grads(False)           of a custom function with several results: what tells
-                                               no gradient from zeros is captured for gradients
+    ctx.set_materialize_grads(False)           of a custom function with several results, whose
+                                               backward is captured as if each had a gradient
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._C._set_*                            what settings are made by
     torch._dynamo.variables.TorchInGraphFunctionVariable.call_function

@@ -7,10 +7,10 @@
 Each symbol takes milliseconds. Where there are many, such as samples that a model draws by
 `random`, the graph ends, and Python makes the tensor.
 
-    torch.FloatTensor(x.size())     for the constructors of a type a size is a size, and no data,
-                                    as which Dynamo captures it (torch 2.11 to 2.14)
+    torch.FloatTensor(x.size())     a tensor of that size, which Dynamo captures as a tensor with
+                                    the size's numbers (torch 2.11 to 2.14)
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.TorchInGraphFunctionVariable, UserDefinedClassVariable
                                                                .call_function, .value

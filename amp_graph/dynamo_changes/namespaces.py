@@ -5,13 +5,13 @@
     module_from_spec(spec_from_file_location(...))    a plugin that is not in sys.modules
     cloudpickle.loads(...)                            functions with globals of their own
 
-Dynamo looks for the globals of an inlined function in the module of that name. It gives up where
-there is none, and where there is another it guards that one's globals and writes to them. Here the
-guards of such globals are on the namespace itself, held by a weak reference to one of its
-functions; a strong one, as Dynamo has it since 2.14, would keep a script's models for as long as
-the process. A write ends the graph, so that Python does it.
+Dynamo looks for the globals of an inlined function in the module that `__name__` says. It gives up
+where there is none, and where there is another it guards that one's globals and writes to them.
+Here guards are on the function's own globals, found by a weak reference to a function that has
+them; a strong one, as Dynamo has it since 2.14, would keep a script's models for as long as the
+process. A write ends the graph, so that Python does it.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.symbolic_convert.InliningInstructionTranslator._load_global,
                     get_globals_source_and_value    for reads; for writes too

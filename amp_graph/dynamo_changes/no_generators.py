@@ -5,7 +5,7 @@
 Random numbers that are drawn with the one or the other are the same, but the first form takes no
 symbolic sizes (2.11 to 2.14), so that a model would be captured anew for each size of a batch.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.TorchInGraphFunctionVariable.call_function
 """

@@ -3,8 +3,8 @@
     model(tokens, output_hidden_states=True)    transformers (5.23), at the first such call, takes a
                                                 lock and hooks onto each layer what collects these
 
-So do its models of images and text, which ask their encoders. The hooks are put there as that is
-captured; they do nothing where nobody collects.
+So do its models of images and text, which ask their encoders. Dynamo cannot capture that. Here the
+hooks are put there while the call is captured; they do nothing where nobody collects.
 
 Of transformers: the function of `FINDS`. Versions without it are captured as they are.
 """

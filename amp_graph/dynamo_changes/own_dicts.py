@@ -1,12 +1,12 @@
-"""What an object has in its own `__dict__` is guarded where a model asks for it.
+"""Whether a name is in an object's own `__dict__` is guarded where a model asks for it.
 
-    if "cache" not in self.__dict__:        and vars(self), .get, .setdefault: set up at first
-        self.cache = self.make(x)
+    if "cache" not in self.__dict__:        so do models that set themselves up at the first call;
+        self.cache = self.make(x)           vars(self), .get and .setdefault, too
 
-Dynamo answers by what is there in the call that it captures, and installs no guard, so that the
-model would set itself up in each call.
+Dynamo captures the answer of one call and installs no guard, so that the model would set itself up
+in each call.
 
-Private names of PyTorch used here; seen to work on 2.11 and 2.13:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.DunderDictVariable.install_dict_contains_guard, .call_method, .source,
     of which the base, torch._dynamo.source.AttrSource, is the object's

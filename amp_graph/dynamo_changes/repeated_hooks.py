@@ -4,13 +4,12 @@
     embedding._forward_hooks == {1: ask, 2: ask}    runs what was captured
 
 transformers (5.23) adds one more to the embedding each time that gradient checkpointing is switched
-on, which TRL's trainers do at each step. Dynamo looks at how many there are. To ask again changes
-nothing.
+on, which TRL's trainers do at each step. Dynamo guards how many there are, so that each step would
+be captured anew. Here it guards that all do nothing else: to ask twice is to ask once.
 
-Private names of PyTorch used here; seen to work on 2.13 to 2.15, others go without:
+Private names of PyTorch used here, since 2.13; before, Dynamo ends graphs at such a request:
 
-    torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable.var_getattr
-                                      ..., tp_getattro_impl since 2.14
+    torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable
     torch._dynamo.variables.dicts.NNModuleHooksDictVariable
                                       without the kind of dict since 2.14
     torch._dynamo.variables.UserFunctionVariable, torch._dynamo.source.AttrSource

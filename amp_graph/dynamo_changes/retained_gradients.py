@@ -2,9 +2,9 @@
 
 So do models whose features are looked at (Grad-CAM, saliency). Dynamo refuses as soon as the method
 is looked up, where a graph cannot end, and leaves the whole function to Python. Here it refuses
-where it is called.
+where the method is called.
 
-Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.TensorVariable.method_attr_retain_grad, .call_method
 """

@@ -1,15 +1,14 @@
-"""A number in a tensor does not end a graph as an index.
+"""An index that is a number in a tensor does not end a graph.
 
     alpha = alphas[t]     ->   alphas.select(0, t.item())
     h = hidden[:, last]   ->   hidden.select(1, last.item())
 
-Without Dynamo that is what PyTorch does: such an index takes one of a dimension before all others
-are looked at. Dynamo asks for the number while it captures, which it does not know, unless it is
-the only index and a number already. A write to such a place (`x[t] = 0`) ends the graph as ever.
-In functions that a user gives `flex_attention` such a number stands for many (`bias[head]`), and
-takes as many places.
+That is what PyTorch does without Dynamo: it selects by such an index before it looks at the others.
+Dynamo ends the graph to ask for the number, unless it is the only index and a number already. A
+write to such a place (`x[t] = 0`) ends the graph as ever. In functions that a user gives
+`flex_attention` such a number stands for many (`bias[head]`), and takes as many places.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.BuiltinVariable.call_function    of `operator.getitem`
     torch._dynamo.variables.TensorVariable.ndim, ..., .dtype

@@ -1,12 +1,12 @@
-"""Why a graph ends is told where Dynamo cannot go on after what it could not capture, too.
+"""Why a graph ends is told also where Dynamo cannot go on behind what it could not capture.
 
     try: weight = torch.autograd.grad(loss, self.last)[0]       in a `try`, in a loop, beside what
     except RuntimeError: weight = torch.zeros(())               Python has looked up already
 
-It ends the graph at a place before that, from which it can go on, and names no other reason than
+It ends the graph at an earlier place, from which it can go on, and names no other reason than
 "step_unsupported". Here the graph has the reason and the place of what was not captured.
 
-Private names of PyTorch used here; seen to work on 2.13, where they are others nothing is told:
+Private names of PyTorch used here; of a version that lacks them nothing more is told:
 
     torch._dynamo.symbolic_convert.InstructionTranslatorBase.log_graph_break    is given what raised
     torch._dynamo.output_graph.OutputGraph.compile_subgraph                     and then the reason
@@ -29,7 +29,7 @@ UNTOLD = "step_unsupported"
 
 @contextlib.contextmanager
 def breaks_told() -> Iterator[None]:
-    """Within, why graphs end is told, for one frame. Dynamo begins that anew after a break, and ends
+    """Within, why graphs end is told, for one frame. Dynamo begins it anew after a break, and ends
     the graph then."""
     last: dict[str, Any] = {}
 

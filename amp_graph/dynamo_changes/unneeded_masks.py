@@ -1,4 +1,4 @@
-"""A mask that transformers leaves out, the graph leaves out.
+"""A mask that transformers leaves out where it is not captured, the graph leaves out, too.
 
     if is_tracing(mask): return False           so it makes a mask even where it was given none,
     if not is_tracing(indices) and (indices[:, -1] == 0).all(): return None
@@ -13,7 +13,7 @@ model does, until one is not full; what is captured for that one is right for al
 
 On 2.11 Dynamo takes every capture for `torch.export`, for which masks are made as well.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.TensorVariable.as_proxy, .dtype, .ndim       a value of the graph
     torch._dynamo.variables.torch.tracing_state_functions                what Dynamo says of itself
