@@ -5,9 +5,9 @@ gradients in low precision, those of what it made under autocast, by float32 ten
 kept: an error, in a script that never asked for autocast. So a function that is not made for
 autocast gets what it would get without: float32, and autocast is off. It is made for it if
 `torch.amp.custom_fwd` decorates it, for the kind of device, or if it is PyTorch's. That autocast
-is off is no region of the model's own: what Dynamo captures inside of a function is rewritten as
-elsewhere. What the function writes into an argument reaches the one that its caller has. What a
-checkpoint in such code runs again, in a backward pass, does all this again.
+is off there is not a region of the model's own: graphs that are captured inside of a function are
+rewritten as elsewhere. What the function writes into an argument reaches the one that its caller
+has. What a checkpoint in such code runs again, in a backward pass, does all this again.
 
 Not documented by PyTorch, and used here; seen to work on 2.11, 2.13 and 2.14: that `Function.apply`
 may be replaced, and that what `custom_fwd` returns is a closure with a `device_type`. Private:

@@ -12,8 +12,8 @@ from amp_graph.errors import AmpGraphError, in_brief
 
 
 def as_path(given: Any, kind: type[AmpGraphError] = AmpGraphError) -> Path:
-    """Raises an error of this kind for what is none. An empty text, as of a variable that is not
-    set, is not the current folder."""
+    """`given` as a Path. Raises `kind` for anything but a str or PathLike, and for an empty string,
+    as of a variable that is not set, which is not the current folder."""
     if not isinstance(given, (str, os.PathLike)):
         raise kind(f"a path is a str or a pathlib.Path, not {in_brief(given)}")
     if not os.fspath(given):

@@ -72,8 +72,8 @@ def saturated(argument: Any, dtype: torch.dtype) -> Any:
 def vanishing_constants(
     facts: Sequence[NodeFacts], flow: nx.DiGraph, dtype: torch.dtype
 ) -> dict[int, float]:
-    """Constants of which no number but 0 is as large as the low precision's smallest normal one,
-    with the largest of each; and what only moves their numbers."""
+    """Constants whose nonzero numbers are all below the smallest normal number of `dtype`, each
+    with its largest number; and values that only move such numbers."""
     limit = torch.finfo(dtype).smallest_normal
     vanishing: dict[int, float] = {}
     for n, f in enumerate(facts):
@@ -93,9 +93,9 @@ def raw_values(
     colors: Sequence[Color | None],
     narrowed: Container[int],
 ) -> set[int]:
-    """What is computed of the graph's inputs, buffers and constants alone: of no parameter, but for
-    those of a `narrowed` node, such as a norm of the inputs, and behind no allow node. It may hold
-    times, counts, coordinates or indices, which a low precision does not tell apart."""
+    """Values that depend on inputs, buffers and constants only: on no parameter, but for those of
+    `narrowed` nodes, such as a norm of the inputs, and on no allow node. They may be times, counts,
+    coordinates or indices, which a low precision does not tell apart."""
     raw: set[int] = set()
     for n, f in enumerate(facts):
         if f.is_parameter or colors[n] is Color.ALLOW:
@@ -149,10 +149,10 @@ def takes_either(
 def widened_for_others(
     facts: Mapping[str, NodeFacts], paints: Mapping[str, Paint], low: Container[str]
 ) -> set[str]:
-    """The low values that some operator needs in float32. Who would take either reads the cast as
-    well: else its gradient would be rounded by itself, in a cast of its own, before it is added to
-    the others. Not so a 0-dimensional value, of which nothing is gained, or one that is written to
-    and so may have to be cast again."""
+    """Low values that some operator needs in float32. A reader that takes either precision reads
+    the same cast, so that its gradient is added in float32 and not rounded first. Left out are
+    0-dimensional values, where nothing is gained, and values that are written to, which may have to
+    be cast again."""
     return {
         value
         for name, f in facts.items()

@@ -45,9 +45,10 @@ class KeptRandomState:
 
 
 class KeptTensors:
-    """What is in tensors now. Put back where it has changed, and nowhere else: a graph of the
-    caller's may need the others at the version that they have. What cannot be written to, or not be
-    read, is left alone; of what is not compared (nested, sparse, a subclass) a version tells."""
+    """The values of tensors at one moment. Only tensors that have changed are written back: a graph
+    of the caller's may need the others at their present version. Tensors that cannot be read or
+    written are left alone; of those that cannot be compared (nested, sparse, a subclass) the
+    version tells whether they have changed."""
 
     def __init__(self, tensors: Iterable[Any]):
         held = filter(_can_be_kept, tensors)

@@ -101,8 +101,8 @@ KEYS: dict[str, tuple[type, ...]] = {
 }
 DENY_ONLY = frozenset({"bounded", "widens", "storage"})
 NOT_IN_LISTING = frozenset({"ops", "optional", "storage", "low_args"})
-SAID_BY_ALL = frozenset({"color", "group", "why", "file", "bounded", "storage", "said"})
-KNOWN = frozenset(f.name for f in fields(Listing)) - SAID_BY_ALL
+NOT_INHERITED = frozenset({"color", "group", "why", "file", "bounded", "storage", "said"})
+KNOWN = frozenset(f.name for f in fields(Listing)) - NOT_INHERITED
 
 
 def _on(device_type: str, by_device: Mapping[str, T]) -> T | None:

@@ -24,8 +24,8 @@ def under_autocast(
     begin_at: BeginAt | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Run:
-    """What runs where no graph could be rewritten: the original, with float32 results, also where
-    it puts them into what it was given.
+    """`run`, under autocast: what is called where no graph could be rewritten. Low-precision
+    results come back in float32, those that it puts into its arguments as well.
 
     keeps_casts: a weight is cast once for all that read it, as autocast does of itself. What was
         written into the weight meanwhile, through `.data`, is not seen then (torch 2.13).

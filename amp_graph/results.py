@@ -1,9 +1,8 @@
 """What a model returns, with the tensors in it mapped.
 
-They are in containers, those that are registered with PyTorch as such included, and in the
-attributes of objects, such as dataclasses and distributions; not in modules, and not in functions
-and whatever else can be called. What these hold may lead back to them: a node of a tree may know
-its parent.
+Looked into are containers, registered pytree nodes among them, and attributes of objects, such as
+dataclasses and distributions; not modules, functions and other callables. There may be cycles: a
+node of a tree may know its parent.
 """
 
 from __future__ import annotations

@@ -53,3 +53,16 @@ def test_they_are_one_graph(asked_first: bool, checkpoints: bool) -> None:
         assert [len(layer._forward_hooks) for layer in model.model.layers] == hooks
     assert not record_of(model).breaks
     assert record_of(model).runs.total() == 3  # one in each call
+    if asked_first:
+        assert len(record_of(model).plans) == 1  # hooks that its own code has put there are guarded
+
+
+def test_one_that_is_taken_off_is_seen() -> None:
+    model = amp_graph.convert(llama(), policy="bfloat16")
+    assert len(model(input_ids=TOKENS, output_hidden_states=True).hidden_states) == 4
+    seen: list[torch.Tensor] = []
+    handle = model.model.layers[1].register_forward_hook(lambda _, __, y: seen.append(y))
+    model(input_ids=TOKENS, output_hidden_states=True)
+    handle.remove()
+    model(input_ids=TOKENS, output_hidden_states=True)
+    assert len(seen) == 1

@@ -21,7 +21,7 @@ from amp_graph.training.weights import LowPrecisionWeights
 
 
 def unscaled(dtype: torch.dtype) -> None:
-    """Gradients are scaled in graphs of no low precision."""
+    """No loss scale, whatever the dtype."""
 
 
 class Compiler:

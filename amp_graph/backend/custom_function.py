@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from amp_graph.graphs.aten import CUSTOM_FUNCTION
 from amp_graph.graphs.grad_modes import grad_modes
 
-FUNCTION = torch.ops.higher_order.autograd_function_apply
 # What its marks are called in 2.13; a version that calls them otherwise keeps its operator.
 MARKS = {"dirty_idx", "non_differentiable_idx", "saved_for_backward_idx"}
 
 
 def can_apply(node: fx.Node) -> bool:
-    return node.target is FUNCTION and "saved_for_backward_idx" in node.kwargs.keys() <= MARKS
+    marks = node.kwargs.keys()
+    return node.target is CUSTOM_FUNCTION and "saved_for_backward_idx" in marks <= MARKS
 
 
 def applied(

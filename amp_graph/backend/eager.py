@@ -38,9 +38,8 @@ from amp_graph.backend.emulation import in_float32, nothing_emulated
 from amp_graph.backend.flex_attention import compiled_attention
 from amp_graph.backend.grouped_products import grouped_product
 from amp_graph.backend.wide_state import wide_state
-from amp_graph.graphs.aten import CAST, SELECTIVE, written_operands
+from amp_graph.graphs.aten import CAST, CHECKPOINT, SELECTIVE, written_operands
 
-CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 BINDINGS = (torch, torch._C._nn, torch.Tensor)  # where they are looked for; 2.11 - 2.15
 OTHER_ARGUMENTS = {"to"}  # bindings that do not take the arguments of their operator
 NATIVE = (BuiltinFunctionType, MethodDescriptorType)  # not Python code of torch

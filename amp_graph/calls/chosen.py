@@ -132,9 +132,9 @@ class Chosen:
         return None if around is without_autocast else PLAINLY
 
     def capture_by(self, untried: Way | None, tried: Way) -> InForce | None:
-        """The same, in a way that was not tried, if there is any. What calls went by before, if one
-        may go otherwise now than one in which capture failed in the way that was `tried`: also if
-        another thread, for which it failed too, has chosen another one meanwhile."""
+        """Capture in the way that is `untried`, since capture failed in the one that was `tried`.
+        Return what was in force, for `put_back`; None if no way is left. If another thread has
+        changed the way meanwhile, nothing is done but that."""
         with self._choosing:
             before = self.caller, self.run, self.way
             if self.way is tried:

@@ -94,10 +94,10 @@ class ModelGraphs:
         return self.hooks.settings()
 
     def why_too_small(self, runs: int) -> str | None:
-        """Why graphs are not worth entering, in a call in which so many ran: those of a detector's
-        boxes, say, in which nothing is low. Told once: they are entered for all that where the
-        model's own code fails under autocast. Not told where hooks would have that code run in
-        float32."""
+        """Why the graphs are too small to be worth entering, in a call in which `runs` of them ran
+        (those of a detector's boxes, say, in which nothing is low); else None. Told once, since
+        they are entered for all that where the model's own code fails under autocast; and not told
+        where hooks would have that code run in float32."""
         policy = self._compiler.policy
         if policy.names_parts or policy.lists or policy.removed:  # which autocast knows nothing of
             return None
@@ -116,6 +116,7 @@ class ModelGraphs:
         return f"to enter {runs} graphs takes longer than it saves: there are {each}, {counted}"
 
     def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Graph:
+        self.hooks.guard_new()
         names, widened = captured_names(self.entry), widen_inputs(graph)
         inputs = [x.float() if i in widened else x for i, x in enumerate(example_inputs)]
         build = without_autocast(self._compiler.build)

@@ -85,9 +85,8 @@ def in_other_words(said: str) -> str:
 
 
 def each_once(breaks: Collection[str]) -> list[str]:
-    """Without those told before, and without the frames that Dynamo left to Python for the reason
-    for which a line in one of them, which is told, ends a graph; without the call of the model if
-    there is a frame."""
+    """The distinct breaks. Of several with the same reason only the most exact are kept: lines if
+    there are any, else frames that Dynamo left to Python, else the call of the model."""
     best: dict[str, int] = {}  # of each reason
     for told in breaks:
         reason = _reason(told)

@@ -202,8 +202,8 @@ def _failed_guard() -> str:
 
 
 def skipped_before(model: nn.Module) -> list[str]:
-    """Why Dynamo lets the `forward` of some of a model's modules be: where it met their class in
-    another model, it does not say so again."""
+    """Why Dynamo skips the `forward` of some of these modules, as it said of the first model that
+    had one of their class; it does not say so again."""
     forwards = (inspect.getattr_static(type(m), "forward", None) for m in model.modules())
     codes = dict.fromkeys(getattr(forward, "__code__", None) for forward in forwards)
     return [_left[code] for code in codes if code is not None and code in _left]

@@ -3,7 +3,8 @@
 Its guards look for them in each module at each call: 13 % of a forward pass of 32 tiny layers. That
 the first one has come is seen from less: PyTorch numbers the handles of all hooks, of whatever
 kind. From then on they are guarded, so that others that come, and those that go, are seen as well.
-Hooks for all modules have no guards.
+In the first capture of all they may come from the model's own code: it has guards, which Dynamo
+makes at its end. Hooks for all modules have no guards.
 
 Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
 
@@ -11,6 +12,7 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     torch.nn.modules.module._has_any_global_hook      whether there are hooks for all modules
     ..., ._global_forward_hooks and its like
     nn.Module._forward_hooks and its like
+    torch._dynamo.config.skip_nnmodule_hook_guards    read when the guards of a capture are made
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from torch import fx, nn
+from torch._dynamo import config as dynamo_config
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.hooks import RemovableHandle
@@ -38,13 +41,21 @@ class Hooks:
         self._for_all: tuple[int, ...] = ()  # the handles of hooks for all modules
         self._are_there = False  # any, or were
         self._are_guarded = False
+        self._begun = 0  # captures
         self._calls_others = False  # modules that are no part of the model
 
     def settings(self) -> Mapping[str, Any]:
         """Of Dynamo, for a capture that begins now: of a module with hooks that was put into the
         model, it may be."""
+        self._begun += 1
         self._are_there |= self._has_any()
         return {"skip_nnmodule_hook_guards": not self._are_there}
+
+    def guard_new(self) -> None:
+        """Within a capture, before it has guards: those that it has brought, if it is the first."""
+        if self._begun == 1 and not self._are_there and self._has_any():
+            dynamo_config.skip_nnmodule_hook_guards = False
+            self._are_there = self._are_guarded = True
 
     def are_there(self) -> bool:
         return self._are_there

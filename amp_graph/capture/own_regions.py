@@ -5,9 +5,10 @@
                                                         ...
                                                         exit_autocast()
 
-So is what a module calls that ends a graph: Dynamo captures it as it is called, and its graph says
-nothing of what is around it. A model is called with autocast off, or under that which is put around
-the code between its graphs, so it is by how deep in contexts it is that a region is known.
+The same holds for a module that Dynamo captures by itself, as it is called behind a graph's end:
+its graph says nothing of the region around it. A model is called with autocast off, or under the
+autocast that is put around the code between its graphs, so a region is known by how deep in
+autocast contexts it is.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ from amp_graph.dynamo_changes import (
     recurrent_layers,
     repeated_hooks,
     retained_gradients,
+    settled_once,
     symbolic_math,
     tensor_indices,
     told_breaks,
@@ -117,6 +118,7 @@ CHANGES: tuple[Change, ...] = (  # of one method, the later is asked first
     *handed_through.CHANGES,
     *left_to_python.CHANGES,
     *default_functions.CHANGES,
+    *settled_once.CHANGES,
     *disabled_functions.CHANGES,
 )
 CONTEXTS: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (

@@ -27,6 +27,9 @@ CAST = torch.ops.aten._to_copy.default
 ADD = torch.ops.aten.add.Tensor
 CLAMP = torch.ops.aten.clamp.default
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+CUSTOM_FUNCTION = torch.ops.higher_order.autograd_function_apply
+COND = torch.ops.higher_order.cond
 RECURRENT = (
     torch.ops.aten.lstm.input,
     torch.ops.aten.gru.input,
@@ -170,6 +173,16 @@ def written_operands(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]
             if argument.alias_info is not None and argument.alias_info.is_write:
                 leaves = tree_leaves(values.get(argument.name))
                 yield from (leaf for leaf in leaves if isinstance(leaf, fx.Node))
+
+
+def last_written(module: fx.GraphModule) -> dict[Any, int]:
+    """By the key of a memory, the position in the graph at which it is last written to."""
+    return {
+        key: position
+        for position, node in enumerate(module.graph.nodes)
+        for operand in written_operands(module, node)
+        for key in storages(operand)
+    }
 
 
 def _written_by_body(body: fx.GraphModule, operands: list[fx.Node]) -> list[fx.Node]:

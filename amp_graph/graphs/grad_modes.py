@@ -8,13 +8,13 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 import torch
 from torch import fx
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
-from amp_graph.graphs.aten import SET_GRAD_ENABLED
+from amp_graph.graphs.aten import SET_GRAD_ENABLED, results_of, widens_low, written_operands
 
 INFERENCE_MODE = (_enter_inference_mode, _exit_inference_mode)
 
@@ -51,7 +51,7 @@ def mode_after(graph: fx.Graph) -> bool | None:
 
 
 def recorded_nodes(graph: fx.Graph) -> frozenset[fx.Node]:
-    """The operators that run while autograd records, as it does or does not where it is asked."""
+    """The operators that run while autograd records, given whether it does now, in the caller."""
     changes, records, found = grad_modes(graph), torch.is_grad_enabled(), set()
     for node in graph.nodes:
         if node in changes:
@@ -73,3 +73,16 @@ def differentiated(graph: fx.Graph) -> frozenset[fx.Node]:
         if is_one:
             found.add(node)
     return frozenset(found)
+
+
+def last_casts(module: fx.GraphModule) -> Iterator[fx.Node]:
+    """Casts to float32 that are only returned, after which nothing is written to, which they might
+    have read before, and which are recorded if what comes after the graph is."""
+    if grad_modes(module.graph):
+        return
+    results = results_of(module)
+    for node in reversed(module.graph.nodes):
+        if any(True for _ in written_operands(module, node)):
+            return
+        if node in results and len(node.users) == 1 and widens_low(node):
+            yield node

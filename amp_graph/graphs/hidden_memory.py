@@ -12,9 +12,9 @@ from amp_graph.graphs.aten import (
     SET_DATA,
     bodies_of,
     is_retraced,
+    last_written,
     storages,
     tensors_of,
-    written_operands,
 )
 
 SET = torch.ops.aten.set_.source_Tensor
@@ -30,16 +30,10 @@ def hidden_memory(traced: fx.GraphModule) -> Iterator[str]:
         assigned, inputs = storages(node.args[1]), traced.graph.find_nodes(op="placeholder")
         if any(key in assigned for x in inputs if x is not node.args[0] for key in storages(x)):
             yield f"'{node.name}' puts a tensor into that of another (`x.data = y`)"
-    place = {node: i for i, node in enumerate(traced.graph.nodes)}
-    written_last = {
-        key: place[node]
-        for node in place
-        for operand in written_operands(traced, node)
-        for key in storages(operand)
-    }
-    for node in place:
+    written = last_written(traced)
+    for position, node in enumerate(traced.graph.nodes):
         memory = (key for n in (node, *node.all_input_nodes) for key in storages(n))
-        if _hands_on(traced, node) and any(written_last.get(k, -1) >= place[node] for k in memory):
+        if _hands_on(traced, node) and any(written.get(k, -1) >= position for k in memory):
             yield f"'{node.name}' returns memory of an operand, and one or the other is written"
 
 

@@ -46,7 +46,7 @@ def _slid(node: fx.Node, given: Any) -> int:
 
 
 def _strided(node: fx.Node, given: Any) -> int:
-    """As many as there are results to an element of what they are views of."""
+    """How many elements of the result share one element of the operand."""
     results, elements = (size_hint(x.meta["val"].numel()) for x in (node, given["self"]))
     return -(-results // max(1, elements))
 

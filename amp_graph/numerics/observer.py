@@ -11,8 +11,13 @@ from torch import fx
 
 @dataclass(frozen=True)
 class Place:
-    """One node in one run of a graph: the how-manieth graph of the call, the plan of the graph
-    or body that the node is in, and its name. `call` tells repeated runs of one graph apart."""
+    """One node in one run of a graph.
+
+    call: the position of this run among the graphs that the call ran, which tells repeated runs of
+        one graph apart.
+    graph, body: the graph, and the body inside of it, whose plan has the node.
+    name: of the node.
+    """
 
     call: int
     graph: int

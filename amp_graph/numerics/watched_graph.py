@@ -11,11 +11,11 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import OpOverload
 
 from amp_graph.backend.emulation import in_float32
 from amp_graph.backend.wide_state import wide_state
-from amp_graph.graphs.aten import get_attribute
+from amp_graph.graphs.aten import CHECKPOINT, COND, CUSTOM_FUNCTION, get_attribute
 from amp_graph.numerics.observer import Place
 
 SEED = 0
@@ -50,10 +50,9 @@ class WatchedGraph(fx.Interpreter):
     def _run_inside(self, n: fx.Node) -> Any:
         """As the operator would run, its bodies watched too; not the backward one of a function."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        kind = str(n.target)
-        if kind == CHECKPOINT:
+        if n.target is CHECKPOINT:
             return self._body(n.args[0]).run(*args[1:])
-        if kind == COND:
+        if n.target is COND:
             condition, _, _, operands = args
             return self._body(n.args[1] if condition else n.args[2]).run(*operands)
         return n.target(_as_module(self._body(n.args[0])), *args[1:], **kwargs)  # type: ignore[operator]
@@ -64,12 +63,8 @@ class WatchedGraph(fx.Interpreter):
         return WatchedGraph(get_attribute(self.module, name), inner, self.show, self.emulated)
 
 
-CHECKPOINT, COND, FUNCTION = "tag_activation_checkpoint", "cond", "autograd_function_apply"
-
-
 def _is_entered(n: fx.Node) -> bool:
-    entered = (CHECKPOINT, COND, FUNCTION)
-    return isinstance(n.target, HigherOrderOperator) and str(n.target) in entered
+    return n.target in (CHECKPOINT, COND, CUSTOM_FUNCTION)
 
 
 class _Run(nn.Module):

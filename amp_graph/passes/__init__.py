@@ -1,2 +1,3 @@
 """The stages, a file with one public function each: annotate, paint, split attention, place casts,
-emit, verify, lift weights; and what several of them look at."""
+emit, verify; then lift weights and results, let results leave early, scale inside; and what several
+of them look at."""

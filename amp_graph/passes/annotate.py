@@ -159,9 +159,9 @@ def _is_conversion(node: fx.Node) -> bool:
 
 
 def _is_user_cast(node: fx.Node) -> bool:
-    """A conversion the user wrote from float32 to float32: "stay precise from here on". Not so
-    behind an operator that was asked for float32, of which it is the way back to whatever the model
-    runs in: `softmax(scores, -1, dtype=torch.float32).to(query.dtype)`."""
+    """A conversion from float32 to float32 in the user's code: "stay precise from here on". Not
+    one right behind an operator that was asked for float32, which only converts back to whatever
+    the model runs in: `softmax(scores, -1, dtype=torch.float32).to(query.dtype)`."""
     if not _is_conversion(node) or not _asks_for_float32(node):
         return False
     source = node.args[0]

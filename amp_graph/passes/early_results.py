@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from amp_graph.graphs.aten import results_of, storages, widens_low, written_operands
+from amp_graph.graphs.aten import last_written, results_of, storages, widens_low
 from amp_graph.graphs.grad_modes import grad_modes
 from amp_graph.training.early import EarlyResults
 
@@ -78,16 +78,11 @@ def _early_results(
     inputs = module.graph.find_nodes(op="placeholder")
     nodes = dict.fromkeys(r for r in (*results, *inputs) if isinstance(r, fx.Node))
     shared = Counter(key for node in nodes for key in storages(node))
-    number = {node: n for n, node in enumerate(module.graph.nodes)}
-    written = {  # when it was last
-        key: n
-        for node, n in number.items()
-        for operand in written_operands(module, node)
-        for key in storages(operand)
-    }
+    position = {node: n for n, node in enumerate(module.graph.nodes)}
+    written = last_written(module)
 
     def is_apart(node: fx.Node) -> bool:
-        return all(shared[k] <= 1 and written.get(k, 0) <= number[node] for k in storages(node))
+        return all(shared[k] <= 1 and written.get(k, 0) <= position[node] for k in storages(node))
 
     found: dict[fx.Node, torch.dtype] = {}
     for i, result in enumerate(results):

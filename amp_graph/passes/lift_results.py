@@ -11,12 +11,10 @@ which neither writes nor keeps the product in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import fx
 
-from amp_graph.graphs.aten import results_of, widens_low, written_operands
-from amp_graph.graphs.grad_modes import grad_modes
+from amp_graph.graphs.aten import results_of
+from amp_graph.graphs.grad_modes import last_casts
 
 
 def lift_results(module: fx.GraphModule) -> tuple[fx.GraphModule, frozenset[int]]:
@@ -34,16 +32,3 @@ def lift_results(module: fx.GraphModule) -> tuple[fx.GraphModule, frozenset[int]
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     return fx.GraphModule(module, graph, class_name=type(module).__name__), positions
-
-
-def last_casts(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """Those after which nothing is written to, which they might have read before, and which are
-    recorded if what comes after the graph is."""
-    if grad_modes(module.graph):
-        return
-    results = results_of(module)
-    for node in reversed(module.graph.nodes):
-        if any(True for _ in written_operands(module, node)):
-            return
-        if node in results and len(node.users) == 1 and widens_low(node):
-            yield node

@@ -46,8 +46,8 @@ def masked_scores(
 def filled_scores(
     facts: Sequence[NodeFacts], dtype: torch.dtype, digits: Container[int]
 ) -> set[int]:
-    """What moves values and puts a number in between that saturates in that precision, as far from
-    all others as before; but for those whose `digits` are read."""
+    """Clear operators that fill in a constant which saturates in `dtype`, where it stays as far
+    from all other numbers as it was; without those whose `digits` are read."""
     moving = (n for n, f in enumerate(facts) if f.color is Color.CLEAR and f.reads)
     filled = (n for n in moving if any(is_beyond(x, dtype) for x in facts[n].scalars))
     return {n for n in filled if n not in digits}

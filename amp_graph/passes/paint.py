@@ -149,9 +149,9 @@ def read_by_many(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
 
 
 def _gradients(scene: Scene, painted: Mapping[int, Paint]) -> list[int]:
-    """By each node that moves one value: of how many the gradient of the value is the sum, seen
-    through what moves it on, as windows that overlap, or shifted by a step at each step. In
-    float16, where a sum may overflow, also of how many it is that a kernel makes in float32."""
+    """For each node that only moves one value: how many gradients are added up for an element of
+    it, also through nodes that move it on, as windows that overlap, or shifted by a step at each
+    step. In float16, where a sum may overflow, sums that a kernel makes in float32 count, too."""
     found = [0] * len(scene.facts)
     for n in reversed(range(len(found))):
         f = scene.facts[n]

@@ -74,10 +74,10 @@ def read_for_phase(scene: Scene) -> dict[int, int]:
 
 
 def read_for_position(scene: Scene) -> dict[int, int]:
-    """What says where something is, with one who looks there, seen through no `narrowed` operator,
-    which computes in float32 inside. So is what is computed of such values and full float32 alone,
-    as the fraction by which neighbours are weighed, and a place that moved on, if places are
-    counted from `raw` coordinates: those of the last step nobody looks at any more."""
+    """Values that say where something is, each with an operator that looks there; traced through no
+    `narrowed` operator, which computes in float32 inside. Also what is computed of such values and
+    full float32 alone, as the fraction by which neighbours are weighed; and, if places are counted
+    from `raw` coordinates, a place that has moved on: at those of the last step nobody looks."""
     facts, flow, colors = scene.facts, scene.flow, scene.colors
     pairs = [
         (value, n)

@@ -25,9 +25,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_graph.graphs.aten import results_of, storages, tensors_of, written_operands
-from amp_graph.graphs.grad_modes import mode_after
+from amp_graph.graphs.grad_modes import last_casts, mode_after
 from amp_graph.ir import NodeFacts
-from amp_graph.passes.lift_results import last_casts
 from amp_graph.training.inner_scaling import ENTER, LEAVE, Inside
 
 EMBEDDING = torch.ops.aten.embedding.default

@@ -1,10 +1,10 @@
 """Inputs and results that share their memory cross a boundary as autograd knows them.
 
-Views of one tensor enter a graph that writes into one of them, and leave any, as views of what
-enters, or leaves, for that tensor; and views of an input leave as that. So autograd knows of a
-write what it would have known without the boundary: the others change, too. What shares memory in
-another way, or is given more than a view's gradient, crosses alone, and as a result cannot be
-written to.
+Views of one tensor cross as views of whatever crosses for that tensor: results always, inputs where
+the graph writes into one of them. A result that is a view of an input leaves as a view of that
+input. So autograd knows of a write what it would have known without the boundary: the others
+change, too. What shares memory in another way, or is given more than a view's gradient, crosses by
+itself; such a result cannot be written to.
 """
 
 from __future__ import annotations

@@ -28,10 +28,13 @@ def overflowed(
     by: object,
     held: Held | None = None,
 ) -> Tensor:
-    """Whether any gradient of these parameters overflowed, as `found_inf` tells. Each scale is told
-    of what it is to blame for, of the step that `by` is about to take. `owners`: those of the
-    parameters that are of its model. `held`, as for `Spills`: not None if none of them has a scale,
-    so that an overflow counts only if one of the scales has spilled."""
+    """1 if a gradient of these parameters overflowed, as `found_inf` has it, else 0. Tells each
+    scale its share of the blame for the step that `by` is about to take.
+
+    owners: for each scale, those of the parameters that are of its model.
+    held: as for `Spills`. Not None if no parameter has a scale; an overflow then counts only if one
+        of the scales has spilled.
+    """
     for scale in owners:
         scale.begin_step(by)
     shares = [_Share(scale, own, scale.spills.show(by, held)) for scale, own in owners.items()]

@@ -82,9 +82,12 @@ class Caution:
     def factor(
         self, scale: GuardedScale, gradient: Tensor, again: bool, of_gradient: bool = False
     ) -> Tensor:
-        """S for a gradient that comes in. The last pass of a penalty is trained on, so that it has
-        the guarded one, if there is a guard; what a pass before it gives, the script sees. Into a
-        pass of a pass, `gradient` comes as it meets what is in there, which has that one's S."""
+        """S for a gradient that comes into a backward pass.
+
+        The last pass of a penalty is trained on and takes the guarded scale, if there is a guard;
+        gradients of earlier passes are seen by the script, and take the cautious one. Where a pass
+        is differentiated again, `gradient` is already multiplied by the S of that pass.
+        """
         running = backward_pass()
         if running != OUTSIDE and running not in self.chosen:
             if len(self.chosen) >= PASSES:

@@ -4,10 +4,9 @@
       |                     :
       +------------------> inner ---> the rest of the graph
 
-What is made of `inner` depends on `left`, for whoever asks: its gradient goes out to it, as it
-would if the graph had ended between them. Where nobody looks at the gradient of what has left,
-that would be multiplied by 1/S and by S again, and widened and narrowed, for nothing: then it goes
-to the value at once.
+The gradient of what is computed from `inner` goes to `left`, as if the graph ended there, for
+whoever asks for the gradient of `left`. If nobody does, it goes straight to `value`: else it would
+be multiplied by 1/S and by S again, and widened and narrowed, for nothing.
 """
 
 from __future__ import annotations

@@ -153,8 +153,8 @@ class GraphScale:
         return self.spills.flag_on(device)
 
     def may_have_spilled(self, by: object, held: Held | None = None) -> bool:
-        """Whether what `by` steps may hold some that overflowed and that it was not told of, or
-        holds still; `held` as for `Spills`."""
+        """Whether gradients that `by` steps by may hold an overflow that it was not told of, or
+        that it holds still; `held` as for `Spills`."""
         return self.is_on() and self.spills.are_new_to(by, held)
 
     def begin_step(self, by: object) -> None:

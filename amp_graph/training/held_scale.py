@@ -1,4 +1,4 @@
-"""S where a graph reads it that scales its gradients by itself."""
+"""The loss scale S as tensors, for graphs that scale their gradients themselves."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ Held = bool | Tensor  # whether gradients that were to be stepped by before were
 class Spills:
     """Those of one model: flags of this round, and that there were some before it.
 
-    Who steps parameters that are no model's own knows of no rounds: its gradients may be from one
-    that is over, and what it could not step by it may hold still. `held` tells of that; it is None
-    for others, whose parameters have a scale, and are looked at in any case.
+    An optimizer of parameters that are no model's own takes no part in rounds: its gradients may be
+    from an earlier one, and it may still hold some that it could not step by. `held` tells whether
+    it does; it is None for other optimizers, whose parameters have a scale and are always checked.
 
     last_pass: the backward pass in which there may have been one last.
     """

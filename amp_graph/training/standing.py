@@ -5,11 +5,10 @@ stand for the next one. A call that comes before that, as the second of two whos
 gets aliases of its own, which stand likewise: gradients of several calls meet in float32, not in
 low precision.
 
-What stands keeps the AccumulateGrad nodes of its parameters alive. These are for the shapes that
-their parameters had when they were made, and for the stream that they were made on; a step captured
-as a CUDA graph on another one could not use them. So all that stands, in all models, is let go of
-when a call brings parameters that are not as what stands in their place was made for, or comes on
-another stream.
+Standing aliases keep the AccumulateGrad nodes of their parameters alive. Such a node is for the
+shape that its parameter had when it was made, and for the stream that it was made on: a step
+captured as a CUDA graph on another stream could not use it. So all standing aliases, of all models,
+are dropped when a call brings parameters of another shape, or comes on another stream.
 """
 
 from __future__ import annotations
