@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import groupby
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from several_threads import gone_wrong_beside_one_another
 from torch import Tensor, nn
 from torch.optim import SGD
-from training import Mlp, X, assert_same_gradients, scaled, twins
+from training import FLOAT16, Mlp, X, assert_same_gradients, scaled, twins
 
 import amp_graph
+from amp_graph import LossScale
+from amp_graph.training.caution import bounded
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_other_scales")
 
@@ -138,3 +141,43 @@ def test_anomaly_detection_finds_no_overflow_that_is_the_loss_scale_s() -> None:
         for each in (plain, model):
             (each(X) * 64).square().sum().backward()
     assert_same_gradients(model, plain)
+
+
+def test_a_static_scale_is_that_of_a_pass_nobody_watches_too() -> None:
+    """However large what comes in is, of many numbers or of one."""
+    config, given = LossScale.static(128.0), torch.tensor(128.0)
+    for gradient in (torch.full((2,), 1e3), torch.tensor(1e3)):
+        assert bounded(given, gradient, 1.0, config)[0] == 128
+
+
+class Wide(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).double()
+
+
+def test_a_gradient_in_float64_comes_into_a_pass_nobody_watches() -> None:
+    plain = Wide()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="float16")
+    for each in (plain, model):
+        (each(X) * 1e3).square().sum().backward()
+    assert_same_gradients(model, plain, 2 * FLOAT16)
+
+
+def test_parameters_that_are_given_for_a_call_beside_an_input_whose_gradient_is_wanted() -> None:
+    """An optimizer of theirs skips what overflows."""
+    model = amp_graph.convert(Mlp(), policy="float16")
+    given = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+    optimizer = SGD(given.values(), lr=0.1)
+    x = X.clone().requires_grad_()
+    (torch.func.functional_call(model, given, (x,)).sum() * 1e30).backward()
+    assert not all(p.grad is None or bool(p.grad.isfinite().all()) for p in given.values())
+    optimizer.step()
+    assert all(bool(p.isfinite().all()) for p in given.values())
+
+
+def test_a_gradient_that_nobody_watches_is_held_if_it_is_differentiated_again() -> None:
+    model = amp_graph.convert(nn.Linear(1, 1, bias=False), policy="float16")
+    nn.init.constant_(model.weight, 60000.0)
+    x = torch.zeros(1, 1, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    assert gradient.item() == 60000

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
 
 import amp_graph
 from amp_graph import ConversionWarning
@@ -186,3 +187,59 @@ def test_a_closure_may_add_a_group():
     optimizer.step(closure)
     assert same([*model[0].parameters()], before[:2])
     assert len(optimizer.param_groups) == 2
+
+
+def test_a_hook_behind_the_step_in_which_an_optimizer_is_found_sees_no_infinity():
+    """It may take averages of weights, before the step is undone."""
+    model, seen = nn.Linear(4, 2), []
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: seen.extend(p.clone() for p in model.parameters()))
+    amp_graph.convert(model, policy="float16")
+
+    def closure() -> Tensor:
+        loss: Tensor = model(torch.ones(2, 4)).sum() * 1e30
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert amp_graph.step_counts(optimizer).skipped == 1
+    assert len(seen) == 2 and all(bool(p.isfinite().all()) for p in seen)
+
+
+def test_a_closure_of_a_plain_model_beside_a_converted_one_counts_for_nothing(recwarn):
+    """None of its evaluations is under a scale, so that nothing needs to be copied."""
+    other = amp_graph.convert(nn.Linear(8, 3), policy="float16")
+    other(torch.ones(4, 8)).sum().backward()
+    model = nn.Linear(8, 3)
+    optimizer = LBFGS(model.parameters(), max_iter=2)
+    optimizer.state[model.bias]["eighth"] = torch.zeros(3).as_subclass(Uncopied)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert amp_graph.step_counts(optimizer) == amp_graph.StepCounts(0, 0)
+    assert not [str(w.message) for w in recwarn if w.category is ConversionWarning]
+
+
+def test_a_scheduler_around_a_step_moves_no_weights(recwarn):
+    """So that the closure can be called before the step, of which nothing is copied."""
+    model = nn.Linear(8, 3)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    StepLR(optimizer, 1)
+    given(optimizer, model)
+    optimizer.state[model.bias]["eighth"] = torch.zeros(3).as_subclass(Uncopied)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert amp_graph.step_counts(optimizer).stepped == 1
+    assert not [str(w.message) for w in recwarn if w.category is ConversionWarning]

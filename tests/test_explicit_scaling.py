@@ -87,6 +87,20 @@ def test_a_scaler_made_after_the_first_step_takes_over() -> None:
     assert amp_graph.scale_of(model).get_scale() == 1.0
 
 
+def test_graphs_scale_again_once_no_scaler_steps() -> None:
+    model = Mlp()
+    optimizer = SGD(model.parameters(), lr=0.0)
+    amp_graph.convert(model, optimizer, policy=scaled(2.0**8))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(loss_of(model)).backward()
+    scaler.step(optimizer)
+    assert amp_graph.scale_of(model).get_scale() == 1.0
+    for _ in range(2):  # it is known to be gone at its first step
+        loss_of(model).backward()
+        optimizer.step()
+    assert amp_graph.scale_of(model).get_scale() == 2.0**8
+
+
 @pytest.mark.parametrize("make", SCALERS, ids=["torch", "ours"])
 def test_a_disabled_scaler_is_no_scaler(make: Any) -> None:
     plain = Mlp()

@@ -28,6 +28,18 @@ def test_what_was_captured_anew_is_counted_once() -> None:
     assert [graph.name for graph in amp_graph.explain(model).data.graphs] == ["graph1", "graph2"]
 
 
+def test_what_ran_before_counts_until_there_is_something_new() -> None:
+    """Of the call that would have captured it, the user's mistake is all that is left."""
+    model, x = amp_graph.convert(Mixed(), policy="bfloat16"), torch.randn(4, 8)
+    model(x)
+    first = amp_graph.explain(model).data
+    model.first.register_forward_hook(lambda module, args, result: None)
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(x[:, :5])
+    again = amp_graph.explain(model).data
+    assert again.graphs == first.graphs and again.modules == first.modules
+
+
 def test_graphs_that_no_call_runs_any_more_are_not_counted() -> None:
     class Growing(Mixed):
         def __init__(self) -> None:

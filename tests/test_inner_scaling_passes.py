@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from compiled import compiled, count
@@ -96,6 +98,31 @@ def test_a_checkpoint_around_the_model(reentrant, has_optimizer, graphs) -> None
         (checkpoint(each, x, use_reentrant=reentrant).square().mean() * 2.0**-18).backward()
     assert_same_gradients(model, plain)
     assert distance(inputs[1].grad, inputs[0].grad) <= FLOAT16
+
+
+def test_gradients_of_inputs_are_finite_beside_training(graphs) -> None:
+    """1 comes in, which times the scale of training is no float16."""
+    plain, model = twins(Mlp())
+    compiled(amp_graph.restore(model))
+    optimizer = SGD(model.parameters(), lr=0.0)
+    model(X).square().mean().backward()
+    optimizer.step()
+    inputs = [X.clone().requires_grad_() for _ in range(2)]
+    for each, x in zip((plain, model), inputs, strict=True):
+        each(x)[:, 0].sum().backward()
+    assert distance(inputs[1].grad, inputs[0].grad) <= FLOAT16
+
+
+def test_a_checkpoint_whose_backward_pass_another_thread_runs(graphs) -> None:
+    """In it the graph is run again, as it is in the threads of devices."""
+    plain, model = twins(Mlp())
+    compiled(amp_graph.restore(model))
+    for each in (plain, model):
+        loss = checkpoint(each, X, use_reentrant=False).square().mean() * 2.0**-18
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    assert_same_gradients(model, plain)
 
 
 def test_threads_whose_passes_choose_their_own_scales(graphs) -> None:

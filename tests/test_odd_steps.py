@@ -140,6 +140,30 @@ def test_steps_inside_of_a_backward_pass_count_what_is_there_by_then() -> None:
     assert counts == [StepCounts(0, 1), StepCounts(1, 0)]
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(4, 2) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, i: int) -> torch.Tensor:
+        return self.heads[i](x)
+
+
+@pytest.mark.parametrize("overflowing", [0, 1])
+def test_an_overflow_in_one_pass_beside_gradients_of_another_that_were_written_to(
+    overflowing: int,
+) -> None:
+    """These are looked at anew, while the overflow is known."""
+    model = Heads()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    amp_graph.convert(model, optimizer, policy=scaled(2.0**8))
+    for i in range(2):
+        (model(X, i).sum() * (1e9 if i == overflowing else 1.0)).backward()
+    for p in model.heads[1 - overflowing].parameters():
+        p.grad.mul_(0.5)
+    assert optimizer.step() is False
+
+
 @pytest.mark.parametrize("value", [1.0, torch.inf])
 def test_gradients_that_were_made_in_inference_mode(value: float) -> None:
     """They have no versions to be known by."""
@@ -224,3 +248,17 @@ def test_a_grad_scaler_steps_a_plain_generator_before_a_converted_discriminator(
     assert flags == [False, True]
     D(G(X))
     assert scale.get_scale() < before
+
+
+def test_a_step_says_that_it_is_taken_after_one_of_a_model_that_is_converted_no_more() -> None:
+    one, other = Mlp(), Mlp()
+    optimizer = SGD([*one.parameters(), *other.parameters()], lr=0.1)
+    amp_graph.convert(one, optimizer, policy=scaled(2.0**8))
+    amp_graph.convert(other, optimizer, policy="bfloat16")
+    backward(one)
+    overflow(one)
+    assert optimizer.step() is False
+    amp_graph.restore(one)
+    optimizer.zero_grad()
+    backward(other)
+    assert optimizer.step() is True

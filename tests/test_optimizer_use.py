@@ -229,7 +229,7 @@ def test_the_context_of_a_conversion_does_not_matter(context: Any) -> None:
 
 def test_a_step_that_raised_leaves_later_ones_watched() -> None:
     model = Mlp()
-    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer = SGD(model.parameters(), lr=0.1, weight_decay=0.5)
     step = optimizer.step  # kept from before, so that no guard can stand before it
     amp_graph.convert(model, policy=SCALED)
     model(X).sum().backward()

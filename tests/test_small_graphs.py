@@ -76,8 +76,9 @@ def test_they_run_under_autocast_and_say_so(policy: Policy | str, recwarn) -> No
         ("bfloat16", (4,)),
         ("bfloat16", (24, 8)),
         (Policy("bfloat16", keep_float32=("slope",)), (24,)),
+        (Policy("bfloat16", lists={"deny": ["aten.tanh"]}), (24,)),
     ],
-    ids=["few", "large", "with a part that stays in float32"],
+    ids=["few", "large", "with a part that stays in float32", "with lists of one's own"],
 )
 def test_others_stay_captured(policy: Policy | str, given: tuple[int, ...], recwarn) -> None:
     plain, model = pair(policy, *given)

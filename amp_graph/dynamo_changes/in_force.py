@@ -126,6 +126,7 @@ CONTEXTS: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     attention_calls.attention_kernels_guarded,
     logs.quiet_logs,
     logs.locations_untold,
+    logs.guards_untimed,
     checkpointed_writes.checkpointed_writes_inside,
     modes_apart.modes_above_autograd_apart,
     told_breaks.breaks_told,

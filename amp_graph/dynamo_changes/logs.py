@@ -8,6 +8,7 @@ Private names of PyTorch used here:
 
     torch._dynamo.config.ignore_logging_functions
     torch._dynamo.symbolic_convert.get_funcname, torch._logging._internal.getArtifactLogger
+    torch._dynamo.guards.guards_log, .profile_guard_manager
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch._dynamo.config as dynamo_config
-from torch._dynamo import symbolic_convert
+from torch._dynamo import guards, symbolic_convert
 from torch._logging._internal import getArtifactLogger
 
 from amp_graph.dynamo_changes.replaced import with_entries
@@ -102,6 +103,14 @@ def locations_untold() -> AbstractContextManager[None]:
     if any(log.isEnabledFor(logging.DEBUG) for log in LOCATION_LOGS):
         return nullcontext()
     return with_entries(vars(symbolic_convert), {"get_funcname": lambda file, line: None})
+
+
+def guards_untimed() -> AbstractContextManager[None]:
+    """Without timing the guards of each graph for a log that nobody hears, for which Dynamo has the
+    processor's caches flushed first: a fifth of the first call of a small model."""
+    if guards.guards_log.isEnabledFor(logging.DEBUG):
+        return nullcontext()
+    return with_entries(vars(guards), {"profile_guard_manager": lambda *_: 0.0})
 
 
 def _nothing(record: logging.LogRecord) -> bool:

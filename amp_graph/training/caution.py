@@ -93,11 +93,11 @@ class Caution:
             if len(self.chosen) >= PASSES:
                 self.chosen.pop(next(iter(self.chosen)), None)  # ended long ago
             chosen = scale.factors_on(gradient.device)
-            is_trained_on = again and scale.is_guarded()
-            if is_trained_on:  # at least 1: it is the last pass that the guard lowers S for
+            is_guarded = scale.is_guarded()
+            if again and is_guarded:  # at least 1: it is the last pass that the guard lowers S for
                 met = gradient * PEAK_AGAIN if of_gradient else gradient  # by gradients as large
                 chosen = bounded(chosen[0].clamp(min=1.0), met, PEAK_AGAIN, scale.config)
-            elif again or not (of_gradient and scale.is_guarded()):
+            elif not (of_gradient and is_guarded):
                 chosen = bounded(chosen[0], gradient, PEAK, scale.config)
             # Another device's thread may have chosen meanwhile: one scale for all of a pass.
             self.chosen.setdefault(running, {gradient.device: chosen})
@@ -140,7 +140,6 @@ class Caution:
         return chosen[device]
 
 
-@torch.no_grad()
 def bounded(guarded: Tensor, gradient: Tensor, highest: float, config: LossScale) -> Factors:
     """A power of 2, so that it rounds nothing. The gradient of a single number, a loss times
     some weight, says little about the gradients of what it was made from, so that they are not
@@ -153,7 +152,7 @@ def bounded(guarded: Tensor, gradient: Tensor, highest: float, config: LossScale
         found = values.detach().abs().amax().float()
         peak = torch.where(found == 0, peak, found)
     enough = torch.exp2(torch.floor(torch.log2(highest / peak)))
-    within = enough.clamp(min(least, config.ceiling), config.ceiling)
+    within = enough.clamp(least, config.ceiling)
     scale = torch.fmin(guarded, within)
     return scale, scale.reciprocal()
 

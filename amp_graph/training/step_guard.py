@@ -19,7 +19,6 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -39,7 +38,6 @@ from amp_graph.training.undo import Undo
 from amp_graph.uncaptured import around_compiled, not_compiled
 
 InUse = Callable[[], Iterable[GraphScale]]
-_serial = attrgetter("serial")
 # What PyTorch calls steps and their hooks by.
 HOOKED_STEP = Optimizer.profile_hook_step(Optimizer.step).__code__
 
@@ -47,7 +45,7 @@ HOOKED_STEP = Optimizer.profile_hook_step(Optimizer.step).__code__
 class StepGuard:
     """Stands in front of one optimizer's `step`. It holds no reference to the optimizer.
 
-    in_use: returns the scales in use.
+    in_use: returns the scales in use, the oldest first.
     closure_may_scale: whether what a closure does may be done under one, in use or not.
     """
 
@@ -185,7 +183,7 @@ class StepGuard:
         """By scale, those of the optimizer's parameters that are its model's own."""
         return {
             scale: own
-            for scale in sorted(in_use, key=_serial)
+            for scale in in_use
             if (own := scale.own(parameters)) or weakref.ref(scale) in self.attached
         }
 
