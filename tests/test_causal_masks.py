@@ -12,12 +12,10 @@ import pytest
 import torch
 from attention_masks import in_graphs, in_model
 from torch import Tensor, fx, nn
-from torch._dynamo.variables import UserFunctionVariable
 from torch.nn.modules.transformer import _detect_is_causal_mask as DETECT
 
 import amp_graph
 from amp_graph.capture.dynamo import settings
-from amp_graph.dynamo_changes.causal_masks import causal_masks_known
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -262,10 +260,3 @@ def test_a_compiler_of_the_user_looks_into_masks_as_ever() -> None:
     look = torch.compile(lambda mask: (mask + 1, DETECT(mask)), backend=backend)
     assert [look(mask)[1] for mask in (causal(5), band(5))] == [True, False]
     assert looked
-
-
-def test_what_dynamo_did_before_is_put_back() -> None:
-    before = UserFunctionVariable.call_function
-    with causal_masks_known(), causal_masks_known():
-        assert UserFunctionVariable.call_function is not before
-    assert UserFunctionVariable.call_function is before

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.masking_utils import find_packed_sequence_indices
 
 import amp_graph
-from amp_graph.dynamo_changes.unneeded_masks import unneeded_masks_left_out
+from amp_graph.dynamo_changes.in_force import changes_in_force
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -202,7 +202,7 @@ def test_a_function_of_another_version_is_asked_itself(monkeypatch) -> None:
     def call(mask: Tensor) -> tuple[Tensor, bool]:
         return mask + 1, masking_utils._ignore_causal_mask_sdpa(mask, 12, 12, 0, 4)
 
-    with unneeded_masks_left_out():
+    with changes_in_force():
         assert torch.compile(call, backend="eager")(FULL)[1] is False
 
 
@@ -253,7 +253,7 @@ def test_no_packed_sequence_is_overlooked(start, names) -> None:
         expected = is_one_sequence(x)
     except RuntimeError:  # a size that does not fit
         return
-    with unneeded_masks_left_out():
+    with changes_in_force():
         found = torch.compile(is_one_sequence, backend="eager")(x)
     assert found <= expected
     if start is not STARTS[2] and not set(names) - SIMPLE:

@@ -1,22 +1,21 @@
-"""That something is not there is guarded where a model goes by it.
+"""What a model does because something is missing is captured for as long as it is missing.
 
-    try: mask = self.masks[n]               by dictionaries: os.environ, ModuleDict, __dict__, too
+    try: mask = self.masks[n]               in a dictionary: os.environ, ModuleDict, __dict__, too
     except KeyError: mask = self.masks[n] = self.make(n)
 
-    try: self.state.calls += 1              by objects and modules, and lazy properties of theirs
+    try: self.state.calls += 1              in an object or module, or its lazy properties
     except AttributeError: self.state.calls = 1
 
-    if not self.cache:                      by an OrderedDict or a defaultdict
+    if not self.cache:                      in an OrderedDict or a defaultdict
 
-Dynamo raises, or answers, by what is there in the call that it captures, and installs no guard, so
-that the model would make its masks, or begin to count, in each call.
+Dynamo captures what the model does then and installs no guard, so that the model would make its
+masks, or begin to count, in each call. Here a guard says what is missing.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.ConstDictVariable.getitem_const_raise_exception_if_absent,
     .install_dict_contains_guard, .install_dict_keys_match_guard
-    torch._dynamo.variables.UserDefinedObjectVariable, UserDefinedClassVariable: .var_getattr
-    (2.15: .tp_getattro_impl), .value
+    torch._dynamo.variables.UserDefinedObjectVariable, UserDefinedClassVariable: .value
     torch._dynamo.variables.user_defined.UserDefinedDictVariable, OrderedDictVariable,
     DefaultDictVariable: .as_python_constant, ._base_vt
     torch._dynamo.exc.ObservedAttributeError, torch._dynamo.source.AttrSource
@@ -24,8 +23,6 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -38,27 +35,14 @@ from torch._dynamo.variables import (
     user_defined,
 )
 
-from amp_graph.dynamo_changes.hidden_names import LOOK_UP
 from amp_graph.dynamo_changes.own_guards import hold_key, hold_while
-from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import LOOK_UP, Change
 
 ITEM = "getitem_const_raise_exception_if_absent"
 CONSTANT = "as_python_constant"
 OWN = ("UserDefinedDictVariable", "OrderedDictVariable", "DefaultDictVariable")
 DICTS = [kind for n in OWN if CONSTANT in vars(kind := getattr(user_defined, n, object))]
 OF_MODULES = ("_parameters", "_buffers", "_modules")
-
-
-@contextlib.contextmanager
-def absence_guarded() -> Iterator[None]:
-    """Within, it is."""
-    with contextlib.ExitStack() as inside:
-        inside.enter_context(method_inside(ConstDictVariable, ITEM, _get_item))
-        for owner in (UserDefinedObjectVariable, UserDefinedClassVariable):
-            inside.enter_context(method_inside(owner, LOOK_UP, _look_up))
-        for kind in DICTS:
-            inside.enter_context(method_inside(kind, CONSTANT, _as_constant))
-        yield
 
 
 def _get_item(method: Any, asked: Any, frame: Any, key: Any) -> Any:
@@ -98,3 +82,11 @@ def _as_constant(method: Any, asked: Any) -> Any:
 def _lacks(name: str, owner: Any) -> bool:
     """Of an object, it is a class or one of a class with `__slots__`."""
     return not hasattr(owner, name)
+
+
+CHANGES: tuple[Change, ...] = (
+    (ConstDictVariable, ITEM, _get_item),
+    (UserDefinedObjectVariable, LOOK_UP, _look_up),
+    (UserDefinedClassVariable, LOOK_UP, _look_up),
+    *((kind, CONSTANT, _as_constant) for kind in DICTS),
+)

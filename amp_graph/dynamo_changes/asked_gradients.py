@@ -1,4 +1,4 @@
-"""A value that is told to require a gradient does not end the graph where nobody can tell.
+"""`requires_grad_()` on a value of the graph does not end the graph where it changes nothing.
 
     h = embedding(x)               h = embedding(x)
     h.requires_grad_()      ->     y = lora(h)
@@ -7,11 +7,11 @@
 So models do that fine-tune frozen layers under `checkpoint`, which in its reentrant form takes no
 gradient of its parameters unless its input requires one (`enable_input_require_grads` and
 `position_bias.requires_grad = True` in transformers). A captured graph has no such need, and what
-hangs on trained parameters has a gradient anyway. Dynamo ends the graph at an assignment, and at
-a call if anything that hangs on the value leaves the graph. Here it does so only if a result would
-not require a gradient otherwise, or if the graph takes gradients itself.
+is made of trained parameters has a gradient anyway. Dynamo ends the graph at an assignment, and at
+a call if anything that is made of the value leaves the graph. Here it does so only if a result
+would not require a gradient otherwise, or if the graph takes gradients itself.
 
-Private names of PyTorch used here; seen to work on 2.13 and 2.15, others go without:
+Private names of PyTorch used here, since 2.13; before, nothing is changed:
 
     torch._dynamo.variables.builtin.SetAttrBuiltinVariable._call_setattr
     torch._dynamo.output_graph.OutputGraph._check_requires_grad_intermediate_outputs
@@ -21,8 +21,7 @@ Private names of PyTorch used here; seen to work on 2.13 and 2.15, others go wit
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,21 +29,9 @@ from torch import Tensor, fx
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables import TensorVariable, builtin
 
-from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import existing
 
-ASSIGNS = getattr(builtin, "SetAttrBuiltinVariable", None), "_call_setattr"
-ENDS = OutputGraph, "_check_requires_grad_intermediate_outputs"
-
-
-@contextlib.contextmanager
-def asked_gradients_kept_inside() -> Iterator[None]:
-    """Within, Dynamo goes on after such a place."""
-    replaced: dict[tuple[Any, str], Any] = {ASSIGNS: _assign, ENDS: _end}
-    with contextlib.ExitStack() as changes:
-        for (kind, name), own in replaced.items():
-            if hasattr(kind, name):
-                changes.enter_context(method_inside(kind, name, own))
-        yield
+ASSIGNS = getattr(builtin, "SetAttrBuiltinVariable", None)
 
 
 def _assign(method: Any, setter: Any, frame: Any, x: Any, name: Any, value: Any) -> Any:
@@ -84,3 +71,9 @@ def _differentiable(graph: fx.Graph, asked: set[fx.Node]) -> set[fx.Node]:
         if requires and node not in asked and (is_first or found & {*node.all_input_nodes}):
             found.add(node)
     return found
+
+
+CHANGES = existing(
+    (ASSIGNS, "_call_setattr", _assign),
+    (OutputGraph, "_check_requires_grad_intermediate_outputs", _end),
+)

@@ -8,20 +8,20 @@ the graph would end at each layer. Here a guard says which it is. What depends o
 
     multi_head_attention_forward(q, k, v, ..., attn_mask=mask)    the mask alone on the CPU
 
-So calls `nn.Transformer` a mask that was made where masks are made by default: it finds the mask to
-be causal and drops it, where a capture applies masks as given (`causal_masks`). Here it is moved to
-the rest.
+So `nn.Transformer` calls it with a mask that was made on the default device: the model finds the
+mask to be causal and drops it, where a capture applies it as given (`causal_masks`). Here the mask
+is moved to the others' device.
 
     with torch.backends.cuda.sdp_kernel(enable_math=False):     deprecated, and unknown to Dynamo
 
-So a model chose kernels before there was `sdpa_kernel`, which Dynamo captures. What is put back at
-the end of such a block is captured, too: a guard says that it is what was found.
+So a model chose kernels before there was `sdpa_kernel`, which Dynamo captures. At the end of such a
+block the graph puts back what was enabled when it was captured: a guard says that the same is now.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.TorchInGraphFunctionVariable.call_function, .value
     torch._dynamo.variables.TensorVariable.device, .call_method
-    torch._dynamo.variables.UserFunctionVariable.call_function      on 2.14, not yet on 2.15
+    torch._dynamo.variables.UserFunctionVariable.call_function
     torch._dynamo.variables.tensor.SymNodeVariable.sym_num, .evaluate_expr
     torch._dynamo.variables.ctx_manager.SDPAKernelVariable.enter
     torch.fx.experimental.symbolic_shapes.has_free_unbacked_symbols
@@ -30,7 +30,6 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -39,7 +38,6 @@ import torch
 from torch._dynamo.variables import (
     ConstantVariable,
     TensorVariable,
-    TorchInGraphFunctionVariable,
     UserFunctionVariable,
     VariableTracker,
 )
@@ -50,7 +48,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 
 from amp_graph.dynamo_changes.own_guards import hold_in_state
-from amp_graph.dynamo_changes.replaced import calls_inside, method_inside
+from amp_graph.dynamo_changes.replaced import method_inside
 
 ARGUMENTS: dict[Any, tuple[str, ...]] = {
     scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
@@ -60,15 +58,9 @@ ARGUMENTS: dict[Any, tuple[str, ...]] = {
 OLD_CHOICE = getattr(torch.backends.cuda, "sdp_kernel", object())  # until it is removed
 
 
-@contextlib.contextmanager
-def attention_calls_settled() -> Iterator[None]:
-    """Within, Dynamo captures such calls."""
-    changes = dict.fromkeys(ARGUMENTS, _attend) | {OLD_CHOICE: _choose}
-    with (
-        calls_inside(TorchInGraphFunctionVariable, changes),
-        method_inside(SDPAKernelVariable, "enter", partial(_enter, _enabled())),
-    ):
-        yield
+def attention_kernels_guarded() -> contextlib.AbstractContextManager[None]:
+    """Within, Dynamo guards which kernels are put back at the end of a block."""
+    return method_inside(SDPAKernelVariable, "enter", partial(_enter, _enabled()))
 
 
 def _are_enabled(kernels: tuple[bool, ...]) -> bool:
@@ -142,3 +134,6 @@ def _beside(query: Any, mask: Any, frame: Any) -> Any:
         return mask
     where = VariableTracker.build(frame, query.device)
     return mask.call_method(frame, "to", [where], {"non_blocking": ConstantVariable.create(True)})
+
+
+CALLS = dict.fromkeys(ARGUMENTS, _attend) | {OLD_CHOICE: _choose}

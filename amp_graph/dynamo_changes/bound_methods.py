@@ -2,11 +2,11 @@
 
     seen.append(lengths.tolist())
 
-Python has looked the method up before the graph ends, and calls it behind: it is handed to what is
-captured there, as an object that is another one in each call. Dynamo guards it by that, so that the
-code behind was captured in each call. Here it is the method of that name of what it is bound to.
+Python looks up `seen.append` before the graph ends, and calls it behind that place: it is an input
+of what is captured there. It is another object in each call, and Dynamo guards which one, so that
+the code behind was captured in each call. Here guards are on its name and on the container.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.builder.VariableBuilder._wrap, .source, .tx
     torch._dynamo.variables.VariableTracker.build, GetAttrVariable
@@ -15,7 +15,6 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
 from __future__ import annotations
 
-import contextlib
 from types import BuiltinMethodType
 from typing import Any
 
@@ -24,13 +23,7 @@ from torch._dynamo.variables import GetAttrVariable, VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 
 from amp_graph.dynamo_changes.own_guards import hold_while
-from amp_graph.dynamo_changes.replaced import method_inside
 from amp_graph.kept import CONTAINERS
-
-
-def bound_methods_known() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo knows methods of containers by their names."""
-    return method_inside(VariableBuilder, "_wrap", _wrap)
 
 
 def _wrap(method: Any, builder: Any, value: Any) -> Any:
@@ -46,3 +39,6 @@ def _wrap(method: Any, builder: Any, value: Any) -> Any:
 
 def _is_named(name: str, asked: Any) -> bool:
     return type(asked) is BuiltinMethodType and asked.__name__ == name
+
+
+CHANGES = ((VariableBuilder, "_wrap", _wrap),)

@@ -3,11 +3,11 @@
     @functools.lru_cache
     def features(n): return torch.randn(n, n)
 
-Dynamo captures what is cached, and passes the cache over. That is the same for a function which
-computes the same each time, but here the graph would draw in each call. It ends instead. Which it
-is tell the operators that run on fake tensors meanwhile.
+Dynamo captures the function without its cache. That is the same for one that computes the same each
+time, but this one would draw in each call. So the graph ends at it, if one of the operators that
+run on fake tensors while it is captured draws.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.functions.WrapperUserFunctionVariable.call_function, .wrapper_obj
     torch._subclasses.fake_tensor.FakeTensorMode.dispatch
@@ -15,7 +15,6 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -24,11 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_graph.dynamo_changes.ended_graphs import end_graph
 from amp_graph.dynamo_changes.replaced import method_inside
-
-
-def cached_draws_left_to_python() -> contextlib.AbstractContextManager[None]:
-    """Within, it does."""
-    return method_inside(WrapperUserFunctionVariable, "call_function", _call)
 
 
 def _call(method: Any, function: Any, frame: Any, *called: Any) -> Any:
@@ -46,3 +40,6 @@ def _call(method: Any, function: Any, frame: Any, *called: Any) -> Any:
     if drawing:
         end_graph("random numbers in a cached function", function.wrapper_obj)
     return result
+
+
+CHANGES = ((WrapperUserFunctionVariable, "call_function", _call),)

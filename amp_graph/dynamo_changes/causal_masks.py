@@ -5,17 +5,16 @@
 Encoder and decoder look into a mask for that, since attention has a kernel for it without a mask.
 The answer depends on data, so that the graph would break inside torch.nn, whose code Dynamo does
 not capture by itself. Here a mask that was made by `generate_square_subsequent_mask` is known, and
-one that the graph takes is looked at, which a guard does from then on. Any other, and all those
-that come once one was not causal, are applied as given, to the same result.
+one that the graph takes is looked at, in later calls by a guard. Any other, and all those that come
+once one was not causal, are applied as given, to the same result.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch.nn.modules.transformer._detect_is_causal_mask     what it asks
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
@@ -23,13 +22,8 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.variables import ConstantVariable
 
-from amp_graph.dynamo_changes.known_calls import Find, asked_instead, calls_known, looked_at
+from amp_graph.dynamo_changes.known_calls import Find, asked_instead, looked_at
 from amp_graph.graphs.writes import is_as_made
-
-
-def causal_masks_known() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo captures `found_causal` where the model looks into a mask."""
-    return calls_known(FINDS)
 
 
 def found_causal(mask: Tensor, is_causal: bool | None = None, size: int | None = None) -> bool:

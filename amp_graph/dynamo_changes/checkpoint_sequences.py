@@ -2,9 +2,10 @@
 
     y = checkpoint_sequential(layers, 2, x)   ->   h = checkpoint(layers[:2], x); y = layers[2:](h)
 
-Dynamo knows `checkpoint`, and passes over this one with all that it calls.
+Dynamo captures `checkpoint`, but leaves this one and all that it calls to Python. Here it captures
+`in_segments` instead.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     VariableBuilder._id_dispatch               what Dynamo makes of functions that a model uses
     torch._dynamo.variables.UserFunctionVariable
@@ -12,7 +13,6 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,16 +22,9 @@ from torch._dynamo.variables import UserFunctionVariable, VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from amp_graph.dynamo_changes.replaced import found_as, with_entries
+from amp_graph.dynamo_changes.replaced import found_as
 
 Layers = Sequence[Callable[[Any], Any]]
-
-
-def checkpoint_sequences_known() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo captures the segments of one."""
-    return with_entries(
-        VariableBuilder._id_dispatch(), {id(checkpoint_sequential): found_as(_in_segments)}
-    )
 
 
 def _in_segments(value: Any, source: Any) -> VariableTracker:
@@ -61,3 +54,6 @@ def _run(layers: Layers, value: Any) -> Any:
     for layer in layers:
         value = layer(value)
     return value
+
+
+ENTRIES = ((VariableBuilder._id_dispatch, {id(checkpoint_sequential): found_as(_in_segments)}),)

@@ -6,11 +6,11 @@
 
 So do models that collect values of their layers, with hooks as in transformers (router logits,
 hidden states). Dynamo ends the graph at such a write: the model's own code does it again when it
-computes the body again. Nobody waits for that where the object is made in each call anew, so here
-it is done once. A write to what was there before the call (a counter) ends the graph as ever, and
+computes the body again. Where the object is made anew in each call nobody sees that, so here it is
+written to once. A write to what was there before the call (a counter) ends the graph as ever, and
 so does one in a reentrant checkpoint, of which such values have no gradient.
 
-Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.side_effects.SideEffects.check_allowed_side_effect, ..., _maybe_record_side_effect
     torch._dynamo.variables.higher_order_ops.CheckpointHigherOrderVariable._call_function

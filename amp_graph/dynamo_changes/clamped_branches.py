@@ -1,16 +1,16 @@
-"""A branch that brings back what is not finite does not end a graph.
+"""A branch that clamps a value, if any of its numbers is not finite, does not end a graph.
 
     if not torch.isfinite(x).all():                             so do the detectors of transformers,
         bound = torch.finfo(x.dtype).max - 1000                 in each layer
         x = torch.clamp(x, min=-bound, max=bound)
     if torch.isinf(x).any() or torch.isnan(x).any(): ...        and so they did before version 5
 
-In float32, bfloat16 and float64 the bound is the largest number there is, as 1000 less is rounded
-to that. The clamp leaves finite numbers as they are, and is captured for all; not so in float16.
-What it returns is no longer the tensor that was there, so that it is captured only of a new value
-which has no other name, and where nothing else is read of what the branch sets.
+In float32, bfloat16 and float64 the bound is rounded to the largest number there is, so that the
+clamp leaves finite numbers as they are: it is captured whether any is not finite or not. In float16
+the graph ends as ever. Since the clamp returns another tensor, it is captured only of a new value
+that has no other name, and where nothing else reads what the branch sets.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.TensorVariable.call_method, .as_proxy             a value of the graph
     torch._dynamo.symbolic_convert.InstructionTranslatorBase.instructions, .next_instruction,
@@ -22,7 +22,6 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -31,17 +30,11 @@ from torch import Tensor, fx
 from torch._dynamo.bytecode_transformation import Instruction, cleaned_instructions
 from torch._dynamo.variables import ConstantVariable, TensorVariable, VariableTracker
 
-from amp_graph.dynamo_changes.replaced import method_inside
 from amp_graph.graphs.writes import is_as_made
 
 EXACT = (torch.float32, torch.bfloat16, torch.float64)
 ASKED = {"all": torch.isfinite, "any": torch.isinf}
 BESIDE = {"CACHE", "EXTENDED_ARG", "NOP", "NOT_TAKEN", "TO_BOOL"}  # in some versions of Python
-
-
-def clamped_branches_taken() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo takes such a branch."""
-    return method_inside(TensorVariable, "call_method", _call_method)
 
 
 def _call_method(method: Any, tensor: Any, frame: Any, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -164,4 +157,5 @@ def _until_stored(steps: list[_Step]) -> list[_Step]:
     return [step for step in steps[: last + 1] if step.name != "RESUME"]
 
 
+CHANGES = ((TensorVariable, "call_method", _call_method),)
 CLAMP = _until_stored(_steps(cleaned_instructions(_clamp.__code__)))

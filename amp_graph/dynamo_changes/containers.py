@@ -1,26 +1,25 @@
-"""Containers that do more than a list or a dictionary do it in a graph, too.
+"""Deques of limited length and dictionaries with an order do in a graph what they do in Python.
 
-    self.frames = deque(maxlen=8)           lets go of the first when it is full
-    self.cache.move_to_end(key)             of an OrderedDict, which keeps an order
+    self.frames = deque(maxlen=8)           drops its first item when it is full
+    self.cache.move_to_end(key)             of an OrderedDict
 
-Dynamo forgets how long a deque may be. Here it knows, and a write ends the graph: Python does it.
-Nor does it write down that an order has changed, or guard the order that `popitem` goes by.
+Dynamo forgets how long a deque may be, and that an order has changed, and does not guard the order
+that `popitem` goes by. Here a write to such a deque ends the graph, so that Python does it, and a
+graph puts dictionaries in their new order, with a guard on the old one.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.builder.VariableBuilder._type_dispatch, .wrap_listlike, .source
     torch._dynamo.variables.lists.DequeVariable.call_method, .maxlen
     torch._dynamo.variables.ConstDictVariable.call_method, .install_dict_keys_match_guard,
     .should_reconstruct_all
-    torch._dynamo.variables.user_defined.OrderedDictVariable.call_method, ._base_vt (from 2.13)
+    torch._dynamo.variables.user_defined.OrderedDictVariable.call_method, ._base_vt since 2.13
     torch._dynamo.output_graph.OutputGraph.guard_on_key_order
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 from torch._dynamo.variables import ConstantVariable, ConstDictVariable, user_defined
@@ -29,22 +28,11 @@ from torch._dynamo.variables.lists import DequeVariable
 
 from amp_graph.dynamo_changes.ended_graphs import end_graph
 from amp_graph.dynamo_changes.own_guards import hold_while
-from amp_graph.dynamo_changes.replaced import method_inside, with_entries
+from amp_graph.dynamo_changes.replaced import existing
 
 ORDERED: Any = getattr(user_defined, "OrderedDictVariable", None)
 READS = ("__len__", "__getitem__", "__contains__", "__iter__", "count", "index", "copy")
 BY_ORDER = ("move_to_end", "popitem")
-
-
-@contextlib.contextmanager
-def containers_whole() -> Iterator[None]:
-    """Within, they do."""
-    with contextlib.ExitStack() as inside:
-        inside.enter_context(with_entries(VariableBuilder._type_dispatch(), {deque: _wrap}))
-        inside.enter_context(method_inside(DequeVariable, "call_method", _write))
-        for kind in filter(None, (ConstDictVariable, ORDERED)):
-            inside.enter_context(method_inside(kind, "call_method", _reorder))
-        yield
 
 
 def _wrap(builder: Any, value: Any) -> Any:
@@ -75,3 +63,11 @@ def _reorder(method: Any, ordered: Any, frame: Any, name: str, args: Any, kwargs
 
 def _has(maxlen: int, asked: deque[Any]) -> bool:
     return asked.maxlen == maxlen
+
+
+ENTRIES = ((VariableBuilder._type_dispatch, {deque: _wrap}),)
+CHANGES = (
+    (DequeVariable, "call_method", _write),
+    (ConstDictVariable, "call_method", _reorder),
+    *existing((ORDERED, "call_method", _reorder)),
+)

@@ -2,13 +2,13 @@
 
     if _MERGING_DISABLED.get():    sentence-transformers, in each call of a loss
 
-What is captured holds for this value, if it is None, a boolean or a string. A number, such as the
+A guard says that the value is this one, if it is None, a boolean or a string. A number, such as the
 step of a schedule, may be another one in each call, and ends the graph as ever.
 
-Private names of PyTorch used here; seen to work on 2.11 and 2.13, later ones do without:
+Private names of PyTorch used here, before 2.14:
 
     torch._dynamo.variables.UserDefinedObjectVariable.call_method
-    torch._dynamo.source.ContextVarGetSource    Dynamo's own way, since 2.14
+    torch._dynamo.source.ContextVarGetSource    Dynamo's own way, since then
 """
 
 from __future__ import annotations
@@ -21,17 +21,10 @@ from torch._dynamo import source
 from torch._dynamo.variables import ConstantVariable, UserDefinedObjectVariable
 
 from amp_graph.dynamo_changes.own_guards import hold_while
-from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import Change
 
 KINDS = (bool, str)
 IS_DYNAMOS = hasattr(source, "ContextVarGetSource")
-
-
-def context_variables_known() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo goes on with the value."""
-    if IS_DYNAMOS:
-        return contextlib.nullcontext()
-    return method_inside(UserDefinedObjectVariable, "call_method", _call_method)
 
 
 def _call_method(method: Any, variable: Any, frame: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -51,3 +44,8 @@ def _has(value: Any, variable: ContextVar[Any]) -> bool:
     except LookupError:
         return False
     return type(found) is type(value) and bool(found == value)
+
+
+CHANGES: tuple[Change, ...] = ((UserDefinedObjectVariable, "call_method", _call_method),)
+if IS_DYNAMOS:
+    CHANGES = ()

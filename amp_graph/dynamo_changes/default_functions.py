@@ -1,13 +1,13 @@
-"""A function that is a default may leave a graph.
+"""A function that is the default of an argument may leave a graph.
 
     class Values:
         def __init__(self, values, told=lambda values: values): ...
 
-Dynamo knows such a function by itself, not by where it is found, and refuses to return it, or an
-object that holds it: nothing of a model that makes one was captured. Here it becomes a global of
-the captured code.
+Dynamo does not know where captured code would find such a function, and refuses to return it, or
+an object that holds it: nothing of a model that makes one was captured. Here the function becomes a
+global of the captured code.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.UserFunctionVariable.reconstruct, .fn, .source
     torch._dynamo.codegen.PyCodegen.tx.output.install_global_by_id, .create_load_global
@@ -15,17 +15,9 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from torch._dynamo.variables import UserFunctionVariable
-
-from amp_graph.dynamo_changes.replaced import method_inside
-
-
-def default_functions_returned() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo returns them."""
-    return method_inside(UserFunctionVariable, "reconstruct", _reconstruct)
 
 
 def _reconstruct(method: Any, function: Any, codegen: Any) -> None:
@@ -34,3 +26,6 @@ def _reconstruct(method: Any, function: Any, codegen: Any) -> None:
         return
     name = codegen.tx.output.install_global_by_id("default", function.fn)
     codegen.append_output(codegen.create_load_global(name, add=True))
+
+
+CHANGES = ((UserFunctionVariable, "reconstruct", _reconstruct),)

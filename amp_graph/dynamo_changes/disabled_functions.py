@@ -1,13 +1,13 @@
-"""That a function which is kept out of graphs is there is guarded where a model goes by it.
+"""An attribute that holds a function which is kept out of graphs may hold None in later calls.
 
     if self.hook is not None:       with `model.hook = torch.compiler.disable(show)` in some calls
         self.hook()
 
 Dynamo means to guard the code of such a function, and does not, so that what was captured with it
-called None in later calls. Here what is there has to be kept out of graphs as well, and is called
-as it is then: it may be another function in each call.
+called None. Here a guard says that there is a function which is kept out of graphs: that one is
+called, and may be another in each call.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.builder.VariableBuilder._wrap, .source
     torch._dynamo.disable marks functions by                            _torchdynamo_disable
@@ -15,19 +15,12 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
 from __future__ import annotations
 
-import contextlib
 from types import FunctionType
 from typing import Any
 
 from torch._dynamo.variables.builder import VariableBuilder
 
 from amp_graph.dynamo_changes.own_guards import hold_while
-from amp_graph.dynamo_changes.replaced import method_inside
-
-
-def disabled_functions_guarded() -> contextlib.AbstractContextManager[None]:
-    """Within, it is."""
-    return method_inside(VariableBuilder, "_wrap", _wrap)
 
 
 def _wrap(method: Any, builder: Any, value: Any) -> Any:
@@ -38,3 +31,6 @@ def _wrap(method: Any, builder: Any, value: Any) -> Any:
 
 def _is_disabled(value: Any) -> bool:
     return type(value) is FunctionType and getattr(value, "_torchdynamo_disable", False) is True
+
+
+CHANGES = ((VariableBuilder, "_wrap", _wrap),)

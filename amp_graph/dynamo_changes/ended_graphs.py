@@ -1,6 +1,6 @@
 """Ending a graph, so that Python does what comes next.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.exc.unimplemented
 """

@@ -2,10 +2,10 @@
 
     Product.apply(x, x)   ->   Product.apply(x, x.view_as(x))
 
-Autograd adds up the gradients of both either way. Dynamo ends the graph at such a call (2.13,
-2.15), or loses the gradient of all but one (2.11).
+Autograd adds up the gradients of both either way. Dynamo ends the graph at such a call, or loses
+the gradient of all but one (2.11).
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.misc.AutogradFunctionVariable.call_apply
     torch._dynamo.variables.TensorVariable
@@ -13,19 +13,11 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from torch import fx
 from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable
-
-from amp_graph.dynamo_changes.replaced import method_inside
-
-
-def given_once() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo is told of such views."""
-    return method_inside(AutogradFunctionVariable, "call_apply", _call_apply)
 
 
 def _call_apply(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
@@ -39,3 +31,6 @@ def _call_apply(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) 
             known.add(node)
         given.append(value)
     return method(function, frame, given, kwargs)
+
+
+CHANGES = ((AutogradFunctionVariable, "call_apply", _call_apply),)

@@ -1,13 +1,13 @@
-"""What a model only hands through, such as the names of its samples, tells no two calls apart.
+"""What a model only hands through, such as the names of its samples, is not guarded.
 
     return {"name": batch["name"], "logits": self.head(x)}
 
-Dynamo takes such a value from where it was given, without a look at it. But before that it asks of
-what the code has made to hold it, a dictionary, list or tuple, whether that is a constant, item by
-item until one is none; what it reads is guarded, so that each name would be captured by itself.
-Here tensors are asked first, which are none.
+Dynamo returns such a value from where it was given, without a look at it. But before that it asks
+whether the dictionary, list or tuple that holds it is a constant: it reads items until one is not,
+and guards what it reads, so that the model would be captured anew for each name. Here what holds a
+tensor is no constant, and nothing else in it is read.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.ConstDictVariable, BaseListVariable .items, .is_python_constant
     torch._dynamo.variables.TensorVariable                       a value of the graph
@@ -15,23 +15,9 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from torch._dynamo.variables import BaseListVariable, ConstDictVariable, TensorVariable
-
-from amp_graph.dynamo_changes.replaced import method_inside
-
-
-@contextlib.contextmanager
-def handed_through_unread() -> Iterator[None]:
-    """Within, Dynamo reads no more of what holds a tensor."""
-    with (
-        method_inside(ConstDictVariable, "is_python_constant", _of_dictionary),
-        method_inside(BaseListVariable, "is_python_constant", _of_list),
-    ):
-        yield
 
 
 def _of_dictionary(method: Any, held: Any) -> Any:
@@ -44,3 +30,9 @@ def _of_list(method: Any, held: Any) -> Any:
 
 def _holds_tensors(items: Any) -> bool:
     return any(item.is_realized() and isinstance(item.realize(), TensorVariable) for item in items)
+
+
+CHANGES = (
+    (ConstDictVariable, "is_python_constant", _of_dictionary),
+    (BaseListVariable, "is_python_constant", _of_list),
+)

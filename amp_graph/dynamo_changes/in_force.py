@@ -1,95 +1,146 @@
-"""All that Dynamo does otherwise while it captures for us."""
+"""All that Dynamo does otherwise while it captures for us.
+
+Most files of this folder say what to change, in tables:
+
+    CALLS      how the call of a function is captured, by function of PyTorch or of `math`
+    FINDS      what the call of a function returns, by module and name (`known_calls`)
+    ENTRIES    what is in tables of Dynamo's
+    CHANGES    what its methods do
+
+Others need something for each capture of a frame, and have a context manager.
+
+Private names of PyTorch used here:
+
+    torch._dynamo.variables.TorchInGraphFunctionVariable    a function that becomes an operator
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from amp_graph.dynamo_changes.absent_names import absence_guarded
-from amp_graph.dynamo_changes.asked_gradients import asked_gradients_kept_inside
-from amp_graph.dynamo_changes.attention_calls import attention_calls_settled
-from amp_graph.dynamo_changes.bound_methods import bound_methods_known
-from amp_graph.dynamo_changes.cached_functions import cached_draws_left_to_python
-from amp_graph.dynamo_changes.cached_properties import cached_properties_captured
-from amp_graph.dynamo_changes.causal_masks import causal_masks_known
-from amp_graph.dynamo_changes.checkpoint_sequences import checkpoint_sequences_known
-from amp_graph.dynamo_changes.checkpointed_writes import checkpointed_writes_inside
-from amp_graph.dynamo_changes.clamped_branches import clamped_branches_taken
-from amp_graph.dynamo_changes.containers import containers_whole
-from amp_graph.dynamo_changes.context_variables import context_variables_known
-from amp_graph.dynamo_changes.default_functions import default_functions_returned
-from amp_graph.dynamo_changes.disabled_functions import disabled_functions_guarded
-from amp_graph.dynamo_changes.given_twice import given_once
-from amp_graph.dynamo_changes.handed_through import handed_through_unread
-from amp_graph.dynamo_changes.hidden_names import hidden_names_found
-from amp_graph.dynamo_changes.inner_gradients import gradients_end_graphs
-from amp_graph.dynamo_changes.input_hooks import hooks_keep_dtypes
-from amp_graph.dynamo_changes.known_values import known_values
-from amp_graph.dynamo_changes.left_to_python import some_calls_left_to_python
-from amp_graph.dynamo_changes.listed_numbers import listed_numbers_known
-from amp_graph.dynamo_changes.logs import guards_untimed, locations_untold, quiet_logs
-from amp_graph.dynamo_changes.modes_apart import modes_above_autograd_apart
-from amp_graph.dynamo_changes.namespaces import own_names
-from amp_graph.dynamo_changes.no_generators import no_generators_left_out
-from amp_graph.dynamo_changes.output_hooks import output_hooks_installed
-from amp_graph.dynamo_changes.own_dicts import own_dicts_guarded
-from amp_graph.dynamo_changes.recurrent_layers import recurrent_layers_whole
-from amp_graph.dynamo_changes.repeated_hooks import repeated_hooks_as_one
-from amp_graph.dynamo_changes.retained_gradients import retained_gradients_end_graphs
-from amp_graph.dynamo_changes.settled_once import settled_once
-from amp_graph.dynamo_changes.symbolic_math import symbolic_math_known
-from amp_graph.dynamo_changes.tensor_indices import tensor_indices_known
-from amp_graph.dynamo_changes.told_breaks import breaks_told
-from amp_graph.dynamo_changes.unneeded_masks import unneeded_masks_left_out
-from amp_graph.dynamo_changes.unread_gradients import gradients_unread
+from torch._dynamo.variables import TorchInGraphFunctionVariable
 
-CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
-    recurrent_layers_whole,
-    causal_masks_known,
-    attention_calls_settled,
-    quiet_logs,
-    locations_untold,
-    guards_untimed,
-    asked_gradients_kept_inside,
+from amp_graph.dynamo_changes import (
+    absent_names,
+    asked_gradients,
+    attention_calls,
+    bound_methods,
+    cached_functions,
+    cached_properties,
+    causal_masks,
+    checkpoint_sequences,
+    checkpointed_writes,
+    clamped_branches,
+    containers,
+    context_variables,
+    default_functions,
+    disabled_functions,
+    given_twice,
+    handed_through,
+    hidden_names,
+    inner_gradients,
+    input_hooks,
     known_values,
-    clamped_branches_taken,
-    given_once,
-    context_variables_known,
-    tensor_indices_known,
-    repeated_hooks_as_one,
-    checkpointed_writes_inside,
-    checkpoint_sequences_known,
-    retained_gradients_end_graphs,
-    gradients_end_graphs,
-    own_names,
-    modes_above_autograd_apart,
-    hidden_names_found,
-    own_dicts_guarded,
-    absence_guarded,
-    containers_whole,
-    bound_methods_known,
-    cached_draws_left_to_python,
-    cached_properties_captured,
-    hooks_keep_dtypes,
-    gradients_unread,
-    unneeded_masks_left_out,
-    no_generators_left_out,
-    listed_numbers_known,
-    handed_through_unread,
-    symbolic_math_known,
-    some_calls_left_to_python,
-    default_functions_returned,
-    output_hooks_installed,
+    left_to_python,
+    listed_numbers,
+    logs,
+    modes_apart,
+    namespaces,
+    no_generators,
+    output_hooks,
+    own_dicts,
+    recurrent_layers,
+    repeated_hooks,
+    retained_gradients,
     settled_once,
-    disabled_functions_guarded,
-    breaks_told,
+    symbolic_math,
+    tensor_indices,
+    told_breaks,
+    unneeded_masks,
+    unread_gradients,
+)
+from amp_graph.dynamo_changes.known_calls import by_name
+from amp_graph.dynamo_changes.replaced import (
+    Change,
+    Entries,
+    by_function,
+    method_inside,
+    with_entries,
+)
+
+
+def _joined(*tables: Mapping[Any, Any]) -> dict[Any, Any]:
+    """One table of several, which have no key in common."""
+    found = {key: value for table in tables for key, value in table.items()}
+    assert len(found) == sum(map(len, tables))
+    return found
+
+
+CALLS = _joined(
+    attention_calls.CALLS,
+    left_to_python.CALLS,
+    listed_numbers.CALLS,
+    no_generators.CALLS,
+    symbolic_math.CALLS,
+)
+FINDS = _joined(causal_masks.FINDS, output_hooks.FINDS, unneeded_masks.FINDS)
+ENTRIES: tuple[Entries, ...] = (
+    *known_values.ENTRIES,
+    *checkpoint_sequences.ENTRIES,
+    *containers.ENTRIES,
+    *unneeded_masks.ENTRIES,
+)
+CHANGES: tuple[Change, ...] = (  # of one method, the later is asked first
+    by_function(TorchInGraphFunctionVariable, CALLS),
+    by_name(FINDS),
+    *asked_gradients.CHANGES,
+    *known_values.CHANGES,
+    *clamped_branches.CHANGES,
+    *given_twice.CHANGES,
+    *context_variables.CHANGES,
+    *tensor_indices.CHANGES,
+    *repeated_hooks.CHANGES,
+    *retained_gradients.CHANGES,
+    *inner_gradients.CHANGES,
+    *namespaces.CHANGES,
+    *hidden_names.CHANGES,
+    *own_dicts.CHANGES,
+    *absent_names.CHANGES,
+    *containers.CHANGES,
+    *bound_methods.CHANGES,
+    *cached_functions.CHANGES,
+    *cached_properties.CHANGES,
+    *input_hooks.CHANGES,
+    *unread_gradients.CHANGES,
+    *listed_numbers.CHANGES,
+    *handed_through.CHANGES,
+    *left_to_python.CHANGES,
+    *default_functions.CHANGES,
+    *settled_once.CHANGES,
+    *disabled_functions.CHANGES,
+)
+CONTEXTS: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
+    recurrent_layers.recurrent_layers_whole,
+    attention_calls.attention_kernels_guarded,
+    logs.quiet_logs,
+    logs.locations_untold,
+    logs.guards_untimed,
+    checkpointed_writes.checkpointed_writes_inside,
+    modes_apart.modes_above_autograd_apart,
+    told_breaks.breaks_told,
 )
 
 
 @contextlib.contextmanager
 def changes_in_force() -> Iterator[None]:
     """Within, all of these are made. They are the process's: one thread at a time."""
-    with contextlib.ExitStack() as changes:
-        for change in CHANGES:
-            changes.enter_context(change())
+    with contextlib.ExitStack() as inside:
+        for table, own in ENTRIES:
+            inside.enter_context(with_entries(table(), own))
+        for kind, name, around in CHANGES:
+            inside.enter_context(method_inside(kind, name, around))
+        for context in CONTEXTS:
+            inside.enter_context(context())
         yield

@@ -8,18 +8,18 @@ So do networks of forces and of equations, energies, and inner steps of meta-lea
 the graph at the call, with both as results. But `u` is not made of what leaves the graph as `h`: it
 is made of what `h` was before it was widened, or before it crossed the boundary where gradients are
 scaled, and a compiled graph has one gradient function for all results. So the gradient would be an
-error, or None with `allow_unused`. Which is why Dynamo leaves such a function to Python, from 2.15
-on. Here it need not.
+error, or None with `allow_unused`. For that reason Dynamo 2.15 leaves such a function to Python.
+Here it is captured, in parts.
 
-Each part of a graph costs a little time, so it is done for models alone whose code takes gradients,
-and for graphs that end where one is taken.
+Each part of a graph costs a little time, so only models whose code takes gradients are cut, and
+graphs that end where one is taken.
 
-Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     GraphModule.compile_subgraph_reason      why a graph ended, as in `breaks`
     torch.ops.higher_order.register_hook     a hook in a graph
 
-and on 2.15, others go without:
+and since 2.15:
 
     torch._dynamo.variables.tensor._contains_graph_intermediate
     torch._dynamo.symbolic_convert.InstructionTranslatorBase.has_live_graph_intermediate
@@ -27,7 +27,6 @@ and on 2.15, others go without:
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import re
 import types
@@ -41,7 +40,7 @@ from torch._dynamo.variables import tensor as of_tensors
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import existing
 from amp_graph.errors import CaptureError
 from amp_graph.graphs.cuts import run_in_parts
 from amp_graph.graphs.lines import called_at
@@ -53,21 +52,10 @@ ENDED_AT = re.compile(r"autograd\.grad|\bbackward\(|\bretain_grad\(")
 TAKING = {"backward", "retain_grad"}
 LIBRARIES = ("torch", "numpy", "builtins")  # take no gradient by a value of the model's
 MANY = 1000  # functions that are looked at
-LEFT_TO_PYTHON = (
-    (of_tensors, "_contains_graph_intermediate"),
-    (InstructionTranslatorBase, "has_live_graph_intermediate"),
+CHANGES = existing(  # to capture what is around such a call, for `compile_in_parts`
+    (of_tensors, "_contains_graph_intermediate", lambda *_: False),
+    (InstructionTranslatorBase, "has_live_graph_intermediate", lambda *_: False),
 )
-
-
-@contextlib.contextmanager
-def gradients_end_graphs() -> Iterator[None]:
-    """Within, Dynamo captures what is around a call that takes a gradient by a value of the graph,
-    for `compile_in_parts`."""
-    with contextlib.ExitStack() as changes:
-        for place, name in LEFT_TO_PYTHON:
-            if hasattr(place, name):
-                changes.enter_context(method_inside(place, name, lambda *_: False))
-        yield
 
 
 def compile_in_parts(

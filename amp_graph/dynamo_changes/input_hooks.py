@@ -1,12 +1,12 @@
-"""Hooks that captured code puts on a tensor which code under autocast made.
+"""A hook that captured code puts on a tensor from code under autocast returns the tensor's dtype.
 
     x.register_hook(lambda gradient: module.kept * gradient)
 
 Such a tensor is in low precision, and so is its gradient; what the hook has kept of the graph is in
-float32, as all that leaves a graph. What it returns then is not of the gradient's dtype, which
-autograd refuses. So it is given back in that.
+float32, as all that leaves a graph. So the hook would return a float32 gradient, which autograd
+refuses. Here it is cast back.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.side_effects.SideEffects.register_hook
     torch._dynamo.variables.VariableTracker.reconstruct
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,15 +26,9 @@ from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import VariableTracker
 
-from amp_graph.dynamo_changes.replaced import method_inside
 from amp_graph.modules import autocast_devices
 
 Hook = Callable[[Tensor], Tensor | None]
-
-
-def hooks_keep_dtypes() -> AbstractContextManager[None]:
-    """Within, what Dynamo captures under autocast registers hooks that do."""
-    return method_inside(SideEffects, "register_hook", _register_hook)
 
 
 def _register_hook(method: Any, effects: Any, tensor: Any, hook: Any, *others: Any) -> None:
@@ -64,3 +57,6 @@ def keeping_dtype(hook: Hook) -> Hook:
         return result.to(gradient.dtype) if isinstance(result, Tensor) else result
 
     return kept
+
+
+CHANGES = ((SideEffects, "register_hook", _register_hook),)

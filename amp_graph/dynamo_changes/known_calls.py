@@ -1,9 +1,9 @@
 """Calls of functions whose answer is known while they are captured, though it depends on data.
 
-Of a value that the graph takes as an input, Dynamo has the tensor that was given. What is found out
-of that one becomes a guard, which looks at each that is given later.
+Of an input of the graph, Dynamo has the tensor that was given. So a question about it can be
+answered, and a guard asks the same of each tensor that is given later.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.UserFunctionVariable.call_function, .fn      a function to capture
     torch._dynamo.variables.TensorVariable.as_proxy                      a value of the graph
@@ -12,7 +12,6 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from inspect import signature
@@ -23,17 +22,17 @@ from torch import Tensor, fx
 from torch._dynamo.variables import ConstantVariable, TensorVariable, UserFunctionVariable
 
 from amp_graph.dynamo_changes.own_guards import hold_while
-from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import Change
 from amp_graph.graphs.writes import is_as_made
 
 # What a call returns, given the function, the frame and the arguments, or None to capture it.
 Find = Callable[..., Any]
 
 
-def calls_known(finds: Mapping[tuple[str, str], Find]) -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo finds what functions return, by module and name, called without keywords."""
+def by_name(finds: Mapping[tuple[str, str], Find]) -> Change:
+    """Dynamo finds what functions return, by module and name, if called without keywords."""
 
-    def call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    def call_function(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
         code = function.fn
         find = finds.get((code.__module__, code.__name__))
         if find is not None and args and not kwargs:
@@ -42,7 +41,7 @@ def calls_known(finds: Mapping[tuple[str, str], Find]) -> contextlib.AbstractCon
                 return found
         return method(function, frame, args, kwargs)
 
-    return method_inside(UserFunctionVariable, "call_function", call)
+    return UserFunctionVariable, "call_function", call_function
 
 
 def asked_instead(stand_in: Any) -> Find:

@@ -1,4 +1,4 @@
-"""What Dynamo knows of a value, and does not use, does not end a graph.
+"""A question about a value that Dynamo could answer, and does not, does not end a graph.
 
     if type(w).__module__.startswith("torchao."):    what a class is called: so PEFT asks in DoRA
     x.mean(axes)                                     a list of a subclass: such are those of Keras
@@ -7,14 +7,14 @@
     axes = torch.arange(2, x.ndim).tolist()          numbers counted up: its losses name axes so
     if torch.rand([]) < self.layerdrop:              which is 0.0: so transformers drops layers
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.misc.GetAttrVariable    an attribute that Dynamo has not looked up
     torch._dynamo.variables.user_defined.UserDefinedListVariable._base_vt
-                    its items; _list_vt on 2.11, itself on 2.15
+                    its items; _list_vt on 2.11, itself since 2.15
     torch._dynamo.variables.SkipFunctionVariable    a function that Dynamo passes over
     torch._dynamo.variables.VariableTracker.sq_contains
-                            `in`; sq_contains_impl on 2.15, on 2.11 asked of the value
+                            `in`; sq_contains_impl since 2.14, on 2.11 asked of the value
     torch._dynamo.variables.TensorVariable, ListVariable, base.ValueMutationNew
                             a value of the graph; a new list
     torch._dynamo.variables.BuiltinVariable         a function of Python's
@@ -24,8 +24,7 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -42,28 +41,10 @@ from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.user_defined import UserDefinedListVariable
 
-from amp_graph.dynamo_changes.replaced import method_inside, with_entries
+from amp_graph.dynamo_changes.replaced import Change, existing
 
 CONTAINERS = (list, tuple, dict)  # TorchScript has them asked for with what they hold, or raises
 LESS = compare_op_handlers["<"]
-CONTAINS = [n for n in ("sq_contains", "sq_contains_impl") if hasattr(GetAttrVariable, n)]
-
-
-@contextlib.contextmanager
-def known_values() -> Iterator[None]:
-    """Within, methods of a string that is an attribute are those of the string, an attribute has
-    what it contains, an operator gets the list that a list of a subclass is, TorchScript's question
-    for classes is Python's, numbers that were counted up are known, and so is where a random one
-    between 0 and 1 is, seen from outside of them."""
-    with contextlib.ExitStack() as inside:
-        inside.enter_context(method_inside(GetAttrVariable, "call_method", _call_method))
-        for name in CONTAINS:
-            inside.enter_context(method_inside(GetAttrVariable, name, _contains))
-        inside.enter_context(method_inside(UserDefinedListVariable, "as_proxy", _as_proxy))
-        inside.enter_context(method_inside(SkipFunctionVariable, "call_function", _call_function))
-        inside.enter_context(method_inside(TensorVariable, "call_method", _tensor_method))
-        inside.enter_context(with_entries(compare_op_handlers, {"<": _is_less}))
-        yield
 
 
 def constants(args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]] | None:
@@ -75,6 +56,7 @@ def constants(args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]] | None
 
 
 def _call_method(method: Any, attribute: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of a string, if the attribute is one."""
     if attribute.is_python_constant() and isinstance(attribute.as_python_constant(), str):
         return ConstantVariable.create(attribute.as_python_constant()).call_method(*args, **kwargs)
     return method(attribute, *args, **kwargs)
@@ -126,6 +108,7 @@ def _is_random(value: Any) -> bool:
 
 
 def _as_proxy(method: Any, variable: Any) -> Any:
+    """The plain list, for an operator."""
     own = vars(variable)
     items = own.get("_base_vt") or own.get("_list_vt") or variable
     return [item.as_proxy() for item in items.items]
@@ -144,3 +127,16 @@ def _asks_for_classes(args: Any) -> bool:
     asked = args[1].as_python_constant()
     classes = asked if isinstance(asked, tuple) else (asked,)
     return all(isinstance(kind, type) and kind not in CONTAINERS for kind in classes)
+
+
+ENTRIES = ((lambda: compare_op_handlers, {"<": _is_less}),)
+CHANGES: tuple[Change, ...] = (
+    (GetAttrVariable, "call_method", _call_method),
+    *existing(
+        (GetAttrVariable, "sq_contains", _contains),
+        (GetAttrVariable, "sq_contains_impl", _contains),
+    ),
+    (UserDefinedListVariable, "as_proxy", _as_proxy),
+    (SkipFunctionVariable, "call_function", _call_function),
+    (TensorVariable, "call_method", _tensor_method),
+)

@@ -1,13 +1,13 @@
-"""Calls of functions that Dynamo captures otherwise than Python runs them end the graph instead.
+"""Calls that would do something else in a graph than in Python end the graph, and Python runs them.
 
     torch.set_default_dtype(torch.float64)     a setting of the process; captured, it would be made
     torch.use_deterministic_algorithms(True)   once, as the graph is retraced, and never again
     asyncio.run(self.encode(x))                a coroutine, which Dynamo runs where it is made
     self.rng.randint(1, 9)                     of a random.Random, whose state would be put back
-    ctx.set_materialize_grads(False)           of a custom function with several results: what tells
-                                               no gradient from zeros is captured for gradients
+    ctx.set_materialize_grads(False)           of a custom function with several results, whose
+                                               backward is captured as if each had a gradient
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._C._set_*                            what settings are made by
     torch._dynamo.variables.TorchInGraphFunctionVariable.call_function
@@ -20,24 +20,21 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch._dynamo.variables import (
     NestedUserFunctionVariable,
     TensorVariable,
-    TorchInGraphFunctionVariable,
     UserFunctionVariable,
 )
 from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
 from torch._dynamo.variables.misc import RandomVariable
 
 from amp_graph.dynamo_changes.ended_graphs import end_graph
-from amp_graph.dynamo_changes.replaced import calls_inside, method_inside, those_of
+from amp_graph.dynamo_changes.replaced import those_of
 
 NAMES = {
     torch: (
@@ -82,19 +79,6 @@ SETTERS = [
 ]
 
 
-@contextlib.contextmanager
-def some_calls_left_to_python() -> Iterator[None]:
-    """Within, Dynamo ends a graph at them."""
-    with (
-        calls_inside(TorchInGraphFunctionVariable, dict.fromkeys(SETTERS, _set)),
-        method_inside(UserFunctionVariable, "call_function", _call),
-        method_inside(NestedUserFunctionVariable, "call_function", _call),
-        method_inside(AutogradFunctionApplyVariable, "trace_forward_graph", _trace_forward),
-        method_inside(RandomVariable, "call_method", _draw),
-    ):
-        yield
-
-
 def is_coroutine(code: types.CodeType) -> bool:
     """Whether Python suspends frames of this code, at which Dynamo would end the process."""
     return bool(code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR))
@@ -130,3 +114,12 @@ def _has_several(result: Any) -> bool:
     """Whether gradients may come in for several tensors. No gradient comes for one alone."""
     tensors = (v.realize() for v in getattr(result, "items", ()))
     return sum(isinstance(v, TensorVariable) and v.dtype.is_floating_point for v in tensors) > 1
+
+
+CALLS = dict.fromkeys(SETTERS, _set)
+CHANGES = (
+    (UserFunctionVariable, "call_function", _call),
+    (NestedUserFunctionVariable, "call_function", _call),
+    (AutogradFunctionApplyVariable, "trace_forward_graph", _trace_forward),
+    (RandomVariable, "call_method", _draw),
+)

@@ -7,10 +7,10 @@
 Each symbol takes milliseconds. Where there are many, such as samples that a model draws by
 `random`, the graph ends, and Python makes the tensor.
 
-    torch.FloatTensor(x.size())     for the constructors of a type a size is a size, and no data,
-                                    as which Dynamo captures it (torch 2.11 to 2.14)
+    torch.FloatTensor(x.size())     a tensor of that size, which Dynamo captures as a tensor with
+                                    the size's numbers (torch 2.11 to 2.14)
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.TorchInGraphFunctionVariable, UserDefinedClassVariable
                                                                .call_function, .value
@@ -21,7 +21,6 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -38,7 +37,7 @@ from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, UnspecializedPythonVariable
 
 from amp_graph.dynamo_changes.ended_graphs import end_graph
-from amp_graph.dynamo_changes.replaced import calls_inside, those_of
+from amp_graph.dynamo_changes.replaced import by_function, those_of
 
 MANY = 256
 MAKING = (torch.tensor, torch.as_tensor, torch.asarray)
@@ -49,16 +48,6 @@ LEGACY = (
     torch.Tensor,
     *(t for place in (torch, torch.cuda) for t in those_of(place, [f"{n}Tensor" for n in NUMBERS])),
 )
-
-
-@contextlib.contextmanager
-def listed_numbers_known() -> Iterator[None]:
-    """Within, Dynamo captures such tensors."""
-    with (
-        calls_inside(TorchInGraphFunctionVariable, dict.fromkeys(MAKING, _call)),
-        calls_inside(UserDefinedClassVariable, dict.fromkeys(LEGACY, _make)),
-    ):
-        yield
 
 
 def _call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
@@ -99,3 +88,7 @@ def _symbols(data: Any) -> Iterator[Any]:
             yield from _symbols(item)
     elif isinstance(value, SymNodeVariable | UnspecializedPythonVariable):
         yield value
+
+
+CALLS = dict.fromkeys(MAKING, _call)
+CHANGES = (by_function(UserDefinedClassVariable, dict.fromkeys(LEGACY, _make)),)

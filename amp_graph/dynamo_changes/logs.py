@@ -4,7 +4,7 @@ Dynamo ends a graph at each call of a logger, whether it is heard or not, and le
 uncaptured where that is in a loop. A call that is not heard does nothing, and is left out of what
 is captured for as long as that is so.
 
-Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.config.ignore_logging_functions
     torch._dynamo.symbolic_convert.get_funcname, torch._logging._internal.getArtifactLogger

@@ -1,8 +1,11 @@
-"""Each thread has its own stack of the modes that a trace above autograd is under.
+"""A thread that captures has its own stack of the modes that a trace above autograd is under.
 
-Private name of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+PyTorch has one stack for the process, from which a thread takes the modes of others as well when it
+lays off its own for a while.
 
-    torch._ops.mode_stack_state_for_pre_dispatch    those modes, of the process
+Private name of PyTorch used here:
+
+    torch._ops.mode_stack_state_for_pre_dispatch    that stack
 """
 
 from __future__ import annotations
@@ -19,8 +22,7 @@ from amp_graph.dynamo_changes.replaced import with_entries
 
 @contextlib.contextmanager
 def modes_above_autograd_apart() -> Iterator[None]:
-    """Give this thread its own stack of the modes that a trace above autograd is under. PyTorch has
-    one for the process, from which a thread that lays off modes for a while takes another's."""
+    """Within, this thread has such a stack."""
     thread = threading.get_ident()
     others: Any = _ops.mode_stack_state_for_pre_dispatch
     own = type(others())()

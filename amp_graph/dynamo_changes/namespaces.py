@@ -5,13 +5,13 @@
     module_from_spec(spec_from_file_location(...))    a plugin that is not in sys.modules
     cloudpickle.loads(...)                            functions with globals of their own
 
-Dynamo looks for the globals of an inlined function in the module of that name. It gives up where
-there is none, and where there is another it guards that one's globals and writes to them. Here the
-guards of such globals are on the namespace itself, held by a weak reference to one of its
-functions; a strong one, as Dynamo has it since 2.14, would keep a script's models for as long as
-the process. A write ends the graph, so that Python does it.
+Dynamo looks for the globals of an inlined function in the module that `__name__` says. It gives up
+where there is none, and where there is another it guards that one's globals and writes to them.
+Here guards are on the function's own globals, found by a weak reference to a function that has
+them; a strong one, as Dynamo has it since 2.14, would keep a script's models for as long as the
+process. A write ends the graph, so that Python does it.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.symbolic_convert.InliningInstructionTranslator._load_global,
                     get_globals_source_and_value    for reads; for writes too
@@ -25,11 +25,9 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
 import weakref
-from collections.abc import Iterator
 from types import FunctionType
 from typing import Any, NoReturn
 
@@ -42,18 +40,6 @@ from torch._dynamo.variables import PythonModuleVariable
 from torch._dynamo.variables.base import VariableTracker
 
 from amp_graph.dynamo_changes.ended_graphs import end_graph
-from amp_graph.dynamo_changes.replaced import method_inside
-
-
-@contextlib.contextmanager
-def own_names() -> Iterator[None]:
-    """Within, code in no module, or in one that another has the name of, has its own globals."""
-    with (
-        method_inside(InstructionTranslatorBase, "_load_global", _load_own),
-        method_inside(InliningInstructionTranslator, "_load_global", _load_inlined),
-        method_inside(InliningInstructionTranslator, "get_globals_source_and_value", _to_write),
-    ):
-        yield
 
 
 def _load_own(method: Any, frame: Any, instruction: Any) -> None:
@@ -148,3 +134,10 @@ def _function_of(frame: Any) -> FunctionType | None:
             return function
         frame = getattr(frame, "parent", None)
     return None
+
+
+CHANGES = (
+    (InstructionTranslatorBase, "_load_global", _load_own),
+    (InliningInstructionTranslator, "_load_global", _load_inlined),
+    (InliningInstructionTranslator, "get_globals_source_and_value", _to_write),
+)

@@ -5,27 +5,18 @@
 Random numbers that are drawn with the one or the other are the same, but the first form takes no
 symbolic sizes (2.11 to 2.14), so that a model would be captured anew for each size of a batch.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.TorchInGraphFunctionVariable.call_function
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
-from torch._dynamo.variables import TorchInGraphFunctionVariable
-
-from amp_graph.dynamo_changes.replaced import calls_inside
 
 DRAWING = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal)
-
-
-def no_generators_left_out() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo captures such calls without."""
-    return calls_inside(TorchInGraphFunctionVariable, dict.fromkeys(DRAWING, _call))
 
 
 def _call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
@@ -35,3 +26,6 @@ def _call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any
         if generator.is_python_constant() and generator.as_python_constant() is None:
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
     return method(function, frame, args, kwargs)
+
+
+CALLS = dict.fromkeys(DRAWING, _call)

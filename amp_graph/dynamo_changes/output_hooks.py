@@ -3,26 +3,20 @@
     model(tokens, output_hidden_states=True)    transformers (5.23), at the first such call, takes a
                                                 lock and hooks onto each layer what collects these
 
-So do its models of images and text, which ask their encoders. The hooks are put there as that is
-captured; they do nothing where nobody collects.
+So do its models of images and text, which ask their encoders. Dynamo cannot capture that. Here the
+hooks are put there while the call is captured; they do nothing where nobody collects.
 
 Of transformers: the function of `FINDS`. Versions without it are captured as they are.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from torch import nn
 from torch._dynamo.variables import ConstantVariable
 
-from amp_graph.dynamo_changes.known_calls import Find, calls_known
-
-
-def output_hooks_installed() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo has such hooks put there."""
-    return calls_known(FINDS)
+from amp_graph.dynamo_changes.known_calls import Find
 
 
 def _install(code: Any, frame: Any, model: Any) -> Any:

@@ -1,12 +1,12 @@
-"""What an object has in its own `__dict__` is guarded where a model asks for it.
+"""Whether a name is in an object's own `__dict__` is guarded where a model asks for it.
 
-    if "cache" not in self.__dict__:        and vars(self), .get, .setdefault: set up at first
-        self.cache = self.make(x)
+    if "cache" not in self.__dict__:        so do models that set themselves up at the first call;
+        self.cache = self.make(x)           vars(self), .get and .setdefault, too
 
-Dynamo answers by what is there in the call that it captures, and installs no guard, so that the
-model would set itself up in each call.
+Dynamo captures the answer of one call and installs no guard, so that the model would set itself up
+in each call.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.DunderDictVariable.install_dict_contains_guard, .call_method, .source,
     of which the base, torch._dynamo.source.AttrSource, is the object's
@@ -17,8 +17,6 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch._dynamo.variables
@@ -26,26 +24,10 @@ from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.misc import GetAttrVariable
 
 from amp_graph.dynamo_changes.own_guards import hold_key
-from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import Change
 
 DICTS: Any = getattr(torch._dynamo.variables, "DunderDictVariable", None)
 QUESTIONS = ("__contains__", "get", "setdefault")
-
-
-def own_dicts_guarded() -> contextlib.AbstractContextManager[None]:
-    """Within, it is."""
-    if DICTS is None:
-        return method_inside(GetAttrVariable, "call_method", _call_method)
-    return _dicts_guarded()
-
-
-@contextlib.contextmanager
-def _dicts_guarded() -> Iterator[None]:
-    with (
-        method_inside(DICTS, "install_dict_contains_guard", _install),
-        method_inside(DICTS, "call_method", _set_default),
-    ):
-        yield
 
 
 def _call_method(method: Any, attribute: Any, frame: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -76,3 +58,11 @@ def _guard(source: Any, owner: Any, name: Any) -> None:
     if source is not None and name.is_python_constant():
         key = name.as_python_constant()
         hold_key(AttrSource(source, "__dict__"), key, key in owner.__dict__)
+
+
+CHANGES: tuple[Change, ...] = (
+    (DICTS, "install_dict_contains_guard", _install),
+    (DICTS, "call_method", _set_default),
+)
+if DICTS is None:
+    CHANGES = ((GetAttrVariable, "call_method", _call_method),)

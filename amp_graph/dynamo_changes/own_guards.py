@@ -1,6 +1,6 @@
 """Guards of our own: what is captured holds as long as they do.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.guards.GuardBuilder.get_guard_manager, install_guard, get_verbose_code_parts
     torch._dynamo.guards.GuardBuilder.guard_manager, torch._dynamo.source.GlobalStateSource

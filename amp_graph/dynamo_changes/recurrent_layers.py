@@ -5,7 +5,7 @@
 For shapes PyTorch runs most of them on fake tensors step by step, which takes seconds for long
 sequences and fixes their length in the graph. Here their shapes are told without the steps.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     OpOverload.py_kernels, OpOverload._dispatch_cache    what the Python dispatcher runs
     torch._decomp.decompositions                         its import sets what they are by default

@@ -4,13 +4,12 @@
     embedding._forward_hooks == {1: ask, 2: ask}    runs what was captured
 
 transformers (5.23) adds one more to the embedding each time that gradient checkpointing is switched
-on, which TRL's trainers do at each step. Dynamo looks at how many there are. To ask again changes
-nothing.
+on, which TRL's trainers do at each step. Dynamo guards how many there are, so that each step would
+be captured anew. Here it guards that all do nothing else: to ask twice is to ask once.
 
-Private names of PyTorch used here; seen to work on 2.13 to 2.15, others go without:
+Private names of PyTorch used here, since 2.13; before, Dynamo ends graphs at such a request:
 
-    torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable.var_getattr
-                                      ..., tp_getattro_impl since 2.14
+    torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable
     torch._dynamo.variables.dicts.NNModuleHooksDictVariable
                                       without the kind of dict since 2.14
     torch._dynamo.variables.UserFunctionVariable, torch._dynamo.source.AttrSource
@@ -18,10 +17,9 @@ Private names of PyTorch used here; seen to work on 2.13 to 2.15, others go with
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,9 +29,8 @@ from torch._dynamo.variables import ConstantVariable, UserFunctionVariable, Vari
 from torch._dynamo.variables.dicts import NNModuleHooksDictVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
-from amp_graph.dynamo_changes.hidden_names import LOOK_UP
 from amp_graph.dynamo_changes.own_guards import hold_while
-from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import LOOK_UP, Change
 
 HOOKS = "_forward_hooks"
 TAKES_KIND = "user_cls" in inspect.signature(NNModuleHooksDictVariable).parameters
@@ -58,16 +55,6 @@ def _spelled(hook: Any) -> tuple[Any, ...]:
     return code.co_code, code.co_names, code.co_consts, code.co_argcount
 
 
-@contextlib.contextmanager
-def repeated_hooks_as_one() -> Iterator[None]:
-    """Within, what is captured of such hooks holds for any number of them."""
-    if torch.__version__ < "2.13":  # 2.11 ends graphs at such a request
-        yield
-        return
-    with method_inside(UnspecializedNNModuleVariable, LOOK_UP, _look_up):
-        yield
-
-
 def _look_up(method: Any, module: Any, frame: Any, name: str) -> Any:
     if name == HOOKS and module.source:
         hooks = getattr(module.value, HOOKS)
@@ -85,3 +72,8 @@ def _one_of(frame: Any, hooks: Mapping[int, Any], source: Any) -> Any:
     }
     kind = (type(hooks),) if TAKES_KIND else ()
     return NNModuleHooksDictVariable(one, *kind)
+
+
+CHANGES: tuple[Change, ...] = ((UnspecializedNNModuleVariable, LOOK_UP, _look_up),)
+if torch.__version__ < "2.13":
+    CHANGES = ()

@@ -1,9 +1,11 @@
 """What PyTorch does otherwise for a while: methods of its classes, and entries of its tables.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     VariableBuilder.install_guards, .source    of Dynamo, for what a model uses
     VariableTracker.call_function, .value      a function, and to capture a call of it
+    VariableTracker.var_getattr                `LOOK_UP`: to get an attribute of an object, which is
+                                               .tp_getattro_impl since 2.14
 """
 
 from __future__ import annotations
@@ -14,13 +16,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch._dynamo.guards import GuardBuilder
+
+# A class or module, the name of a method or function of it, and what takes the place of that, which
+# is given what it was and then its arguments.
+Change = tuple[Any, str, Callable[..., Any]]
+# What returns a table, and what that is to have as well, or instead of its own.
+Entries = tuple[Callable[[], dict[Any, Any]], Mapping[Any, Any]]
+
+LOOK_UP = "var_getattr" if torch.__version__ < "2.14" else "tp_getattro_impl"
 
 
 @contextlib.contextmanager
 def method_inside(kind: type | ModuleType, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Within, a method, or a function of a module, is `around`, which is given what it was and then
-    what the method is. What somebody else puts in its place meanwhile stays."""
+    """Within, a `Change` is made. What somebody else puts in its place meanwhile stays."""
     method, own = getattr(kind, name), kind.__dict__.get(name)
 
     @functools.wraps(method)
@@ -38,20 +48,22 @@ def method_inside(kind: type | ModuleType, name: str, around: Callable[..., Any]
                 setattr(kind, name, own)
 
 
-def calls_inside(
-    kind: type, changes: Mapping[Any, Callable[..., Any]]
-) -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo captures a call of a function, which it knows as a variable of this kind, by
-    what `changes` has for that function, as for a method: `change(method, variable, frame, args,
-    kwargs)`."""
+def existing(*changes: Change) -> tuple[Change, ...]:
+    """Those whose method this version of PyTorch has."""
+    return tuple((kind, name, around) for kind, name, around in changes if hasattr(kind, name))
 
-    def call(method: Any, variable: Any, *called: Any) -> Any:
-        change = changes.get(variable.value)
-        if change is None:
+
+def by_function(kind: type, calls: Mapping[Any, Callable[..., Any]]) -> Change:
+    """Dynamo captures a call of a function, which it knows as a variable of this kind, by what
+    `calls` has for that function: `call(method, variable, frame, args, kwargs)`."""
+
+    def call_function(method: Any, variable: Any, *called: Any) -> Any:
+        call = calls.get(variable.value)
+        if call is None:
             return method(variable, *called)
-        return change(method, variable, *called)
+        return call(method, variable, *called)
 
-    return method_inside(kind, "call_function", call)
+    return kind, "call_function", call_function
 
 
 def those_of(place: ModuleType, names: Iterable[str]) -> list[Any]:

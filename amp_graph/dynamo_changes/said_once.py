@@ -7,7 +7,7 @@ nothing the second time (transformers' `warning_once`). What is said no more oft
 when it is captured and left out of the graph. A warning to be shown each time, or raised, and words
 that are not known then end the graph as ever.
 
-Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     VariableBuilder._id_dispatch, _type_dispatch    what Dynamo makes of objects that a model uses
     SkipFunctionVariable, LoggingLoggerVariable     what it makes of `warnings.warn`, and a logger

@@ -4,30 +4,22 @@
         self.config.problem_type = "regression"         they are given labels
 
 Dynamo writes it once the graph has run, and guards what stood there before, so that the second call
-is captured as well. Here it is written as that is captured: guards are made later, of what stands
-there then. Only what was nothing before, and a name of which nothing else hangs on that.
+is captured as well. Here it is written while the call is captured, and the guards, which are made
+later, are of the new value. This is done only where None stood before, and for the name below.
 
-Private names of PyTorch used here; seen to work on 2.13:
+Private names of PyTorch used here:
 
     torch._dynamo.side_effects.SideEffects.store_attr     of a variable, by name
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from torch._dynamo.side_effects import SideEffects
 
-from amp_graph.dynamo_changes.replaced import method_inside
-
 NAMES = {"problem_type"}
 OF_TRANSFORMERS = "transformers.configuration_utils"
-
-
-def settled_once() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo writes such a name when it captures that."""
-    return method_inside(SideEffects, "store_attr", _store)
 
 
 def _store(method: Any, effects: Any, item: Any, name: str, value: Any, *how: Any) -> None:
@@ -40,3 +32,6 @@ def _store(method: Any, effects: Any, item: Any, name: str, value: Any, *how: An
 
 def _is_config(value: Any) -> bool:
     return any(kind.__module__ == OF_TRANSFORMERS for kind in type(value).__mro__)
+
+
+CHANGES = ((SideEffects, "store_attr", _store),)

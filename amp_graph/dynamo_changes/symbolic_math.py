@@ -3,36 +3,28 @@
     temperature = math.exp(-self.steps / 1000)
 
 Such a number is a symbol to Dynamo, which knows roots, sines and the logarithm to base 2 of
-symbols, but not these, so that each number would be captured by itself. Here they are spelled in
-what it knows:
+symbols, but not these, so that the model would be captured anew for each number. Here they are
+spelled in what it knows:
 
     exp(x) = e ** x  for x < 0        pow(2, x) = 2 ** x
 
-The last digits of an exponential may be others by that, which nobody sees of what lies between 0
-and 1, but a model that makes a size of it would: int(exp(x)). So those of other numbers stay as
-they are, each captured by itself, and so do all logarithms, of which numbers of levels are made.
+That may change the last digits of an exponential, which does no harm between 0 and 1, but may in a
+size: int(exp(x)). So those of other numbers stay as they are, each captured by itself, and so do
+all logarithms, of which numbers of levels are made.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
-    torch._dynamo.variables.TorchInGraphFunctionVariable, UserFunctionVariable.call_function
+    torch._dynamo.variables.UserFunctionVariable.call_function
     torch._dynamo.variables.tensor.SymNodeVariable.sym_num
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
-from torch._dynamo.variables import TorchInGraphFunctionVariable, UserFunctionVariable
+from torch._dynamo.variables import UserFunctionVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
-
-from amp_graph.dynamo_changes.replaced import calls_inside
-
-
-def symbolic_math_known() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo captures such calls."""
-    return calls_inside(TorchInGraphFunctionVariable, dict.fromkeys(SPELLED, _call))
 
 
 def _call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
@@ -65,3 +57,4 @@ def _pow(x: float, y: float) -> Any:
 
 MOST = 700  # powers of e that a float64 holds
 SPELLED: dict[Any, Any] = {math.exp: _exp, math.pow: _pow}
+CALLS = dict.fromkeys(SPELLED, _call)

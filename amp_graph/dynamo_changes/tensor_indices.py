@@ -1,15 +1,14 @@
-"""A number in a tensor does not end a graph as an index.
+"""An index that is a number in a tensor does not end a graph.
 
     alpha = alphas[t]     ->   alphas.select(0, t.item())
     h = hidden[:, last]   ->   hidden.select(1, last.item())
 
-Without Dynamo that is what PyTorch does: such an index takes one of a dimension before all others
-are looked at. Dynamo asks for the number while it captures, which it does not know, unless it is
-the only index and a number already. A write to such a place (`x[t] = 0`) ends the graph as ever.
-In functions that a user gives `flex_attention` such a number stands for many (`bias[head]`), and
-takes as many places.
+That is what PyTorch does without Dynamo: it selects by such an index before it looks at the others.
+Dynamo ends the graph to ask for the number, unless it is the only index and a number already. A
+write to such a place (`x[t] = 0`) ends the graph as ever. In functions that a user gives
+`flex_attention` such a number stands for many (`bias[head]`), and takes as many places.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.BuiltinVariable.call_function    of `operator.getitem`
     torch._dynamo.variables.TensorVariable.ndim, ..., .dtype
@@ -43,7 +42,6 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch.overrides import _get_current_function_mode
 
-from amp_graph.dynamo_changes.replaced import method_inside
 from amp_graph.graphs.aten import FLEX_ATTENTION
 
 MASKS = (torch.bool, torch.uint8)
@@ -60,11 +58,6 @@ def as_read_by(users: Iterable[fx.Node]) -> contextlib.AbstractContextManager[An
     """Within, indices are taken as in a function that is for these operators."""
     is_for_many = any(user.target is FLEX_ATTENTION for user in users)
     return TransformGetItemToIndex() if is_for_many else contextlib.nullcontext()
-
-
-def tensor_indices_known() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo goes on with a number that depends on data."""
-    return method_inside(BuiltinVariable, "call_function", _call_function)
 
 
 def _call_function(method: Any, builtin: Any, frame: Any, args: Any, kwargs: Any) -> Any:
@@ -136,3 +129,6 @@ def _dimensions(index: Any) -> Any:
     if isinstance(value, list):
         return 1 if {*map(type, value)} == {int} else None
     return {type(None): 0, int: 1, type(...): ...}.get(type(value))
+
+
+CHANGES = ((BuiltinVariable, "call_function", _call_function),)

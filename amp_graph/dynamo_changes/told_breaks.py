@@ -1,12 +1,12 @@
-"""Why a graph ends is told where Dynamo cannot go on after what it could not capture, too.
+"""Why a graph ends is told also where Dynamo cannot go on behind what it could not capture.
 
     try: weight = torch.autograd.grad(loss, self.last)[0]       in a `try`, in a loop, beside what
     except RuntimeError: weight = torch.zeros(())               Python has looked up already
 
-It ends the graph at a place before that, from which it can go on, and names no other reason than
+It ends the graph at an earlier place, from which it can go on, and names no other reason than
 "step_unsupported". Here the graph has the reason and the place of what was not captured.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14; others go without:
+Private names of PyTorch used here; of a version that lacks them nothing more is told:
 
     torch._dynamo.symbolic_convert.InstructionTranslatorBase.log_graph_break    is given what raised
     torch._dynamo.output_graph.OutputGraph.compile_subgraph                     and then the reason
@@ -22,15 +22,15 @@ from typing import Any
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
-from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.dynamo_changes.replaced import existing, method_inside
 
 UNTOLD = "step_unsupported"
 
 
 @contextlib.contextmanager
 def breaks_told() -> Iterator[None]:
-    """Within, for the capture of one frame, it is. Dynamo begins anew after a break, and ends the
-    graph then."""
+    """Within, why graphs end is told, for one frame. Dynamo begins it anew after a break, and ends
+    the graph then."""
     last: dict[str, Any] = {}
 
     def log(method: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,12 +46,11 @@ def breaks_told() -> Iterator[None]:
             vars(kwargs["reason"]).update(last)
         return method(graph, *args, **kwargs)
 
-    replaced: tuple[tuple[Any, str, Any], ...] = (
+    changes = existing(
         (InstructionTranslatorBase, "log_graph_break", log),
         (OutputGraph, "compile_subgraph", end),
     )
-    with contextlib.ExitStack() as changes:
-        for kind, name, own in replaced:
-            if hasattr(kind, name):
-                changes.enter_context(method_inside(kind, name, own))
+    with contextlib.ExitStack() as inside:
+        for change in changes:
+            inside.enter_context(method_inside(*change))
         yield

@@ -1,4 +1,4 @@
-"""A mask that transformers leaves out, the graph leaves out.
+"""A mask that transformers leaves out where it is not captured, the graph leaves out, too.
 
     if is_tracing(mask): return False           so it makes a mask even where it was given none,
     if not is_tracing(indices) and (indices[:, -1] == 0).all(): return None
@@ -13,7 +13,7 @@ model does, until one is not full; what is captured for that one is right for al
 
 On 2.11 Dynamo takes every capture for `torch.export`, for which masks are made as well.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.TensorVariable.as_proxy, .dtype, .ndim       a value of the graph
     torch._dynamo.variables.torch.tracing_state_functions                what Dynamo says of itself
@@ -24,9 +24,7 @@ did.
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,17 +32,8 @@ from torch import Tensor, fx
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables.torch import tracing_state_functions
 
-from amp_graph.dynamo_changes.known_calls import Find, asked_instead, calls_known, looked_at
-from amp_graph.dynamo_changes.replaced import with_entries
+from amp_graph.dynamo_changes.known_calls import Find, asked_instead, looked_at
 from amp_graph.graphs.writes import is_as_made
-
-
-@contextlib.contextmanager
-def unneeded_masks_left_out() -> Iterator[None]:
-    """Within, Dynamo captures no mask that transformers makes only because it is captured."""
-    not_exporting = {torch.compiler.is_exporting: False}
-    with with_entries(tracing_state_functions(), not_exporting), calls_known(FINDS):
-        yield
 
 
 def leaves_out_causal(
@@ -141,3 +130,4 @@ FINDS: dict[tuple[str, str], Find] = {
     (MASKS, "_ignore_bidirectional_mask_sdpa"): asked_instead(leaves_out_bidirectional),
     (__name__, "is_full"): _full,
 }
+ENTRIES = ((tracing_state_functions, {torch.compiler.is_exporting: False}),)

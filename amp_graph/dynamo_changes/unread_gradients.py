@@ -1,10 +1,10 @@
-"""Gradients of what a model uses, which Dynamo looks at: `.grad` of each of its parameters.
+"""While a model is captured, nobody looks at the gradients of its parameters.
 
-Another thread that trains the model writes there, and lets go of what was there; nothing in PyTorch
-keeps it from doing so in the middle of a look (torch 2.13: the process crashes). Here Dynamo looks
-at no gradient but one that the captured code asks for itself.
+Dynamo looks at `.grad` of each tensor that a model uses. Another thread that trains the model may
+free a gradient in the middle of such a look, and the process crashes (torch 2.13). Here Dynamo
+looks only at a gradient that the captured code asks for itself.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.variables.builder.safe_has_grad       whether one is there whose dtype to compare
     torch._subclasses.meta_utils.safe_grad              one that a fake tensor is to have as well
@@ -12,20 +12,10 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 from torch._dynamo.variables import builder
 from torch._subclasses import meta_utils
 
-from amp_graph.dynamo_changes.replaced import method_inside
-
-
-@contextlib.contextmanager
-def gradients_unread() -> Iterator[None]:
-    """Within, captured tensors have no gradients that anybody has seen."""
-    with (
-        method_inside(builder, "safe_has_grad", lambda *_: False),
-        method_inside(meta_utils, "safe_grad", lambda *_: None),
-    ):
-        yield
+CHANGES = (
+    (builder, "safe_has_grad", lambda *_: False),
+    (meta_utils, "safe_grad", lambda *_: None),
+)

@@ -10,7 +10,7 @@ is captured, and left out of the graph; code behind a break in the block runs un
 the block had there. Operators in a graph warn as they would outside of the block. A filter that
 raises what it finds, and a block that keeps it, are left to Dynamo.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     VariableBuilder._id_dispatch, _type_dispatch    what Dynamo makes of what a model uses
     SkipFunctionVariable            what it makes of these

@@ -1,0 +1,43 @@
+"""What Dynamo does otherwise while it captures for us is in force then, and not after."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+from torch._dynamo.variables import TorchInGraphFunctionVariable
+
+from amp_graph import dynamo_changes
+from amp_graph.dynamo_changes import in_force
+
+
+def methods() -> list[Any]:
+    return [vars(kind).get(name) for kind, name, _ in in_force.CHANGES]
+
+
+def tables() -> list[dict[Any, Any]]:
+    return [dict(table()) for table, _ in in_force.ENTRIES]
+
+
+def test_what_dynamo_did_before_is_put_back() -> None:
+    before = methods(), tables()
+    with in_force.changes_in_force(), in_force.changes_in_force():
+        assert all(now is not then for now, then in zip(methods(), before[0], strict=True))
+        assert all(now != then for now, then in zip(tables(), before[1], strict=True))
+    assert (methods(), tables()) == before
+
+
+def test_all_that_a_file_lists_is_in_force() -> None:
+    for part in pkgutil.iter_modules(dynamo_changes.__path__):
+        module: Any = importlib.import_module(f"{dynamo_changes.__name__}.{part.name}")
+        assert {*getattr(module, "CHANGES", ())} <= {*in_force.CHANGES}, part
+        assert getattr(module, "CALLS", {}).items() <= in_force.CALLS.items(), part
+        assert getattr(module, "FINDS", {}).items() <= in_force.FINDS.items(), part
+        assert all(entries in in_force.ENTRIES for entries in getattr(module, "ENTRIES", ())), part
+
+
+def test_calls_of_functions_are_changed_at_one_place() -> None:
+    with in_force.changes_in_force():
+        inner: Any = TorchInGraphFunctionVariable.call_function.__wrapped__  # type: ignore[attr-defined]
+    assert not hasattr(inner, "__wrapped__")
