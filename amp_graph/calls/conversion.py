@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -181,7 +182,7 @@ class Conversion(Entered):
     def convert_too(self, copied: nn.Module) -> None:
         """Convert a deep copy of the model alike; its loss scale goes on by itself."""
         conversion = Conversion(copied, self.policy, self.compiler.saved, self.methods)
-        conversion.copied_from = (weakref.ref(self), *self.copied_from)
+        conversion.copied_from = (weakref.ref(self), *filter(operator.call, self.copied_from))
         if self.scale is not None:
             conversion._use(self.scale.copy(copied.parameters))
         conversion.open()
