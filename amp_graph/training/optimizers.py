@@ -89,10 +89,14 @@ def detach(optimizer: Optimizer, conversion: object) -> None:
 
 def step_counts(optimizer: Optimizer) -> StepCounts:
     """An optimizer's steps under a loss scale, those before the checkpoint it was loaded from
-    included. Waits for the device. Raises AmpGraphError for what is no optimizer."""
-    if not isinstance(optimizer, Optimizer):
+    included. Waits for the device. Raises AmpGraphError for what is no optimizer, nor was given to
+    `convert` as one."""
+    try:
+        guard = _guards.get(optimizer)
+    except TypeError:  # there are no weak references to it
+        guard = None
+    if guard is None and not isinstance(optimizer, Optimizer):
         raise AmpGraphError(f"this is for a torch.optim.Optimizer, not {in_brief(optimizer)}")
-    guard = _guards.get(optimizer)
     return guard.record.counts if guard else StepCounts(0, 0)
 
 

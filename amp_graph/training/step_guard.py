@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -29,6 +28,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from amp_graph.modules import weak_method
 from amp_graph.training.blame import overflowed
+from amp_graph.training.bound_steps import bound_step
 from amp_graph.training.closures import GuardedClosure, closure_of, guarding_closure
 from amp_graph.training.explicit_scalers import is_grad_scaler_stepping
 from amp_graph.training.found_inf import parameters_of
@@ -50,7 +50,8 @@ _serial = attrgetter("serial")
 
 
 class StepGuard:
-    """Stands in front of one optimizer's `step`. It holds no reference to the optimizer.
+    """Stands in front of one optimizer's `step`. It holds no reference to the optimizer, which may
+    be any object with a `step` and `param_groups`, such as a wrapper.
 
     in_use: returns the scales in use.
     closure_may_scale: whether what a closure does may be done under one, in use or not.
@@ -101,9 +102,7 @@ class StepGuard:
                 self.is_stepping = before
             return self.record.overflowed == 0 if result is None and self.conversions else result
 
-        # What its own `__dict__` holds must not keep it alive.
-        bound = types.MethodType(step, weakref.proxy(optimizer))
-        optimizer.step = bound  # type: ignore[method-assign]
+        optimizer.step = bound_step(step, optimizer)  # type: ignore[method-assign]
 
     def _begin(self, unguarded: int) -> None:
         """The step before, if it was not guarded, may have raised."""
