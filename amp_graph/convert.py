@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Collection, Sequence
 from itertools import takewhile
 from types import FunctionType
@@ -71,7 +72,9 @@ def convert(
     overflowed. That holds for every `torch.optim.Optimizer` that steps the model's parameters.
     Pass `optimizer`, one or a list, to have the loss scale saved in and loaded from its
     `state_dict()`, and to have its `step()` return whether it stepped; the pair (model, optimizer)
-    is returned then, both the objects that were given.
+    is returned then, both the objects that were given. A wrapper that is no Optimizer, but has a
+    `step()` and `param_groups` (ScheduleFreeWrapper), may be given as well; its `state_dict()`
+    holds the scale if it is that of an optimizer which is given with it.
 
     `plan` is a file that `save_plan` wrote, or plans: their decisions beat the lists. A graph that
     none of them is for raises PlanError when it is captured.
@@ -198,10 +201,11 @@ def _checked(optimizer: Any, model: nn.Module) -> list[Optimizer]:
     for each in optimizers:
         if isinstance(each, (str, torch.dtype, Policy)):
             raise AmpGraphError(f"convert(model, policy={each!r}): the policy goes by its name")
-        if not isinstance(each, Optimizer):
+        if not _can_step(each):
             raise AmpGraphError(
-                f"convert(model, optimizer) takes a torch.optim.Optimizer or a list of them, not "
-                f"{type(each).__name__}; for an update of your own see has_finite_gradients"
+                f"convert(model, optimizer) takes a torch.optim.Optimizer, or what has step() and "
+                f"param_groups as one, or a list of them, not {type(each).__name__}; for an update "
+                f"of your own see has_finite_gradients"
             )
         if not any(id(p) in own for p in parameters_of(each)):
             raise AmpGraphError(
@@ -209,6 +213,18 @@ def _checked(optimizer: Any, model: nn.Module) -> list[Optimizer]:
                 f"from this model's parameters()"
             )
     return optimizers
+
+
+def _can_step(given: Any) -> bool:
+    """Whether it has what a GradScaler asks of an optimizer, and a guard can stand before it."""
+    if isinstance(given, Optimizer):
+        return True
+    try:
+        hash(weakref.ref(given)), vars(given)
+        are_tensors = all(isinstance(p, torch.Tensor) for p in parameters_of(given))
+        return are_tensors and callable(given.step)
+    except (AttributeError, LookupError, TypeError):
+        return False
 
 
 def _calls_modules_way(kind: type[nn.Module]) -> bool:

@@ -217,6 +217,17 @@ def test_its_low_precision_weights_are_freed_with_it_and_graphs_that_are_not_kep
     assert alive() == before
 
 
+def test_all_objects_may_be_asked_what_they_are_after_a_first_call() -> None:
+    """As checks for leaks do; what recorded a graph held a dead proxy until a collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        amp_graph.convert(Printing())(torch.randn(4, 8)).sum().backward()
+        assert sum(isinstance(x, Tensor) for x in gc.get_objects())
+    finally:
+        gc.enable()
+
+
 def test_gradients_per_sample() -> None:
     plain = nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
     model = amp_graph.convert(copy.deepcopy(plain))

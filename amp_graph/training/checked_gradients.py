@@ -25,10 +25,13 @@ class CheckedGradients:
     through `.grad.data`, as with GradScaler after `unscale_`, or by a collective such as
     `torch.distributed.all_reduce` (torch 2.13), so that one of several processes must not ask; or
     by a foreach function under a dispatch mode. Holds on to no gradient.
+
+    hearing: lists that get the flags of passes that begin from now on.
     """
 
     def __init__(self) -> None:
         self._checks: list[_Check] = []
+        self.hearing: list[list[Tensor]] = []
         self._enough = 0  # checks; when there are as many, those that are gone are forgotten
 
     def unscale_(self, gradients: list[Tensor], inverse: Tensor) -> None:
@@ -55,6 +58,8 @@ class CheckedGradients:
             self._checks = [check for check in self._checks if check.memories.are_alive()]
             self._enough = 2 * len(self._checks) + 1
         check = _Check(made_in, torch.zeros((), dtype=torch.float32, device=device))
+        for flags in self.hearing:
+            flags.append(check.found_inf)
         self._checks.append(check)  # beside those that other devices' threads append
         return check
 

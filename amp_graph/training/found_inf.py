@@ -24,6 +24,11 @@ _grad, _layout = attrgetter("grad"), attrgetter("layout")
 _device, _dtype = attrgetter("device"), attrgetter("dtype")
 
 
+def is_alone() -> bool:
+    """Whether no other process trains together with this one."""
+    return not has_process_group() or torch.distributed.get_world_size() == 1
+
+
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """All parameters that an optimizer steps."""
     return [p for group in optimizer.param_groups for p in group["params"]]
@@ -54,8 +59,7 @@ def found_inf(
         gradients = [*map(_numbers, gradients)]
     flags: list[Tensor] = []
     unknown = gradients
-    is_alone = not has_process_group() or torch.distributed.get_world_size() == 1
-    if checked is not None and is_alone:
+    if checked is not None and is_alone():
         flags, unknown = checked.known(gradients)
     if unknown:
         flags = _look_into(unknown, inverse, flags)

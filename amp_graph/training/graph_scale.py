@@ -28,6 +28,7 @@ from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.engine import OUTSIDE, backward_pass, is_captured, sent
 from amp_graph.training.explicit_scalers import is_grad_scaler_around
 from amp_graph.training.held_scale import HeldScale
+from amp_graph.training.inner_passes import note_backward, note_forward
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, number, save_state
 from amp_graph.training.outcome import Outcome
 from amp_graph.training.readback import Readback
@@ -109,6 +110,7 @@ class GraphScale:
 
     def factors_on(self, device: torch.device) -> Factors:
         """S and 1/S as they are in this round."""
+        note_backward(self, device)
         if self.first_pass is None and (running := backward_pass()) != OUTSIDE:
             self.first_pass = running
         found = self._factors.get(device)
@@ -189,6 +191,7 @@ class GraphScale:
     def begin_forward(self, is_training: bool) -> None:
         """Called before each forward that autograd records. In evaluation mode, after training in
         the other, gradients are looked at (Grad-CAM), and no step skips them."""
+        note_forward(self)
         if not self._looked_around:
             self._looked_around = True
             self.driven_by_grad_scaler = is_grad_scaler_around()

@@ -23,6 +23,7 @@ from amp_graph.training.blame import overflowed
 from amp_graph.training.closures import closure_of
 from amp_graph.training.found_inf import parameters_of
 from amp_graph.training.graph_scale import GraphScale
+from amp_graph.training.inner_passes import is_pytorchs
 from amp_graph.training.step_guard import StepGuard
 from amp_graph.training.step_hooks import hear_steps
 from amp_graph.training.step_record import STATE_KEY, StepCounts
@@ -88,10 +89,14 @@ def detach(optimizer: Optimizer, conversion: object) -> None:
 
 def step_counts(optimizer: Optimizer) -> StepCounts:
     """An optimizer's steps under a loss scale, those before the checkpoint it was loaded from
-    included. Waits for the device. Raises AmpGraphError for what is no optimizer."""
-    if not isinstance(optimizer, Optimizer):
+    included. Waits for the device. Raises AmpGraphError for what is no optimizer, nor was given to
+    `convert` as one."""
+    try:
+        guard = _guards.get(optimizer)
+    except TypeError:  # there are no weak references to it
+        guard = None
+    if guard is None and not isinstance(optimizer, Optimizer):
         raise AmpGraphError(f"this is for a torch.optim.Optimizer, not {in_brief(optimizer)}")
-    guard = _guards.get(optimizer)
     return guard.record.counts if guard else StepCounts(0, 0)
 
 
@@ -111,6 +116,10 @@ def _closure_may_scale(optimizer: Optimizer) -> bool:
     known."""
     if any(scale.is_on() for scale in _in_use()):
         return True
+    return _are_expected(optimizer)
+
+
+def _are_expected(optimizer: Optimizer) -> bool:
     parameters = parameters_of(optimizer) if _expected else ()
     return any(are_for(parameters) for are_for in _expected)
 
@@ -120,6 +129,11 @@ def _concerns_a_scale(optimizer: Optimizer) -> bool:
     in_use = _in_use()
     parameters = parameters_of(optimizer) if in_use else ()
     return any(s.may_have_spilled(optimizer, False) or s.own(parameters) for s in in_use)
+
+
+def _may_call_a_model(optimizer: Optimizer) -> bool:
+    """Whether its step may itself call a model that is converted then, and gets a scale."""
+    return bool(_expected) and not is_pytorchs(optimizer) and _are_expected(optimizer)
 
 
 def overflowed_by_hand(parameters: Sequence[Tensor], scale: GraphScale | None, by: object) -> bool:
@@ -139,7 +153,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     guard = _guards.get(optimizer)
     if guard is None:
         has_closure = closure_of(args[1:], kwargs) is not None
-        if not (_closure_may_scale if has_closure else _concerns_a_scale)(optimizer):
+        concerns = _closure_may_scale if has_closure else _concerns_a_scale
+        if not (concerns(optimizer) or _may_call_a_model(optimizer)):
             return None
         guard = _guard_of(optimizer)
     return None if guard.is_stepping else guard.before_unguarded_step(optimizer, args, kwargs)

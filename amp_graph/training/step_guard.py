@@ -3,47 +3,53 @@
 - A fused optimizer gets `found_inf`, as from GradScaler, and leaves everything alone on the device;
   the host need not wait to know.
 - Any other is not called.
-- One that calls its closure again and again, as LBFGS does, or after it moved the weights, may meet
-  an overflow in the middle of its work: parameters and state are put back when it is done.
+- One that calls its closure again and again, as LBFGS does, or after it moved the weights, or that
+  makes passes without having got a closure (`inner_passes`), may meet an overflow in the middle of
+  its work: parameters and state are put back when it is done.
 
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
     torch.optim.optimizer._global_optimizer_pre_hooks    those that run before ours
-    Optimizer._opt_called, _step_supports_amp_scaling    what schedulers and GradScaler look at
+    Optimizer._opt_called                                what schedulers look at
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim import LBFGS, SGD, Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from amp_graph.modules import weak_method
 from amp_graph.training.blame import overflowed
+from amp_graph.training.bound_steps import bound_step
 from amp_graph.training.closures import GuardedClosure, closure_of, guarding_closure
 from amp_graph.training.explicit_scalers import is_grad_scaler_stepping
 from amp_graph.training.found_inf import parameters_of
+from amp_graph.training.fused_steps import begin_momentum, is_fused
 from amp_graph.training.graph_scale import GraphScale
+from amp_graph.training.inner_passes import (
+    InnerPasses,
+    is_pytorchs,
+    note_step,
+    with_passes_before,
+)
+from amp_graph.training.step_frames import steps_around
 from amp_graph.training.step_record import StepRecord
 from amp_graph.training.undo import Undo
 from amp_graph.uncaptured import around_compiled, not_compiled
 
 InUse = Callable[[], Iterable[GraphScale]]
-# What PyTorch calls steps and their hooks by.
-HOOKED_STEP = Optimizer.profile_hook_step(Optimizer.step).__code__
 
 
 class StepGuard:
-    """Stands in front of one optimizer's `step`. It holds no reference to the optimizer.
+    """Stands in front of one optimizer's `step`. It holds no reference to the optimizer, which may
+    be any object with a `step` and `param_groups`, such as a wrapper.
 
     in_use: returns the scales in use, the oldest first.
     closure_may_scale: whether what a closure does may be done under one, in use or not.
@@ -63,8 +69,11 @@ class StepGuard:
         self._in_use, self._closure_may_scale = in_use, closure_may_scale
         self._is_wrapped = False  # whether there is more to its step than its class's
         self._held: bool | Tensor = False  # what the step before could not step by
+        self._found: bool | None = None  # as such a step began
         self._unguarded = 0  # how deep in steps that did not come through here
         self._undo: Undo | None = None  # of such a step
+        self._passes: InnerPasses | None = None  # in such a step
+        self._makes_passes = False  # in its steps, for which it got no closure
         self._stand_before(optimizer)
 
     def _stand_before(self, optimizer: Optimizer) -> None:
@@ -73,6 +82,7 @@ class StepGuard:
         # By which schedulers tell, and warn, that no step came before theirs; 2.11 - 2.15.
         knows_schedulers = hasattr(own, "_wrapped_by_lr_sched")
         self._is_wrapped = "step" in vars(optimizer) and not knows_schedulers
+        self._may_make_passes = self._is_wrapped or not is_pytorchs(optimizer)
 
         @around_compiled
         @functools.wraps(getattr(own, "__func__", own))
@@ -90,16 +100,17 @@ class StepGuard:
                 self.is_stepping = before
             return self.record.overflowed == 0 if result is None and self.conversions else result
 
-        # What its own `__dict__` holds must not keep it alive.
-        bound = types.MethodType(step, weakref.proxy(optimizer))
-        optimizer.step = bound  # type: ignore[method-assign]
+        optimizer.step = bound_step(step, optimizer)  # type: ignore[method-assign]
 
     def _begin(self, unguarded: int) -> None:
         """The step before, if it was not guarded, may have raised."""
         if self._undo is not None:
             self._undo.give_back()
+        if self._passes is not None:
+            self._passes.leave()
         self._held = self.record.overflowed
-        self.record.overflowed, self._unguarded, self._undo = False, unguarded, None
+        self.record.overflowed, self._unguarded = False, unguarded
+        self._undo = self._passes = None
 
     @around_compiled
     def _step(
@@ -107,20 +118,25 @@ class StepGuard:
     ) -> Any:
         if closure_of(args, kwargs) is not None:
             return self._step_with_closure(optimizer, original, args, kwargs)
-        found = self._overflows(optimizer)
-        if found is None:
-            return original(*args, **kwargs)
-        if _is_fused(optimizer) and _begin_momentum(optimizer):
+        found: bool | Tensor | None = self._overflows(optimizer)
+        skips_itself = isinstance(found, Tensor) and is_fused(optimizer)
+        skips_itself = skips_itself and begin_momentum(optimizer)
+        if not skips_itself and found is not None:
+            found = bool(found)
+            if found:
+                self._add(True)
+                return None
+        passes = InnerPasses(optimizer, self._makes_passes) if self._may_make_passes else None
+        if skips_itself:
             optimizer.found_inf = found  # type: ignore[attr-defined]
-            try:
-                result = original(*args, **kwargs)
-            finally:
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            if skips_itself:
                 del optimizer.found_inf  # type: ignore[attr-defined]
-            self.record.add(found)
-            return result
-        overflowed = bool(found)
-        result = None if overflowed else original(*args, **kwargs)
-        self.record.add(overflowed)
+            if passes is not None:
+                passes.leave()
+        self._end(passes, found)
         return result
 
     @not_compiled
@@ -131,14 +147,14 @@ class StepGuard:
             return original(*args, **kwargs)
         guarded, args, kwargs = self._guarded(optimizer, args, kwargs)
         if guarded.overflowed:
-            self.record.add(True)
+            self._add(True)
             return guarded.loss
         # Of PyTorch's own, which begin with the closure, LBFGS alone calls it again.
         is_at_risk = not guarded.is_first or (guarded.is_scaled and isinstance(optimizer, LBFGS))
         undo = Undo(optimizer) if is_at_risk else None
         result = original(*args, **kwargs)
         if guarded.is_scaled:
-            self.record.add(guarded.overflowed)
+            self._add(guarded.overflowed)
         if guarded.overflowed and undo is not None:
             undo.put_back(optimizer)
         return result
@@ -171,7 +187,23 @@ class StepGuard:
             return None
         asked = owned | dict.fromkeys(others, ()) if others else owned
         found: Tensor = overflowed(parameters, asked, optimizer, held)
-        return None if explicit else found
+        return None if explicit else with_passes_before(found)
+
+    @not_compiled
+    def _add(self, overflowed: bool | Tensor) -> None:
+        """Take note of a step under a scale."""
+        self.record.add(overflowed)
+        note_step(overflowed)
+
+    @not_compiled
+    def _end(self, passes: InnerPasses | None, found: bool | Tensor | None) -> None:
+        """A step is over: undo it if need be, and take note of it. `found`: whether gradients that
+        it began with overflowed; None if they were made under no scale."""
+        if passes is not None and passes.were_made:
+            self._makes_passes = True
+            found = passes.end() or found or False
+        if found is not None:
+            self._add(found)
 
     def scales(self, optimizer: Optimizer) -> list[GraphScale]:
         """The scales that this optimizer's gradients are made under, the oldest first."""
@@ -191,17 +223,19 @@ class StepGuard:
         """The net under a step that did not come through this guard: the step in which the
         optimizer was found, or a call of its class's `step`. It cannot be stopped any more. If
         gradients overflowed the optimizer gets zeros, and what it does is undone after."""
-        if self._unguarded and _is_inside_of_a_step():
+        if self._unguarded and steps_around(sys._getframe(), enough=2) > 1:
             self._unguarded += 1  # a step that calls the step of its base class
             return None
         self._begin(unguarded=1)
         if closure_of(args[1:], kwargs) is None:
             found = self._overflows(optimizer)
-            if found is not None:
-                self.record.add(bool(found))
-            if self.record.overflowed:
+            self._found = None if found is None else False
+            if found is not None and bool(found):
+                self._add(True)
                 self._undo = Undo(optimizer)
                 self._undo.give_zeros()
+            else:
+                self._passes = InnerPasses(optimizer, self._makes_passes, is_hooked=True)
             return None
         guarded, others, kwargs = self._guarded(optimizer, args[1:], kwargs)
         if guarded.is_scaled or not guarded.is_first:
@@ -216,43 +250,14 @@ class StepGuard:
         if self._unguarded > 0:
             return
         undo, self._undo = self._undo, None
+        passes, self._passes = self._passes, None
+        if passes is not None:
+            self._end(passes, self._found)
         closure = closure_of(args[1:], kwargs)
         if isinstance(closure, GuardedClosure) and closure.is_scaled:
-            self.record.add(closure.overflowed)
+            self._add(closure.overflowed)
         if undo is not None and self.record.overflowed:
             undo.put_back(optimizer)
-
-
-def _begin_momentum(optimizer: Optimizer) -> bool:
-    """Give zeros to each parameter that is to have momentum and has none: what a fused SGD skips in
-    a parameter's first step is to initialise it (torch 2.13), and from zeros that step is the same.
-    False if it would not be: the first step of one that is dampened is not."""
-    missing = [
-        (group, parameter)
-        for group in optimizer.param_groups
-        if group.get("momentum")
-        for parameter in group["params"]
-        if parameter.grad is not None and _momentum_of(parameter, optimizer) is None
-    ]
-    if not missing:
-        return True
-    if any(type(optimizer).step is not SGD.step or group["dampening"] for group, _ in missing):
-        return False
-    for _, parameter in missing:
-        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
-    return True
-
-
-def _momentum_of(parameter: Tensor, optimizer: Optimizer) -> Tensor | None:
-    momentum: Tensor | None = optimizer.state.get(parameter, {}).get("momentum_buffer")
-    return momentum
-
-
-def _is_fused(optimizer: Optimizer) -> bool:
-    """Whether it takes `found_inf`: not one with a group that is not fused, or not any more, by the
-    checkpoint it was loaded from."""
-    are_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return are_fused and all(group.get("fused", True) for group in optimizer.param_groups)
 
 
 def _begins_with_closure(optimizer: Optimizer) -> bool:
@@ -261,18 +266,4 @@ def _begins_with_closure(optimizer: Optimizer) -> bool:
     own: Any = getattr(optimizer, "_optimizer_step_pre_hooks", {})
     hooks = [*own.values(), *_global_optimizer_pre_hooks.values()]
     modules = [str(getattr(hook, "__module__", "")) for hook in hooks]
-    step: Any = type(optimizer).step
-    is_pytorchs = step.__module__.startswith("torch.optim.")
-    return is_pytorchs and all(module.startswith("amp_graph.") for module in modules)
-
-
-def _is_inside_of_a_step() -> bool:
-    """Whether the step whose hook this is was called in another one, of whichever optimizer."""
-    frame: FrameType | None = sys._getframe(1)
-    found = 0
-    while frame is not None and found < 2:
-        found += frame.f_code.co_filename == HOOKED_STEP.co_filename and (
-            HOOKED_STEP.co_name in frame.f_code.co_name  # Dynamo changes both code and name
-        )
-        frame = frame.f_back
-    return found > 1
+    return is_pytorchs(optimizer) and all(module.startswith("amp_graph.") for module in modules)

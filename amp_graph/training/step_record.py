@@ -45,7 +45,8 @@ class _Saved:
 
 
 class StepRecord:
-    """Counts an optimizer's steps, and saves and loads them with its scales.
+    """Counts an optimizer's steps, and saves and loads them with its scales. What is no Optimizer
+    has nothing to do so by.
 
     find_scales: the optimizer's scales, the oldest first.
     """
@@ -58,6 +59,8 @@ class StepRecord:
         self._unread: list[Tensor] = []  # flags of steps that are not in that count
         self._loading: Callable[[], None] | None = None
         self._waiting: _Saved | None = None  # for scales, which a model gets when it first runs
+        if not isinstance(optimizer, Optimizer):
+            return
         # A subclass that calls no `__init__` lacks what hooks are kept in. `__setstate__` makes
         # that, and changes the class, so that its other objects lack more.
         for name, hooks in vars(SGD([torch.zeros(1)], lr=0.0)).items():

@@ -56,6 +56,8 @@ class Undo:
 def _state_of(optimizer: Optimizer) -> dict[Tensor, Any] | None:
     """A copy; None, with a warning, if there can be none, as of tensors of a class that does not
     take `clone` (8 bits of a number, say)."""
+    if not hasattr(optimizer, "state"):  # a wrapper
+        return None
     try:
         return {p: copy.deepcopy(state) for p, state in optimizer.state.items()}
     except Exception as error:
