@@ -50,7 +50,6 @@ from amp_graph.capture.surroundings import (
     call_beside_traces,
     under_dispatch_modes,
 )
-from amp_graph.capture.tracers import dead_graphs_let_go
 from amp_graph.dynamo_changes.in_force import changes_in_force
 from amp_graph.dynamo_changes.left_to_python import is_coroutine
 from amp_graph.dynamo_changes.replaced import with_entries
@@ -255,7 +254,7 @@ def settings(
         try:
             for name, value in chosen.items():
                 setattr(dynamo_config, name, value)
-            with changes_in_force(), dead_graphs_let_go():
+            with changes_in_force():
                 yield
         finally:
             for name, value in before.items():

@@ -35,6 +35,7 @@ from amp_graph.dynamo_changes import (
     clamped_branches,
     containers,
     context_variables,
+    dead_graphs,
     default_functions,
     disabled_functions,
     given_twice,
@@ -119,6 +120,7 @@ CHANGES: tuple[Change, ...] = (  # of one method, the later is asked first
     *left_to_python.CHANGES,
     *default_functions.CHANGES,
     *settled_once.CHANGES,
+    *dead_graphs.CHANGES,
     *disabled_functions.CHANGES,
 )
 CONTEXTS: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (

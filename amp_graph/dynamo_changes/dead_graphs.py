@@ -6,25 +6,19 @@ A tracer lies in a garbage cycle with its nodes until a collection, and Dynamo h
 proxy of its OutputGraph. Of a dead one nobody may even ask the class, as checks for leaks do of all
 objects. (Under `torch.compile` it is so, too: torch 2.13.)
 
-Private names of PyTorch used here; seen to work on 2.13:
+Private names of PyTorch used here:
 
     torch._dynamo.output_graph.SubgraphTracer.__init__, .output_graph
 """
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from typing import Any
 
 from torch._dynamo.output_graph import SubgraphTracer
 
-from amp_graph.dynamo_changes.replaced import method_inside
-
-
-def dead_graphs_let_go() -> contextlib.AbstractContextManager[None]:
-    """Within, tracers that are made let go of their OutputGraph when it dies."""
-    return method_inside(SubgraphTracer, "__init__", _made)
+from amp_graph.dynamo_changes.replaced import Change
 
 
 def _made(method: Any, tracer: Any, output_graph: Any, *args: Any, **kwargs: Any) -> None:
@@ -38,3 +32,6 @@ def _made(method: Any, tracer: Any, output_graph: Any, *args: Any, **kwargs: Any
                 tracer.output_graph = None
 
         tracer.output_graph = weakref.proxy(output_graph, let_go)
+
+
+CHANGES: tuple[Change, ...] = ((SubgraphTracer, "__init__", _made),)
