@@ -55,7 +55,7 @@ def _spelled(node: AnnotatedNode, labels: dict[str, str]) -> dict[str, str]:
 
 def _tiles(model: AnnotatedModel) -> list[tuple[str, str, str]]:
     """What the page says at the top: a figure, what it is of, and more of it."""
-    data = report_data(model)
+    data = report_data(model, suggest=False)
     whole: Figures = data.modules[0].figures
     shares = {
         "operators": whole.operators,

@@ -95,8 +95,8 @@ class ReportData:
         return "; code that is not captured is not counted" if uncaptured else ""
 
 
-def report_data(model: AnnotatedModel) -> ReportData:
-    """The figures of all graphs of a model together."""
+def report_data(model: AnnotatedModel, suggest: bool = True) -> ReportData:
+    """The figures of all graphs of a model together; what could be changed takes longest."""
     everything = [g for graph in model.after for g in graph.everything()]
     casts = sorted(_casts(everything), key=lambda c: -c.bytes)
     return ReportData(
@@ -110,7 +110,7 @@ def report_data(model: AnnotatedModel) -> ReportData:
         fallbacks=tuple(
             f"{g.name}: {why}" for g in everything for why in (g.fallback, g.uncompiled) if why
         ),
-        suggestions=suggestions(everything, model.breaks),
+        suggestions=suggestions(model) if suggest else (),
         nothing="" if any(p.converts for p in model.plans) else why_nothing_is_low(model.plans),
     )
 
