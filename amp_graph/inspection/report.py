@@ -19,7 +19,7 @@ from amp_graph.reasons import why_nothing_is_low
 
 @dataclass(frozen=True)
 class Share:
-    """How much of something is in low precision."""
+    """How much of something is in low precision; of operators and FLOPs, on tensors of it."""
 
     low: int = 0
     total: int = 0
@@ -63,7 +63,8 @@ class CastFigures:
 
 @dataclass(frozen=True)
 class GraphFigures:
-    """One graph: its figures, casts and bytes, and how it runs otherwise than asked if it does."""
+    """One graph: its nodes, casts apart from them, figures and bytes, and how it runs otherwise
+    than asked if it does."""
 
     name: str
     nodes: int
@@ -131,7 +132,8 @@ def _graph(graph: AnnotatedGraph) -> GraphFigures:
     nodes = [n for g in graph.everything() for n in g.nodes]
     casts = [n.bytes for n in nodes if n.makes_copy]
     total = sum((figures_of(n) for n in nodes), Figures())
-    return GraphFigures(graph.name, len(nodes), total, len(casts), sum(casts), graph.fallback)
+    captured = sum(n.kind != "cast" for n in nodes)
+    return GraphFigures(graph.name, captured, total, len(casts), sum(casts), graph.fallback)
 
 
 def _modules(nodes: Iterable[AnnotatedNode]) -> Iterator[ModuleFigures]:
