@@ -14,6 +14,9 @@ from torch.nn import functional as F
 import amp_graph
 from amp_graph import ConversionWarning, Override, Policy
 from amp_graph.inspection.report import ReportData
+from amp_graph.inspection.suggestions import _bounded
+from amp_graph.ir import Color
+from amp_graph.oplists import known_names, load_lists
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -201,6 +204,40 @@ def test_a_change_does_what_is_said_of_it(
         after = explained(make(), changed(policy, suggestion.how), x)
         assert suggestion.nodes == operators_low(after) - operators_low(before) > 0
         assert suggestion.cast_bytes == moved(after) - moved(before)
+
+
+class Cautious(nn.Module):
+    """Code that keeps its operators in float32: a conversion, a constant that vanishes."""
+
+    def __init__(self, converts: bool, number: float):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.converts, self.number = converts, number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        h = F.gelu(h.float() if self.converts else h) * 2
+        return self.second(F.gelu(h + self.number))
+
+
+@pytest.mark.parametrize(("converts", "number"), [(True, 1.0), (False, 1e-8)])
+def test_other_code_frees_what_is_said_of_it(converts: bool, number: float) -> None:
+    x, policy = torch.randn(4, 8), Policy("float16", loss_scale=None)
+    before = explained(Cautious(converts, number), policy, x)
+    after = explained(Cautious(False, 1.0), policy, x)
+    (found,) = before.suggestions
+    assert found.nodes == operators_low(after) - operators_low(before) > 0
+    assert found.cast_bytes == moved(after) - moved(before)
+
+
+def test_an_entry_is_printed_with_all_that_it_says() -> None:
+    """As bounded, it says what it did before of every operator on the deny list."""
+    lists, known = load_lists(), known_names()
+    for name, listing in lists.entries.items():
+        if listing.color is Color.DENY and name in known:
+            printed = lists.merged({"deny": {"mine": _bounded(lists, name)}}).entries[name]
+            own = {k: getattr(listing, k) for k in ("group", "why", "file", "said")}
+            assert replace(printed, **own) == replace(listing, bounded=True), name
 
 
 def test_a_model_that_follows_a_plan_is_not_told_of_lists() -> None:
