@@ -128,4 +128,4 @@ def test_one_rank_speaks_where_a_launcher_says_the_local_one_alone(tmp_path):
     done = trained(tmp_path, LATE_RANKS, str(port))
     assert done.code == 0, done.err
     assert len([line for line in done.said if "is left as it is" in line]) == 1
-    assert len([line for line in done.said if "in bfloat16" in line]) == 1
+    assert len([line for line in done.said if "on bfloat16 tensors" in line]) == 1
