@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,39 @@ graph 0: 2 nodes decided otherwise, casts 6 moving 1.5 KiB -> 4 moving 1.4 KiB
   mul       infer, bfloat16 (free: arithmetic)  deny, float32 (downstream of: linear_1)  nets.py:20
 """,
     )
+
+
+def test_a_plan_that_was_edited_by_hand(tmp_path: Path) -> None:
+    """Its colours count, and not the precisions and casts that it had before."""
+    amp_graph.save_plan(plans(), tmp_path / "a.json")
+    table = json.loads((tmp_path / "a.json").read_text())
+    paints = table["plans"][0]["paints"]
+    paints["mul"]["color"], paints["relu"]["color"] = "deny", "allow"
+    paints["linear_1"]["color"] = "infer"
+    (tmp_path / "b.json").write_text(json.dumps(table))
+    assert_expected_inline(
+        str(amp_graph.diff(tmp_path / "a.json", tmp_path / "b.json")),
+        """\
+graph 0: 3 nodes decided otherwise, casts 6 moving 1.5 KiB -> to follow when a model runs with the edits
+  node      before                              after                                        line
+  relu      clear, bfloat16 (free: sign)        allow, bfloat16 (edited by hand)             nets.py:20
+  linear_1  allow, bfloat16 (listed: matmul)    infer, bfloat16 or float32 (edited by hand)  nets.py:20
+  mul       infer, bfloat16 (free: arithmetic)  deny, float32 (edited by hand)               nets.py:20
+""",  # noqa: E501
+    )
+    torch._dynamo.reset()
+    model = amp_graph.convert(Net().eval(), plan=tmp_path / "b.json")
+    model(torch.randn(4, 8))
+    (followed,) = amp_graph.diff(tmp_path / "b.json", amp_graph.plans(model)).graphs
+    shown = {c.node: (c.before.precision, c.after.precision) for c in followed.changes}
+    assert shown["mul"] == ("float32", "float32") and shown["relu"] == ("bfloat16", "bfloat16")
+    assert followed.edited == (True, False)
+
+
+def test_a_graph_that_runs_as_captured_was_not_edited() -> None:
+    (plan,) = plans()
+    found = str(amp_graph.diff(plan, plan.as_captured("planted")))
+    assert "runs as decided -> runs as captured: planted" in found and "by hand" not in found
 
 
 def test_graphs_are_paired_by_what_they_are() -> None:

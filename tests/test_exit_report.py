@@ -58,7 +58,9 @@ def test_the_dump_holds_the_report_and_every_graph(start, tmp_path):
     with torch.no_grad():
         model(X)
     text = report_of(installation, tmp_path / "new" / "folder")
-    assert text.startswith("amp_graph: Sequential: 9 of 9 operators in bfloat16, 6 casts moving")
+    assert text.startswith(
+        "amp_graph: Sequential: 9 of 9 operators on bfloat16 tensors, 6 casts moving"
+    )
     files = sorted(f.name for f in (tmp_path / "new" / "folder").iterdir())
     plans = [f"0-Sequential-{i}.txt" for i in range(len(files) - 2)]
     assert files == ["0-Sequential", *plans, "report.json"] and plans
@@ -96,7 +98,7 @@ def test_the_report_has_graph_breaks_with_their_lines(start):
     line = Breaking.forward.__code__.co_firstlineno + 2
     text = report_of(installation)
     assert f"graph break at test_exit_report.py:{line}, torch._dynamo.graph_break(): " in text
-    assert "Breaking: 2 of 2 operators in bfloat16" in text
+    assert "Breaking: 2 of 2 operators on bfloat16 tensors" in text
 
 
 def test_breaks_in_code_that_the_script_compiles_are_not_in_it(start):

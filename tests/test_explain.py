@@ -120,9 +120,9 @@ def test_the_text_of_a_report() -> None:
         re.sub(r"(?<=test_explain.py:)\d+", "LINE", str(amp_graph.explain(model))),
         """\
 Mixed in bfloat16
-38% of operators, 67% of FLOPs, 23% of activation bytes in low precision; 1 graph
+38% of operators and 67% of FLOPs on low-precision tensors, 23% of activation bytes in low precision; 1 graph
 
-In low precision, by module
+On low-precision tensors, by module
   module    operators  FLOPs              activations
   Mixed           3/8    67%  1.54 kFLOP          23%  832 B
     first         2/2   100%  1.02 kFLOP         100%  128 B
@@ -139,9 +139,9 @@ Casts: 6, moving 1.2 KiB
 
 Most rewarding changes
   1. an override keeps operators in float32: module=second
-     would free 2 operators, 400 B less for them to move, 512 FLOP in low precision
-     narrow or remove the override
-""",
+     would free 2 operators, 400 B less for them to move, 432 B more for casts, 512 FLOP in low precision
+     remove the override, or narrow it for a part of that
+""",  # noqa: E501
     )
 
 
@@ -229,7 +229,7 @@ def test_the_text_of_a_report_is_the_same_in_a_notebook(monkeypatch: pytest.Monk
     text = str(amp_graph.explain(model))
     monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert str(amp_graph.explain(model)) == text and "In low precision, by module" in text
+    assert str(amp_graph.explain(model)) == text and "On low-precision tensors, by module" in text
 
 
 def test_what_there_is_no_report_of() -> None:

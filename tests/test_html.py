@@ -151,10 +151,10 @@ def test_search_filters_and_reasons(tmp_path: Path) -> None:
         """,
         tmp_path,
     )
-    assert seen["start"] == "18 of 23 nodes"
+    assert seen["start"] == "18 of 23 nodes and casts"
     assert len(seen["search"]) == 1 and "exp = aten.exp(to)" in seen["search"][0]
     assert seen["operator"] == 2
-    assert seen["all"].endswith("nodes") and "of" not in seen["all"]
+    assert seen["all"].endswith(" nodes and casts") and "of" not in seen["all"]
     assert all("second" in row for row in seen["module"]) and seen["module"]
     assert not seen["withoutDeny"]
     assert "float32 for precision" in seen["why"][0]

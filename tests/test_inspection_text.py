@@ -15,6 +15,7 @@ from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan, TensorFacts
 def node(name, op, shape=(64, 32), reads=(), *, dtype=torch.float32, **facts):
     tensor = TensorFacts(dtype, shape, "cpu", numel=1)
     tensors = () if op == "output" else (tensor,)
+    facts = {"operands": tuple(reads), **facts}
     return NodeFacts(name, op, reads=tuple(reads), tensors=tensors, memory=name, **facts)
 
 
@@ -172,6 +173,22 @@ colour  precision  node       shape     module  line  why
     )
 
 
+def test_all_operands_are_written():
+    """Also whole numbers, and what a kernel does not compute on in the precision of the rest."""
+    plan = plan_of(
+        node("x", "placeholder"),
+        node("steps", "placeholder", (), dtype=torch.int64),
+        node(
+            "add_", "aten.add_.Tensor", (), operands=("steps",), dtype=torch.int64, scalars=(1.0,)
+        ),
+        node("norm", "aten.batch_norm.default", reads=("x",), operands=("x", "weight")),
+        node("output", "output", (), ("norm",), operands=("norm", "add_")),
+    )
+    text = plain(plan)
+    for call in ("aten.add_.Tensor(steps, 1)", "aten.batch_norm(x, weight)", "return norm, add_"):
+        assert call in text
+
+
 def test_long_operand_lists_and_many_readers_are_cut():
     inputs = [node(f"hidden_states_{i}", "placeholder") for i in range(12)]
     plan = plan_of(
@@ -197,7 +214,7 @@ def test_symbolic_shapes_and_several_results():
         TensorFacts(torch.float32, ("s0", 8), "cpu", 64),
         TensorFacts(torch.float32, ("s0", 8), "cpu", 64),
     )
-    chunk = NodeFacts("chunk", "aten.chunk.default", reads=("x",), tensors=pair, memory="x")
+    chunk = NodeFacts("chunk", "aten.chunk.default", operands=("x",), tensors=pair, memory="x")
     plan = plan_of(node("x", "placeholder", ("s0", 16)), chunk)
     assert_expected_inline(
         plain(plan),

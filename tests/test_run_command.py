@@ -60,7 +60,7 @@ def test_arguments_and_exit_code_are_the_scripts(run):
     result = run(TRAIN, "--rate", "3")
     assert result.stdout == "__main__ ['--rate', '3']\n"
     assert result.returncode == 3
-    assert "Sequential: " in result.stderr and "in bfloat16" in result.stderr
+    assert "Sequential: " in result.stderr and "on bfloat16 tensors" in result.stderr
 
 
 def test_a_script_is_compiled_as_ever(run):

@@ -86,7 +86,7 @@ def test_a_forked_process_that_trains_reports_under_its_name(tmp_path, imported)
     done = trained(tmp_path, FORKED, imported)
     assert done.code == 0, done.err
     of_child, of_main = done.said
-    assert of_child.startswith("amp_graph: actor: Linear: 1 of 1 operators in bfloat16")
+    assert of_child.startswith("amp_graph: actor: Linear: 1 of 1 operators on bfloat16 tensors")
     assert of_main.startswith(f"amp_graph: {OF_MAIN[imported]}")
 
 
@@ -128,4 +128,4 @@ def test_one_rank_speaks_where_a_launcher_says_the_local_one_alone(tmp_path):
     done = trained(tmp_path, LATE_RANKS, str(port))
     assert done.code == 0, done.err
     assert len([line for line in done.said if "is left as it is" in line]) == 1
-    assert len([line for line in done.said if "in bfloat16" in line]) == 1
+    assert len([line for line in done.said if "on bfloat16 tensors" in line]) == 1

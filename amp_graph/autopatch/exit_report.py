@@ -130,8 +130,8 @@ def _lines(
         else:
             least = "at least " if m["casts_of_unknown_size"] else ""
             yield (
-                f"{_name(m)}: {m['operators_low']} of {m['operators']} operators in "
-                f"{m['dtype'].removeprefix('torch.')}, {m['casts']} casts moving {least}"
+                f"{_name(m)}: {m['operators_low']} of {m['operators']} operators on "
+                f"{m['dtype'].removeprefix('torch.')} tensors, {m['casts']} casts moving {least}"
                 f"{byte_count(m['cast_bytes'])}, in {m['runs']} {plural(m['runs'], 'run')} of "
                 f"{m['graphs']} {plural(m['graphs'], 'graph')}"
             )

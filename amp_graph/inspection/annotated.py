@@ -46,7 +46,7 @@ class AnnotatedNode:
     kind: input, parameter, buffer, constant, graph, operator, cast or output.
     color: what it was painted; "" for a cast.
     math: the precision it computes in; storage: the dtype of what it returns.
-    low: it computes in low precision, or stores its result so.
+    low: it computes in low precision, or on tensors of it, or stores its result so.
     is_float: it is an operator on float32 tensors.
     operands, readers: nodes of the same graph, casts included.
     value: of a cast, the captured node whose value it converts.

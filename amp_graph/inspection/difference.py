@@ -3,23 +3,26 @@
 graph 0: 2 nodes decided otherwise, casts 286.3 KiB -> 240.0 KiB
   gelu      infer, bfloat16 (free: activations)  ->  deny, float32 (override: op=aten.gelu)
   linear_1  ...
+
+Where a colour was edited in a file, what it leads to is not there before a model follows the plan.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from amp_graph.dtypes import dtype_name
 from amp_graph.inspection.spelling import byte_count, count, line_of
 from amp_graph.inspection.terminal import Shown, columns
-from amp_graph.ir import Cast, Plan
-from amp_graph.plans.pins import Saved
+from amp_graph.ir import FREE, Cast, Color, Plan
+from amp_graph.plans.pins import EDITED, Saved
 from amp_graph.plans.plan_file import PlanSource, as_plans
 from amp_graph.reasons import short_reason
 
@@ -48,13 +51,15 @@ class Change:
 
 @dataclass(frozen=True)
 class GraphDifference:
-    """What differs between two plans. `name` counts the graphs, bodies by their own name."""
+    """What differs between two plans. `name` counts the graphs, bodies by their own name.
+    `edited`: whether a colour of each was, so that other nodes and casts are still to follow."""
 
     name: str
     changes: tuple[Change, ...]
     casts_before: tuple[Cast, ...]
     casts_after: tuple[Cast, ...]
     fallbacks: tuple[str | None, str | None]
+    edited: tuple[bool, bool] = (False, False)
 
     @property
     def is_empty(self) -> bool:
@@ -116,9 +121,32 @@ def _pairs(first: Saved, second: Saved) -> list[tuple[Plan, Plan]]:
 def _differences(name: str, a: Plan, b: Plan) -> Iterator[GraphDifference]:
     nodes = dict.fromkeys([*a.facts, *b.facts])
     changes = tuple(c for n in nodes if (c := _change(n, a, b)) is not None)
-    yield GraphDifference(name, changes, a.casts, b.casts, (a.otherwise, b.otherwise))
+    fallbacks, edited = (a.otherwise, b.otherwise), (_has_edits(a), _has_edits(b))
+    yield GraphDifference(name, changes, a.casts, b.casts, fallbacks, edited)
     for body in (name for name in a.bodies if name in b.bodies):
-        yield from _differences(f"{name}, {body}", a.bodies[body], b.bodies[body])
+        yield from _differences(f"{name}, {body}", _body(a, body), _body(b, body))
+
+
+def _body(plan: Plan, name: str) -> Plan:
+    """The plan of a graph inside, which runs as captured if that does which it is in."""
+    body = plan.bodies[name]
+    return replace(body, fallback=body.fallback or plan.fallback)
+
+
+def _has_edits(plan: Plan) -> bool:
+    return any(_is_edited(plan, name) for name in plan.paints)
+
+
+def _is_edited(plan: Plan, name: str) -> bool:
+    """Whether its colour is not one that the rest of the plan was made with."""
+    if plan.fallback is not None:
+        return False
+    paint, is_low = plan.paints[name], name in plan.low
+    was_free = paint.rule in ("free", "float32 math inside")
+    if paint.color in FREE:
+        return not was_free and paint.rule not in (EDITED, "result of")
+    expected = {Color.ALLOW: True, Color.DENY: False}
+    return paint.color in expected and (was_free or is_low is not expected[paint.color])
 
 
 def _change(name: str, a: Plan, b: Plan) -> Change | None:
@@ -132,21 +160,30 @@ def _change(name: str, a: Plan, b: Plan) -> Change | None:
 def _decision(plan: Plan, name: str) -> NodeDecision | None:
     if name not in plan.facts:
         return None
-    color = plan.paints[name].color.value if name in plan.paints else "undecided"
-    return NodeDecision(color, plan.precision(name), short_reason(plan, name))
+    if name not in plan.paints:
+        return NodeDecision("undecided", plan.precision(name), "")
+    color, low = plan.paints[name].color, dtype_name(plan.dtype)
+    if not _is_edited(plan, name):
+        return NodeDecision(color.value, plan.precision(name), short_reason(plan, name))
+    implied = {Color.ALLOW: low, Color.DENY: "float32"}.get(color, f"{low} or float32")
+    return NodeDecision(color.value, implied, "edited by hand")
 
 
 def _title(graph: GraphDifference) -> str:
-    sizes = [sum(c.bytes for c in casts) for casts in (graph.casts_before, graph.casts_after)]
-    title = (
-        f"{graph.name}: {count(len(graph.changes), 'node')} decided otherwise, casts "
-        f"{len(graph.casts_before)} moving {byte_count(sizes[0])} -> "
-        f"{len(graph.casts_after)} moving {byte_count(sizes[1])}"
-    )
+    sides = zip((graph.casts_before, graph.casts_after), graph.edited, strict=True)
+    casts = [_casts(*side) for side in sides]
+    title = f"{graph.name}: {count(len(graph.changes), 'node')} decided otherwise, casts "
+    title += " -> ".join(casts)
     if graph.fallbacks[0] != graph.fallbacks[1]:
         spelled = [f or "runs as decided" for f in graph.fallbacks]
         title += f"; {spelled[0]} -> {spelled[1]}"
     return title
+
+
+def _casts(casts: tuple[Cast, ...], is_edited: bool) -> str:
+    if is_edited:
+        return "to follow when a model runs with the edits"
+    return f"{len(casts)} moving {byte_count(sum(c.bytes for c in casts))}"
 
 
 def _table(changes: tuple[Change, ...]) -> Table:

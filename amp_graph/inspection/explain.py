@@ -90,7 +90,7 @@ def _parts(data: ReportData, depth: int) -> Iterator[RenderableType]:
     if data.nothing:
         yield Text(f"Nothing was converted: {data.nothing}.")
     if data.modules[0].figures.operators.total:
-        yield _section("In low precision, by module", _module_table(data, depth))
+        yield _section("On low-precision tensors, by module", _module_table(data, depth))
     if len(data.graphs) > 1:
         yield _section("Graphs", _graph_table(data))
     if data.casts:
@@ -111,14 +111,13 @@ def _section(title: str, content: RenderableType) -> RenderableType:
 
 def _in_one_line(data: ReportData) -> str:
     total = data.modules[0].figures
-    figures = (
-        (total.operators, "operators"),
-        (total.flops, "FLOPs"),
-        (total.bytes, "activation bytes"),
+    operators, flops, stored = (
+        percent(share.low, share.total) for share in (total.operators, total.flops, total.bytes)
     )
-    shares = [f"{percent(share.low, share.total)} of {name}" for share, name in figures]
-    graphs = count(len(data.graphs), "graph")
-    return f"{', '.join(shares)} in low precision; {graphs}{data.note}"
+    return (
+        f"{operators} of operators and {flops} of FLOPs on low-precision tensors, {stored} of "
+        f"activation bytes in low precision; {count(len(data.graphs), 'graph')}{data.note}"
+    )
 
 
 def _cast_title(data: ReportData) -> str:
@@ -173,7 +172,9 @@ def _cast_table(casts: tuple[CastFigures, ...]) -> Table:
 
 def _suggestions(data: ReportData) -> RenderableType:
     if not data.suggestions:
-        return Text("None: what stays in float32 does so for a reason of its own.")
+        return Text(
+            "None: what stays in float32 has a reason of its own, or its casts would cost more."
+        )
     lines: list[RenderableType] = []
     for number, suggestion in enumerate(data.suggestions, 1):
         lines.append(Text(f"{number}. {suggestion.what}"))

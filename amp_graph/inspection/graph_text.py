@@ -28,7 +28,8 @@ def graph_text(graph: AnnotatedGraph) -> str:
 def _lines(graph: AnnotatedGraph) -> Iterator[str]:
     casts = [n.bytes for n in graph.nodes if n.makes_copy]
     moved = f", {count(len(casts), 'cast')} moving {byte_count(sum(casts))}" if casts else ""
-    yield f"{graph_title(graph.name)} in {graph.dtype}: {count(len(graph.nodes), 'node')}{moved}"
+    nodes = sum(n.kind != "cast" for n in graph.nodes)  # as a plan counts them
+    yield f"{graph_title(graph.name)} in {graph.dtype}: {count(nodes, 'node')}{moved}"
     if graph.fallback:
         yield f"  {graph.fallback}"
     if graph.uncompiled:

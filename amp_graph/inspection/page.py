@@ -55,17 +55,15 @@ def _spelled(node: AnnotatedNode, labels: dict[str, str]) -> dict[str, str]:
 
 def _tiles(model: AnnotatedModel) -> list[tuple[str, str, str]]:
     """What the page says at the top: a figure, what it is of, and more of it."""
-    data = report_data(model)
+    data = report_data(model, suggest=False)
     whole: Figures = data.modules[0].figures
-    shares = {
-        "operators": whole.operators,
-        "FLOPs": whole.flops,
-        "activation bytes": whole.bytes,
-    }
-    tiles = [
-        (percent(share.low, share.total), f"of {name}", f"in {model.dtype}")
-        for name, share in shares.items()
-    ]
+    on_tensors = f"on {model.dtype} tensors"
+    shares = (
+        (whole.operators, "operators", on_tensors),
+        (whole.flops, "FLOPs", on_tensors),
+        (whole.bytes, "activation bytes", f"in {model.dtype}"),
+    )
+    tiles = [(percent(s.low, s.total), f"of {name}", where) for s, name, where in shares]
     moved = byte_count(sum(cast.bytes for cast in data.casts))
     tiles.append((str(len(data.casts)), "casts", f"moving {moved}"))
     for number, noun in ((len(data.fallbacks), "fallback"), (len(data.breaks), "graph break")):

@@ -38,10 +38,11 @@ BODY_INDENT = "    "
 def render(plan: Plan) -> str:
     """Return the plan as aligned plain text, ending in one newline.
 
-    The columns are: the colour a node was painted; the precision it computes in; the node as a
-    call on the float32 values it reads (and on plain numbers); the shape of its result; the
-    module and the source line it came from; the rule that decided, and what was responsible.
-    Parameters and buffers go by their path in the model, and `.default` is left off operators.
+    The columns are: the colour a node was painted; the precision it computes in, or stores if its
+    kernel computes in float32 inside; the node as a call on values and on the numbers that take
+    part in its arithmetic; the shape of its result; the module and the source line it came from;
+    the rule that decided, and what was responsible. Parameters and buffers go by their path in the
+    model, and `.default` is left off operators.
     A cast has a line of its own above its first reader. The graphs inside higher-order
     operators follow the node that holds them, indented. Raises AmpGraphError for what is no plan.
     """
@@ -167,7 +168,7 @@ def _call(facts: NodeFacts, labels: dict[str, str]) -> str:
         return f"{label} = {input_kind(facts)}"
     if facts.op == "get_attr":
         return f"{label} = {'constant' if facts.tensors else 'inner graph'}"
-    operands = [labels.get(name, name) for name in facts.reads]
+    operands = [labels.get(name, name) for name in facts.operands]
     if facts.op == "output":
         return _fit("return ", operands, "")
     numbers = [f"{number:g}" for number in facts.scalars]

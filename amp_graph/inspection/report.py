@@ -20,7 +20,7 @@ from amp_graph.reasons import why_nothing_is_low
 
 @dataclass(frozen=True)
 class Share:
-    """How much of something is in low precision."""
+    """How much of something is in low precision; of operators and FLOPs, on tensors of it."""
 
     low: int = 0
     total: int = 0
@@ -64,7 +64,8 @@ class CastFigures:
 
 @dataclass(frozen=True)
 class GraphFigures:
-    """One graph: its figures, casts and bytes, and how it runs otherwise than asked if it does."""
+    """One graph: its nodes, casts apart from them, figures and bytes, and how it runs otherwise
+    than asked if it does."""
 
     name: str
     nodes: int
@@ -96,8 +97,8 @@ class ReportData:
         return "; code that is not captured is not counted" if uncaptured else ""
 
 
-def report_data(model: AnnotatedModel) -> ReportData:
-    """The figures of all graphs of a model together."""
+def report_data(model: AnnotatedModel, suggest: bool = True) -> ReportData:
+    """The figures of all graphs of a model together; what could be changed takes longest."""
     everything = [g for graph in model.after for g in graph.everything()]
     casts = sorted(_casts(everything), key=lambda c: -c.bytes)
     return ReportData(
@@ -114,7 +115,7 @@ def report_data(model: AnnotatedModel) -> ReportData:
             for why in (g.fallback, g.uncompiled)
             if why
         ),
-        suggestions=suggestions(everything, model.breaks),
+        suggestions=suggestions(model) if suggest else (),
         nothing="" if any(p.converts for p in model.plans) else why_nothing_is_low(model.plans),
     )
 
@@ -135,7 +136,8 @@ def _graph(graph: AnnotatedGraph) -> GraphFigures:
     nodes = [n for g in graph.everything() for n in g.nodes]
     casts = [n.bytes for n in nodes if n.makes_copy]
     total = sum((figures_of(n) for n in nodes), Figures())
-    return GraphFigures(graph.name, len(nodes), total, len(casts), sum(casts), graph.fallback)
+    captured = sum(n.kind != "cast" for n in nodes)
+    return GraphFigures(graph.name, captured, total, len(casts), sum(casts), graph.fallback)
 
 
 def _modules(nodes: Iterable[AnnotatedNode]) -> Iterator[ModuleFigures]:

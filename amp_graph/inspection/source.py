@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -12,6 +12,9 @@ from amp_graph.dtypes import dtype_name
 from amp_graph.errors import AmpGraphError
 from amp_graph.inspection.annotated import AnnotatedGraph, annotated_graph, captured_graph
 from amp_graph.ir import Plan
+from amp_graph.oplists import OpLists, load_lists
+from amp_graph.plans.pins import Saved
+from amp_graph.policy import Policy
 from amp_graph.reasons import dtype_of
 
 
@@ -20,7 +23,7 @@ class AnnotatedModel:
     """The graphs that a converted model is called by, in order of capture, and where they break.
 
     `before[i]` is the graph as captured, `after[i]` as it runs, `plans[i]` its plan. Those that
-    were captured anew since are left out.
+    were captured anew since are left out. `policy`, `lists` and `saved` plans decided.
     """
 
     name: str
@@ -29,6 +32,9 @@ class AnnotatedModel:
     before: tuple[AnnotatedGraph, ...]
     after: tuple[AnnotatedGraph, ...]
     breaks: tuple[str, ...]
+    policy: Policy = field(default_factory=Policy)
+    lists: OpLists = field(default_factory=load_lists)
+    saved: Saved | None = None
 
 
 def annotated_model(model: nn.Module) -> AnnotatedModel:
@@ -53,4 +59,7 @@ def annotated_model(model: nn.Module) -> AnnotatedModel:
         tuple(before),
         tuple(after),
         tuple(each_once(compiler.record.breaks)),
+        compiler.policy,
+        compiler.lists,
+        compiler.saved,
     )

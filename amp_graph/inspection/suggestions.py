@@ -2,70 +2,127 @@
 
 Every operator that stays in float32 is counted under the decision that is at the end of its chain
 of reasons: an operator on no list, a denied ancestor, a float32 value that it reads, a cast in the
-model's own code, an override. What one change would free is the bytes that those operators would
-read and write less, and the floating-point operations that would become cheaper.
+model's own code, an override. The changes that would free most if all of these became low are
+tried: what they free is then counted, and a change that frees nothing, or whose casts move more
+bytes than are saved where there are no products, is not told.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
 
 from amp_graph.inspection.annotated import AnnotatedGraph, AnnotatedNode
+from amp_graph.inspection.source import AnnotatedModel
 from amp_graph.inspection.spelling import byte_count, count, flop_count, graph_title, line_of
+from amp_graph.inspection.trials import Gain, Grounds, Trials
+from amp_graph.ir import NodeFacts
+from amp_graph.listing import FLAGS, OTHER_DEVICES, Listing
+from amp_graph.oplists import OpLists
+from amp_graph.override import Override
 
 FLOPS_PER_BYTE = 50  # how many cost as much time as a byte; the order is insensitive to it
 SHOWN = 3
+TRIED = 5  # changes, the most promising first,
+NODES = 20_000  # and none more once so many nodes were painted anew, which takes a second or two
 SCALAR = "()"  # the shape of a number, which promotes nothing
 
 Found: TypeAlias = list[tuple[AnnotatedNode, AnnotatedNode]]
-Tell: TypeAlias = Callable[[Found], tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What it is about, how to make it, and what would then be decided by."""
+
+    what: str
+    how: str
+    then: Grounds
+
+
+Tell: TypeAlias = Callable[[Found, Grounds], Change]
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """One change: what it is about, how to make it, and what it would free."""
+    """One change: what it is about, how to make it, and what it would free. `bytes`: what the
+    operators move less; `cast_bytes`: what casts move more."""
 
     what: str
     how: str
-    nodes: int
-    bytes: int
-    flops: int
+    nodes: int = 0
+    bytes: int = 0
+    flops: int = 0
+    cast_bytes: int = 0
 
     @property
     def gain(self) -> str:
         parts = [count(self.nodes, "operator")]
-        parts += [f"{byte_count(self.bytes)} less for them to move"] if self.bytes else []
-        parts += [f"{flop_count(self.flops)} in low precision"] if self.flops else []
+        parts += [f"{_more(-self.bytes)} for them to move"] if self.bytes else []
+        parts += [f"{_more(self.cast_bytes)} for casts"] if self.cast_bytes else []
+        parts += [f"{flop_count(self.flops)} in low precision"] if self.flops > 0 else []
         return ", ".join(parts)
 
 
-def suggestions(graphs: Sequence[AnnotatedGraph], breaks: Sequence[str]) -> tuple[Suggestion, ...]:
+def _more(size: int) -> str:
+    return f"{byte_count(abs(size))} {'more' if size > 0 else 'less'}"
+
+
+def suggestions(model: AnnotatedModel) -> tuple[Suggestion, ...]:
     """At most three, best first."""
-    found: list[Suggestion] = []
-    for graph in graphs:
-        if graph.fallback:
-            found.append(_fallback(graph))
+    trials = Trials(model)
+    everything = [g for graph in model.after for g in graph.everything()]
+    found = [_fallback(graph, trials) for graph in everything if graph.fallback]
+    if len(found) < SHOWN:
+        found += sorted(filter(_pays, _tried(trials)), key=lambda s: -_worth(s))
+    found += [_break(reason) for reason in model.breaks]
+    return tuple(found[:SHOWN])
+
+
+def _tried(trials: Trials) -> Iterator[Suggestion]:
+    """Those that promise most, with what they bring."""
+    groups = _groups(trials.graphs)
+    promised = {key: sum(map(_promise, found)) for key, found in groups.items()}
+    best = sorted((key for key in groups if promised[key]), key=lambda key: -promised[key])
+    for key in best[:TRIED]:
+        if trials.painted >= NODES:
+            return
+        change = key[0](groups[key], trials.now)
+        yield _suggestion(change.what, change.how, trials.gain(change.then))
+
+
+def _promise(found: tuple[AnnotatedNode, AnnotatedNode]) -> float:
+    node, _ = found
+    return node.traffic + node.flops / FLOPS_PER_BYTE
+
+
+def _pays(s: Suggestion) -> bool:
+    """Products do, whatever is cast for them: the allow list goes by that."""
+    return s.nodes > 0 and (s.flops > 0 or _worth(s) > 0)
+
+
+def _worth(s: Suggestion) -> float:
+    return s.bytes - s.cast_bytes + s.flops / FLOPS_PER_BYTE
+
+
+def _groups(graphs: Iterable[AnnotatedGraph]) -> dict[tuple[Tell, str], Found]:
+    """What stays in float32, with the decision at the end of its chain of reasons, by the change
+    that would free it."""
     groups: dict[tuple[Tell, str], Found] = defaultdict(list)
     for graph in graphs:
         nodes = {n.name: n for n in graph.nodes}
         reached: set[str] = set()  # by something low, if what is denied did not spread
         for node in graph.nodes:
-            if node.is_float and not node.low and not graph.fallback and node.chain:
+            if node.is_float and not node.low and node.chain:
                 root = nodes.get(node.chain[-1].node, node)
                 key = _key(node, root)
                 if key is None or (key[0] is _spread and not _is_freed(node, root, nodes, reached)):
                     continue
                 reached.add(node.name)
                 groups[key].append((node, root))
-    told = [_told(tell, found_here) for (tell, _), found_here in groups.items()]
-    told = [s for s in told if s.bytes or s.flops]
-    found += sorted(told, key=lambda s: -(s.bytes + s.flops / FLOPS_PER_BYTE))
-    found += [_break(reason) for reason in breaks]
-    return tuple(found[:SHOWN])
+    return groups
 
 
 def _is_freed(
@@ -96,77 +153,112 @@ def _key(node: AnnotatedNode, root: AnnotatedNode) -> tuple[Tell, str] | None:
     return (TELL[root.rule], root.why) if root.rule in TELL else None
 
 
-def _told(tell: Tell, found: Found) -> Suggestion:
-    what, how = tell(found)
-    nodes = [node for node, _ in found]
-    return Suggestion(
-        what, how, len(nodes), sum(n.traffic for n in nodes), sum(n.flops for n in nodes)
-    )
-
-
 def _at(node: AnnotatedNode) -> str:
     line = line_of(node.source)
     return f" at {line}" if line else ""
 
 
-def _unlisted(found: Found) -> tuple[str, str]:
+def _unlisted(found: Found, now: Grounds) -> Change:
     op = found[0][1].op
-    return (
+    lists = {"infer": [op]}
+    return Change(
         f"{op} is on no list, so it stays in float32",
-        f'if it is safe on well-behaved values: Policy(lists={{"infer": ["{op}"]}})',
+        f"if it is safe on well-behaved values: Policy(lists={json.dumps(lists)})",
+        replace(now, lists=now.lists.merged(lists)),
     )
 
 
-def _spread(found: Found) -> tuple[str, str]:
+def _spread(found: Found, now: Grounds) -> Change:
     root = found[0][1]
-    entry = f'{{"why": "...", "bounded": True, "ops": ["{root.op}"]}}'
-    return (
+    lists = {"deny": {"mine": _bounded(now.lists, root.op)}}
+    spelled = json.dumps(lists).replace(": true", ": True")
+    return Change(
         f"{root.label} ({root.op}{_at(root)}) is denied, and what computes on its values with it",
-        f'if its values stay in a small range: Policy(lists={{"deny": {{"mine": {entry}}}}})',
+        f"if its values stay in a small range: Policy(lists={spelled})",
+        replace(now, lists=now.lists.merged(lists)),
     )
 
 
-def _promoted(found: Found) -> tuple[str, str]:
+def _bounded(lists: OpLists, op: str) -> dict[str, Any]:
+    """The entry of an operator, as bounded, with what else its own one says, but for what a user's
+    entry is taken to say."""
+    listing = lists.lookup(op if op.count(".") > 1 else f"{op}.default")
+    entry: dict[str, Any] = {"why": "...", "bounded": True}
+    for field in fields(Listing):
+        value = getattr(listing, field.name, None)
+        if field.name in FLAGS and value:
+            entry[field.name] = True
+        elif field.name == "storage" and value:
+            levels = {where: level.value for where, level in value.items()}
+            entry["storage"] = levels[OTHER_DEVICES] if [*levels] == [OTHER_DEVICES] else levels
+    return entry | {"ops": [op]}
+
+
+def _promoted(found: Found, now: Grounds) -> Change:
     root = found[0][1]
     names = [*dict.fromkeys(node.name for node, _ in found)]  # alike in several graphs
     if len(names) == 1:
         overrides = f'(Override("allow", name="{names[0]}"),)'
     else:
         overrides = f'[Override("allow", name=n) for n in {json.dumps(names)}]'
-    return (
+    all_names = {*names}
+    allowed = Override("allow", where=lambda f: f.name in all_names)
+    policy = replace(now.policy, overrides=(allowed, *now.policy.overrides))
+    return Change(
         f"{root.label}{_at(root)} holds full float32, and operators that also read it follow",
         f"if its last digits do not matter: Policy(overrides={overrides})",
+        replace(now, policy=policy),
     )
 
 
-def _user_cast(found: Found) -> tuple[str, str]:
+def _user_cast(found: Found, now: Grounds) -> Change:
     root = found[0][1]
-    return (
+    return Change(
         f"the model converts to float32 by itself{_at(root)}: {root.code or root.op}",
         "remove that conversion, if it is there for float16 only",
+        replace(now, edit=lambda f: _without_cast(f, root.source)),
     )
 
 
-def _override(found: Found) -> tuple[str, str]:
-    root = found[0][1]
-    what = f"an override keeps operators in float32: {root.because}"
-    return what, "narrow or remove the override"
+def _without_cast(f: NodeFacts, source: str) -> NodeFacts:
+    is_that = f.user_cast and f.source == source
+    return replace(f, user_cast=False, asked=False) if is_that else f
 
 
-def _constant(found: Found) -> tuple[str, str]:
+def _override(found: Found, now: Grounds) -> Change:
+    because = found[0][1].because
+    policy = now.policy
+    kept = tuple(o for o in policy.overrides if str(o) != because)
+    globs = tuple(g for g in policy.keep_float32 if f"keep_float32={g}" != because)
+    return Change(
+        f"an override keeps operators in float32: {because}",
+        "remove the override, or narrow it for a part of that",
+        replace(now, policy=replace(policy, overrides=kept, keep_float32=globs)),
+    )
+
+
+def _constant(found: Found, now: Grounds) -> Change:
     root = found[0][1]
     vanishes = abs(float(root.because)) < 1
-    return (
+    return Change(
         f"the constant {root.because} of {root.label}{_at(root)} is out of the low precision's "
         f"range",
         "use a larger one, which does not vanish: in float16 an epsilon of 1e-4, say"
         if vanishes
         else "use a constant within it, such as -1e4 or -inf for a mask",
+        replace(now, edit=lambda f: _within_range(f, root.because)),
     )
 
 
-def _no_kernel(found: Found) -> tuple[str, str]:
-    return found[0][1].why, "use the other low precision, if it has a kernel there"
+def _within_range(f: NodeFacts, number: str) -> NodeFacts:
+    if not any(f"{x:g}" == number for x in f.scalars):
+        return f
+    return replace(f, scalars=tuple(1.0 if f"{x:g}" == number else x for x in f.scalars))
+
+
+def _no_kernel(found: Found, now: Grounds) -> Change:
+    what, how = found[0][1].why, "use the other low precision, if it has a kernel there"
+    return Change(what, how, replace(now, in_other_dtype=True))
 
 
 TELL: dict[str, Tell] = {
@@ -176,15 +268,14 @@ TELL: dict[str, Tell] = {
 }
 
 
-def _fallback(graph: AnnotatedGraph) -> Suggestion:
-    operators = [n for n in graph.nodes if n.is_float]
-    return Suggestion(
-        f"{graph_title(graph.name)} {graph.fallback}",
-        "change that code, or keep the module that it is in out of the conversion",
-        len(operators),
-        sum(n.traffic for n in operators),
-        sum(n.flops for n in operators),
-    )
+def _fallback(graph: AnnotatedGraph, trials: Trials) -> Suggestion:
+    what = f"{graph_title(graph.name)} {graph.fallback}"
+    how = "change that code, or keep the module that it is in out of the conversion"
+    return _suggestion(what, how, trials.gain_of(graph))
+
+
+def _suggestion(what: str, how: str, gain: Gain) -> Suggestion:
+    return Suggestion(what, how, gain.nodes, gain.bytes, gain.flops, gain.cast_bytes)
 
 
 def _break(reason: str) -> Suggestion:
@@ -192,7 +283,4 @@ def _break(reason: str) -> Suggestion:
         f"the graph breaks at {reason}",
         "move that code out of forward, or write it with tensor operators; casts at a break "
         "cannot be saved",
-        0,
-        0,
-        0,
     )

@@ -53,8 +53,8 @@ function filter() {
   const all = view.graph.nodes.length;
   list.show(nodes);
   get("count").textContent = nodes.length === all
-    ? `${all.toLocaleString("en")} nodes`
-    : `${nodes.length.toLocaleString("en")} of ${all.toLocaleString("en")} nodes`;
+    ? `${all.toLocaleString("en")} nodes and casts`
+    : `${nodes.length.toLocaleString("en")} of ${all.toLocaleString("en")} nodes and casts`;
   get("reset").hidden = nodes.length === all;
 }
 

@@ -146,7 +146,7 @@ function showTree(nav, root, title, view, choose) {
     name.title = module.path || title;
     name.addEventListener("click", () => choose(module.path));
     const share = make("span", "share"), part = make("i");
-    share.title = `${module.low} of ${module.total} operators in low precision`;
+    share.title = `${module.low} of ${module.total} operators on low-precision tensors`;
     part.style.width = `${(100 * module.low) / module.total}%`;
     if (!module.low) part.style.border = "0";
     share.append(part);
