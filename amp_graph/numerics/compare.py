@@ -7,6 +7,7 @@ until the mixed run has passed them, so that the memory needed is that of all ac
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,15 +17,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from amp_graph.calls.convertible import check_model
 from amp_graph.dtypes import dtype_name
 from amp_graph.errors import AmpGraphError
 from amp_graph.files import as_path, writing
 from amp_graph.inspection.spelling import op_name
 from amp_graph.ir import NodeFacts, Plan
 from amp_graph.numerics.observer import Observer, Place
+from amp_graph.numerics.outcomes import not_finite_shares, outcome_errors
 from amp_graph.numerics.outputs import check_loss
-from amp_graph.numerics.rerun import Batch, Loss, Outcome, Rerun, rerun_of
-from amp_graph.numerics.statistics import Statistics, exponents, relative_error, statistics
+from amp_graph.numerics.rerun import Batch, Loss, Rerun, rerun_of
+from amp_graph.numerics.statistics import Statistics, exponents, statistics
 from amp_graph.plans.plain_json import encode
 from amp_graph.reasons import dtype_of, why_nothing_is_low
 
@@ -72,7 +75,9 @@ class Comparison:
     """What `compare` returns.
 
     nodes: in order of execution. outputs, loss, gradients: relative errors of the model's outputs,
-    its loss and the gradients of its parameters; infinite where one is not finite.
+    its loss and the gradients of its parameters; infinite where one is not finite, NaN where there
+    is none to compare. not_finite: the share of "outputs", "loss" and "gradients" that is not
+    finite in float32 itself, and so is not compared.
     fallbacks: the graphs and bodies that run otherwise than asked, and why; of those that were not
     looked into there are no nodes. nothing: why nothing was converted, if so.
     gradient_exponents: how many gradients (of values and parameters, float32 run, multiplied by
@@ -90,6 +95,15 @@ class Comparison:
     gradient_zeros: int = 0
     fallbacks: tuple[str, ...] = ()
     nothing: str = ""
+    not_finite: Mapping[str, float] = field(default_factory=dict)
+
+    def within(self, bound: float) -> bool:
+        """Whether the errors of outputs and gradients, as far as there are any, are at most
+        `bound`. Not if there are none, or float32 itself has gradients that are not finite."""
+        sides = {"outputs": self.outputs, "gradients": self.gradients}
+        errors = [e for side, e in sides.items() if side in self.not_finite or not math.isnan(e)]
+        is_sound = bool(errors) and "gradients" not in self.not_finite
+        return is_sound and all(error <= bound for error in errors)
 
     def worst(self, count: int = 10) -> tuple[NodeNumerics, ...]:
         """The nodes that do the most harm, worst first."""
@@ -148,8 +162,9 @@ def compare(
     square of the outputs. Backward starts from `loss_scale` times the loss. The model, its
     gradients and the random state stay as they were; a model that is not converted is compared
     with what `convert(model, policy=policy)` would make of it. Raises AmpGraphError for a batch,
-    loss or scale that is none.
+    loss or scale that is none, or a model that `convert` refuses.
     """
+    check_model(model, "compare()")
     check_loss(loss, loss_scale)
     rerun, kept = rerun_of(model, policy), Reference()
     reference = rerun.run(batch, loss, kept, mixed=False, loss_scale=loss_scale)
@@ -174,6 +189,7 @@ def compare(
         gradient_zeros=kept.zeros,
         fallbacks=tuple(fallbacks),
         nothing="" if any(p.converts for p in plans) else why_nothing_is_low(plans),
+        not_finite=not_finite_shares(reference),
     )
 
 
@@ -188,19 +204,6 @@ def check_drawing(path: str | Path) -> None:
     """Refuse a file for `Comparison.plot` that is to be of another kind. Raises AmpGraphError."""
     if as_path(path).suffix.lower() not in ("", ".svg"):
         raise AmpGraphError(f"{path}: the drawing is SVG; give a file that ends in .svg")
-
-
-def outcome_errors(reference: Outcome, mixed: Outcome) -> tuple[float, float, float]:
-    """Relative errors of outputs, loss and gradients."""
-    names = [n for n in reference.gradients if n in mixed.gradients]
-    losses = [[o.loss] if o.loss is not None else [] for o in (reference, mixed)]
-    return (
-        relative_error(list(reference.outputs), list(mixed.outputs)),
-        relative_error(losses[0], losses[1]),
-        relative_error(
-            [reference.gradients[n] for n in names], [mixed.gradients[n] for n in names]
-        ),
-    )
 
 
 class Reference(Observer):
@@ -283,7 +286,8 @@ class Beside(Observer):
     def _error(self, place: Place, node: fx.Node) -> float:
         at = place.at(node)
         if at in self.forward:
-            return self.forward[at][2].error
+            error = self.forward[at][2].error
+            return 0.0 if math.isnan(error) else error
         sources = node.all_input_nodes
         return self._error(place, sources[0]) if len(sources) == 1 else 0.0
 

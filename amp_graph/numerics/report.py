@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ WIDTH = 120  # of the plain text
 WIDE = 110  # with less, the range and the dtype are left out
 LINE_WIDTH = 20
 SHOWN = 12
+NAMED = {"loss": "the loss"}
 # float16: normal numbers from 2^-14 to just below 2^16, subnormal ones down to 2^-24.
 NORMAL, SUBNORMAL, LARGEST = -14, -24, 15
 
@@ -41,6 +43,8 @@ def table(comparison: Comparison, width: int) -> RenderableType:
             f"{_error(comparison.loss)}, of gradients {_error(comparison.gradients)}"
         ),
     ]
+    if not_compared := _not_compared(comparison):
+        parts.append(Text(not_compared))
     if comparison.nothing:
         parts.append(Text(f"Nothing was converted: {comparison.nothing}."))
     first = comparison.first_above(torch.finfo(getattr(torch, comparison.dtype)).eps)
@@ -66,6 +70,17 @@ def table(comparison: Comparison, width: int) -> RenderableType:
     return Group(*parts)
 
 
+def _not_compared(comparison: Comparison) -> str:
+    """What of the outcome is not, or ""."""
+    shares = comparison.not_finite.items()
+    named = (f"{percent(share, 1)} of {NAMED.get(what, what)}" for what, share in shares)
+    if found := ", ".join(named):
+        return f"float32 itself is not finite in {found}: not compared"
+    if math.isnan(comparison.outputs):
+        return "no floating-point tensor is returned: of the outcome nothing is compared"
+    return ""
+
+
 def _nodes(nodes: Sequence[NodeNumerics], width: int) -> Table:
     shown = COLUMNS if width >= WIDE else [c for c in COLUMNS if c.always]
     found = columns(
@@ -79,7 +94,9 @@ def _nodes(nodes: Sequence[NodeNumerics], width: int) -> Table:
 
 
 def _error(error: float) -> str:
-    return "infinite" if error == float("inf") else f"{error:.2g}"
+    if math.isnan(error):  # nothing to compare
+        return "–"
+    return "infinite" if error == math.inf else f"{error:.2g}"
 
 
 def _range(s: Statistics) -> str:
