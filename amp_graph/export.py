@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.backend.decide import Lifted, Traced, decide
 from amp_graph.calls.conversion import found_conversion
+from amp_graph.calls.convertible import check_initialized
 from amp_graph.dynamo_changes.logs import quiet_logs
 from amp_graph.errors import AmpGraphError, PolicyError, in_brief, warn
 from amp_graph.graphs.aten import CAST
@@ -70,6 +71,7 @@ def export(
     the model is to be exported with is of the wrong kind.
     """
     conversion = found_conversion(model)
+    check_initialized(model)
     saved = None if plan is None else as_plans(plan)
     if conversion is not None and policy is None:
         policy, saved = conversion.policy, saved or conversion.compiler.saved

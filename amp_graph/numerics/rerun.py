@@ -24,6 +24,7 @@ from amp_graph.backend.build import Built
 from amp_graph.backend.compiler import Compiler
 from amp_graph.backend.emulation import emulated_nodes
 from amp_graph.calls.conversion import found_conversion
+from amp_graph.calls.convertible import check_initialized
 from amp_graph.capture.captures import Assembled, Caller, Captures, captured_names
 from amp_graph.capture.dynamo import is_of_capture
 from amp_graph.capture.frames import Frames
@@ -249,6 +250,7 @@ def rerun_of(model: nn.Module, policy: Policy | str | torch.dtype | None) -> Rer
     its own policy and plans."""
     model = unwrapped(model)
     conversion = found_conversion(model)
+    check_initialized(model)
     if conversion is not None and policy is None:
         return Rerun(model, conversion.policy, conversion.compiler.saved)
     return Rerun(model, as_policy(policy))
