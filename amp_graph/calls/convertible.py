@@ -1,8 +1,8 @@
 """What can be converted at all, and why other models cannot.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private name of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
-    LazyModuleMixin._initialize_hook, _infer_parameters    what a lazy module does as it is called
+    LazyModuleMixin._infer_parameters    what the first call of a lazy module begins with
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from amp_graph.dtypes import dtype_name
 from amp_graph.errors import AmpGraphError
+from amp_graph.kept import is_incomplete
 from amp_graph.modules import is_compiled, unwrapped
 
 
@@ -62,8 +62,8 @@ def has_no_call(model: nn.Module) -> bool:
 def initialize(model: nn.Module, args: Any, kwargs: Any) -> None:
     """Do what the first call of a lazy module begins with, if it is one: Dynamo captures that of
     the modules inside, but not that of the outermost."""
-    if isinstance(model, LazyModuleMixin) and hasattr(model, "_initialize_hook"):
-        model._infer_parameters(model, args, kwargs)
+    if is_incomplete(model):
+        model._infer_parameters(model, args, kwargs)  # type: ignore[operator]
 
 
 def check_initialized(model: nn.Module) -> None:
