@@ -41,6 +41,7 @@ Names: TypeAlias = frozenset[str]
 Kernels: TypeAlias = dict[tuple[str, torch.dtype], Names]
 
 SCHEMA = 1
+OPERATORS_ARE_CLOSE = 0.7  # there are thousands, of few letters each
 
 
 @dataclass(frozen=True)
@@ -142,15 +143,37 @@ def spellings(name: str) -> tuple[str, ...]:
     return name, packet, f"{packet[:-1]}.{overload}", packet[:-1]
 
 
+def dotted(name: str) -> str:
+    """An operator that may be spelled as the dispatcher does, `mylib::op`, as entries spell it."""
+    return name.replace("::", ".", 1)
+
+
 def full_name(name: str, known: Container[str]) -> str | None:
     """An operator or overload as entries spell it, with "aten."; None if there is none."""
+    name = dotted(name)
     return next((full for full in (name, f"aten.{name}") if full in known), None)
 
 
 def no_operator(name: str, known: Names) -> str:
     """The sentence about a name that is none of an operator, with the one that is close."""
-    hint = did_you_mean(name if "." in name else f"aten.{name}", known)
-    return f"torch {torch.__version__} has no operator {name!r}.{hint}"
+    return f"torch {torch.__version__} has no operator {name!r}.{close_operator(name, known)}"
+
+
+def close_operator(name: str, known: Names) -> str:
+    """As `did_you_mean`, of a name that may lack "aten.". Of a namespace that there is, the rest
+    has to be close: names that begin alike are not close for that."""
+    space, dot, rest = dotted(name).partition(".")
+    if dot and not has_namespace(space, known):
+        return did_you_mean(f"{space}.{rest}", known, OPERATORS_ARE_CLOSE)
+    space, rest = (space, rest) if dot else ("aten", space)
+    inside = (n.removeprefix(f"{space}.") for n in known if n.startswith(f"{space}."))
+    hint = did_you_mean(rest, inside, OPERATORS_ARE_CLOSE)
+    return hint.replace(" '", f" '{space}.")
+
+
+def has_namespace(namespace: str, known: Names) -> bool:
+    """Whether a library of operators is registered."""
+    return any(name.startswith(f"{namespace}.") for name in known)
 
 
 def known_names() -> Names:
@@ -212,8 +235,8 @@ def _resolve(
         full = full_name(name, known)
         if full is not None:
             yield full
-        elif optional and name.partition(".")[0] not in namespaces:
-            yield name
+        elif optional and dotted(name).partition(".")[0] not in namespaces:
+            yield dotted(name)
         elif strict and not optional:
             raise ListError(
                 f"{where}: {no_operator(name, known)} An operator of another library needs that "

@@ -20,7 +20,7 @@ from amp_graph.dtypes import LOW_DTYPES, dtype_name
 from amp_graph.errors import PlanError, PolicyError, did_you_mean
 from amp_graph.files import as_path
 from amp_graph.ir import COLORS, Color, Level, NodeFacts
-from amp_graph.oplists import OpLists, UserLists, full_name, known_names, load_lists
+from amp_graph.oplists import OpLists, UserLists, dotted, full_name, known_names, load_lists
 from amp_graph.override import Override, check_operator, inside
 from amp_graph.plans.pins import Saved
 from amp_graph.training.loss_scale import LossScale
@@ -256,7 +256,7 @@ def _all_of(kind: type, name: str, given: Any) -> tuple[Any, ...]:
 
 def _check_removed(removed: tuple[tuple[Any, Any], ...]) -> None:
     """Whether the lists have these operators shows when they are loaded."""
-    known = known_names() if removed else ()
+    known = known_names() if removed else frozenset()
     for pair in removed:
         color, op = pair
         if not isinstance(color, str) or not isinstance(op, str):
@@ -264,7 +264,7 @@ def _check_removed(removed: tuple[tuple[Any, Any], ...]) -> None:
         if color not in COLORS:
             lists, hint = ", ".join(COLORS), did_you_mean(color, COLORS)
             raise PolicyError(f"removed={pair!r}: {color!r} is none of {lists}.{hint}")
-        check_operator(full_name(op, known) or op, f"removed={pair!r}", known)
+        check_operator(full_name(op, known) or dotted(op), f"removed={pair!r}", known)
 
 
 def _low_dtype(dtype: torch.dtype | str) -> torch.dtype:
