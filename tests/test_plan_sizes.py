@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from saved_plans import edit
 from torch import nn
 
 import amp_graph
+from amp_graph import ConversionWarning, PlanError
 from amp_graph.calls.alike import forget
 from amp_graph.ir import Color, Paint
 
@@ -73,3 +78,36 @@ def test_a_copy_that_a_size_does_without_is_no_other_computation(
     torch._dynamo.reset()
     forget()
     amp_graph.convert(Decodes(), plan=plan)(torch.randn(2, run_at, 8))
+
+
+class Counts(nn.Module):
+    """Writes into what it is given, which no plan can have in low precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        total.add_(self.layer(x).mean(0))
+        return self.norm(self.layer(x))
+
+
+def test_a_colour_that_cannot_be_is_told_of_at_other_sizes_and_in_the_other_mode(
+    tmp_path: Path, recwarn
+) -> None:
+    model, file = amp_graph.convert(Counts(), policy="bfloat16"), tmp_path / "plan.json"
+    model(torch.randn(4, 8), torch.zeros(8))
+    amp_graph.save_plan(amp_graph.plans(model), file)
+
+    def allow(table: Any) -> None:
+        table["plans"][0]["paints"]["add_"]["color"] = "allow"
+
+    edit(file, allow)
+    said = "plan.json: 'add_' cannot be allow, it is deny (writes into: total)"
+    with pytest.raises(PlanError, match=re.escape(f"{said}. Set it back to deny.")):
+        amp_graph.convert(Counts(), plan=file, example_inputs=(torch.randn(4, 8), torch.zeros(8)))
+    assert not recwarn.list
+    for rows, training in ((3, True), (4, False)):
+        with pytest.warns(ConversionWarning, match=re.escape(f"{said} in a graph of another size")):
+            model = amp_graph.convert(Counts().train(training), plan=file)
+            model(torch.randn(rows, 8), torch.zeros(8))

@@ -52,6 +52,7 @@ def dump(
     Raises AmpGraphError if the model is not converted, or has not run, the folder or a file in it
     cannot be written, or it has a plan.json that no dump wrote.
     """
+    check_folder(folder)
     saved = conversion_of(model).compiler.saved
     folder = check_dump(folder, None if saved is None else saved.origin)
     annotated = annotated_model(model)

@@ -233,7 +233,7 @@ def _pins(plan: Plan, saved: Pins, paints: Mapping[tuple[str, str], Paint], body
         name: _pins(inner, saved.bodies.get(name, NOTHING), paints, f"{body}/{name}".strip("/"))
         for name, inner in plan.bodies.items()
     }
-    return Pins({**saved.paints, **own}, False, "calibrate", bodies)
+    return Pins({**saved.paints, **own}, False, "calibrate", bodies, is_trial=True)
 
 
 def _low(plan: Plan, graph: int, body: str = "") -> list[Node]:

@@ -11,13 +11,13 @@ Anything else is an error that names the first node that differs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
-from amp_graph.errors import PlanError
-from amp_graph.ir import Color, Paint, Plan
+from amp_graph.errors import PlanError, warn
+from amp_graph.ir import Color, NodeFacts, Paint, Plan
 from amp_graph.plans.matching import (
     common_nodes,
     computing,
@@ -50,6 +50,7 @@ class Pins:
     exact: the captured graph is the saved one, so that every edit has to be possible.
     number: the plan's, among those saved.
     others: what those of the same computation decided, by their numbers.
+    is_trial: of a search, which tells nobody what could not be.
     """
 
     paints: Mapping[str, Paint]
@@ -58,6 +59,7 @@ class Pins:
     bodies: Mapping[str, Pins] = field(default_factory=dict)
     number: int = 0
     others: Mapping[int, Mapping[str, Paint]] = field(default_factory=dict)
+    is_trial: bool = False
 
 
 def pins_for(saved: Saved, captured: Plan) -> Pins:
@@ -108,15 +110,30 @@ def _followed(fresh: Mapping[str, Paint], pins: Mapping[str, Paint]) -> dict[str
     return found
 
 
-def check_honoured(painted: Mapping[str, Paint], fresh: Mapping[str, Paint], pins: Pins) -> None:
-    """Raises PlanError if a colour that was edited in the saved plan did not come about."""
+def check_honoured(
+    painted: Mapping[str, Paint],
+    fresh: Mapping[str, Paint],
+    pins: Pins,
+    facts: Mapping[str, NodeFacts],
+) -> None:
+    """Raises PlanError if a colour that was edited in the saved plan did not come about; warns if
+    that is so at another size or in another mode only than it was saved in."""
     for name, saved in pins.paints.items():
-        now = painted[name]
-        if pins.exact and saved.color is not now.color and saved.color is not fresh[name].color:
-            raise PlanError(
-                f"{pins.origin}: '{name}' cannot be {saved.color.value}, it is "
-                f"{now.color.value} ({now.in_brief}). Set it back to {fresh[name].color.value}."
-            )
+        now, ours = painted[name], fresh[name]
+        if saved.color in (now.color, ours.color):
+            continue
+        is_edited = (saved.rule, saved.because) == (ours.rule, ours.because)
+        because = facts[now.because].label if now.because in facts else now.because
+        label = facts[name].label
+        said = (
+            f"{pins.origin}: {label!r}{'' if label == name else f' (there {name!r})'} cannot be "
+            f"{saved.color.value}, it is {now.color.value} "
+            f"({replace(now, because=because).in_brief})"
+        )
+        if pins.exact:
+            raise PlanError(f"{said}. Set it back to {ours.color.value}.")
+        if is_edited and not pins.is_trial:
+            warn(f"{said} in a graph of another size or mode than it was saved in")
 
 
 def _check_agreement(plans: Sequence[tuple[int, Plan]], origin: str) -> None:
