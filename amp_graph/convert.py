@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from amp_graph.backend.record import Record
 from amp_graph.calls.conversion import Conversion, conversion_of, found_conversion
-from amp_graph.calls.convertible import check_model, why_not_at_once
+from amp_graph.calls.convertible import check_model, has_no_call, why_not_at_once
 from amp_graph.errors import AmpGraphError, did_you_mean, warn
 from amp_graph.graphs.fake import is_estimate
 from amp_graph.ir import Plan
@@ -97,7 +97,13 @@ def convert(
         )
     else:
         is_called = _calls_modules_way(type(inner))
-        if not is_called:
+        if not methods and has_no_call(inner):
+            is_called = False
+            warn(
+                f"{type(inner).__name__} has no forward, so nothing of it is converted: convert "
+                f"the modules in it, or name its methods that are called in methods=..."
+            )
+        elif not is_called:
             warn(
                 f"{type(inner).__name__} has a __call__ of its own that does not seem to go on to "
                 f"nn.Module's; if so, it is not converted: convert the modules that it calls"

@@ -88,6 +88,8 @@ class Policy:
         object.__setattr__(self, "lists", _anchored(self.lists))
         for name, kind in (("keep_float32", str), ("overrides", Override), ("removed", tuple)):
             object.__setattr__(self, name, _all_of(kind, name, getattr(self, name)))
+        if "" in self.keep_float32:
+            raise PolicyError("keep_float32 holds an empty glob; '*' is every module")
         _check_removed(self.removed)
         if self.output_dtype is not None:
             object.__setattr__(self, "output_dtype", _output_dtype(self.output_dtype))
