@@ -9,10 +9,9 @@ A list file holds groups, each with a reason:
 An entry names an operator with all its overloads, or one overload, which then wins. An
 in-place operator takes the entry of its functional form unless it has one of its own.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private name of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
-    torch._C._dispatch_get_all_op_names, torch._ops._higher_order_ops    all operators
-    torch._C._jit_get_schemas_for_operator                               their arguments
+    torch._C._jit_get_schemas_for_operator    the arguments of an operator
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import tomllib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -33,15 +32,21 @@ from amp_graph.errors import ListError, did_you_mean
 from amp_graph.files import as_path
 from amp_graph.ir import COLORS, Color
 from amp_graph.listing import Listing, check_group
+from amp_graph.operator_names import (
+    Names,
+    dotted,
+    full_name,
+    known_names,
+    no_operator,
+    spellings,
+)
 
 UserList: TypeAlias = str | Path | Mapping[str, Any]
 """A TOML file, or a mapping such as `{"deny": ["aten.gelu"]}`."""
 UserLists: TypeAlias = UserList | Sequence[UserList]
-Names: TypeAlias = frozenset[str]
 Kernels: TypeAlias = dict[tuple[str, torch.dtype], Names]
 
 SCHEMA = 1
-OPERATORS_ARE_CLOSE = 0.7  # there are thousands, of few letters each
 
 
 @dataclass(frozen=True)
@@ -131,59 +136,6 @@ def _shipped_folder() -> Traversable:
     """The sibling folder in a checkout, editable install or not; package data in a wheel."""
     sibling = Path(__file__).resolve().parent.parent / "allow_deny_lists"
     return sibling if sibling.is_dir() else importlib.resources.files("amp_graph.allow_deny_lists")
-
-
-def spellings(name: str) -> tuple[str, ...]:
-    """The entries that may speak for the overload `name`, the most specific first."""
-    if "." not in name:  # higher-order operators print without their namespace
-        return (f"higher_order.{name}",)
-    packet, _, overload = name.rpartition(".")
-    if not packet.endswith("_") or packet.endswith("__"):
-        return name, packet
-    return name, packet, f"{packet[:-1]}.{overload}", packet[:-1]
-
-
-def dotted(name: str) -> str:
-    """An operator that may be spelled as the dispatcher does, `mylib::op`, as entries spell it."""
-    return name.replace("::", ".", 1)
-
-
-def full_name(name: str, known: Container[str]) -> str | None:
-    """An operator or overload as entries spell it, with "aten."; None if there is none."""
-    name = dotted(name)
-    return next((full for full in (name, f"aten.{name}") if full in known), None)
-
-
-def no_operator(name: str, known: Names) -> str:
-    """The sentence about a name that is none of an operator, with the one that is close."""
-    return f"torch {torch.__version__} has no operator {name!r}.{close_operator(name, known)}"
-
-
-def close_operator(name: str, known: Names) -> str:
-    """As `did_you_mean`, of a name that may lack "aten.". Of a namespace that there is, the rest
-    has to be close: names that begin alike are not close for that."""
-    space, dot, rest = dotted(name).partition(".")
-    if dot and not has_namespace(space, known):
-        return did_you_mean(f"{space}.{rest}", known, OPERATORS_ARE_CLOSE)
-    space, rest = (space, rest) if dot else ("aten", space)
-    inside = (n.removeprefix(f"{space}.") for n in known if n.startswith(f"{space}."))
-    hint = did_you_mean(rest, inside, OPERATORS_ARE_CLOSE)
-    return hint.replace(" '", f" '{space}.")
-
-
-def has_namespace(namespace: str, known: Names) -> bool:
-    """Whether a library of operators is registered."""
-    return any(name.startswith(f"{namespace}.") for name in known)
-
-
-def known_names() -> Names:
-    """Every operator and overload of the running process, as entries spell them."""
-    known = {f"higher_order.{name}" for name in torch._ops._higher_order_ops}
-    for name in torch._C._dispatch_get_all_op_names():
-        packet, _, overload = name.replace("::", ".", 1).replace(".", ":", 1).partition(".")
-        packet = packet.replace(":", ".")
-        known |= {packet, f"{packet}.{overload or 'default'}"}
-    return frozenset(known)
 
 
 def _parse(path: Traversable) -> dict[str, Any]:

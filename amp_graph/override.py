@@ -10,7 +10,7 @@ import torch
 
 from amp_graph.errors import PolicyError
 from amp_graph.ir import Color, NodeFacts
-from amp_graph.oplists import (
+from amp_graph.operator_names import (
     Names,
     close_operator,
     dotted,

@@ -20,7 +20,8 @@ from amp_graph.dtypes import LOW_DTYPES, dtype_name
 from amp_graph.errors import PlanError, PolicyError, did_you_mean
 from amp_graph.files import as_path
 from amp_graph.ir import COLORS, Color, Level, NodeFacts
-from amp_graph.oplists import OpLists, UserLists, dotted, full_name, known_names, load_lists
+from amp_graph.operator_names import dotted, full_name, known_names
+from amp_graph.oplists import OpLists, UserLists, load_lists
 from amp_graph.override import Override, check_operator, inside
 from amp_graph.plans.pins import Saved
 from amp_graph.training.loss_scale import LossScale

@@ -280,27 +280,3 @@ def test_as_a_module_and_without_a_command() -> None:
     assert ran.returncode == 2 and "COMMAND" in ran.stderr
     ran = subprocess.run([*command, "lists", "gelu"], capture_output=True, text=True, check=True)
     assert ran.stdout.startswith("aten.gelu: infer")
-
-
-def test_what_is_piped_has_no_progress_in_it() -> None:
-    for arguments in (["explain", "models_here:small"], ["compare", "models_here:small"]):
-        command = [sys.executable, "-m", "amp_graph", *arguments, "--dtype", "bfloat16"]
-        ran = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert ran.stdout and not ran.stderr
-
-
-def test_a_factory_that_takes_arguments(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "takes_arguments.py").write_text("def factory(size): ...\n")
-    assert main(["explain", "takes_arguments:factory"]) == 2
-    said = capsys.readouterr().err
-    assert "cannot be called without arguments: missing a required argument: 'size'" in said
-    assert "Traceback" not in said
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
-def test_an_output_that_is_full() -> None:
-    command = [sys.executable, "-m", "amp_graph", "lists"]
-    with open("/dev/full", "w") as full:
-        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert ran.returncode == 2
-    assert ran.stderr == "error: standard output cannot be written: No space left on device\n"

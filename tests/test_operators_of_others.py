@@ -12,7 +12,7 @@ import amp_graph
 from amp_graph import Override, Policy
 from amp_graph.__main__ import main
 from amp_graph.errors import ListError, PolicyError
-from amp_graph.oplists import close_operator, known_names
+from amp_graph.operator_names import close_operator, known_names
 
 X = torch.randn(4, 8)
 

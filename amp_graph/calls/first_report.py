@@ -9,7 +9,7 @@ from amp_graph.cpu import emulates, why_emulated
 from amp_graph.errors import did_you_mean, warn
 from amp_graph.ir import NodeFacts, Plan
 from amp_graph.modules import Entry, devices_of
-from amp_graph.oplists import close_operator, known_names
+from amp_graph.operator_names import close_operator, known_names
 from amp_graph.override import Override
 from amp_graph.policy import Policy
 from amp_graph.reasons import why_nothing_is_low
