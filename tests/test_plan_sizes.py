@@ -81,33 +81,38 @@ def test_a_copy_that_a_size_does_without_is_no_other_computation(
 
 
 class Counts(nn.Module):
-    """Writes into what it is given, which no plan can have in low precision."""
+    """Writes into what it is given, and returns a view of it: both stay in float32."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
 
-    def forward(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, total: torch.Tensor) -> Any:
         total.add_(self.layer(x).mean(0))
-        return self.norm(self.layer(x))
+        return self.norm(self.layer(x)), x.t()
 
 
+@pytest.mark.parametrize(
+    ("node", "why"), [("add_", "writes into: total"), ("t", "output shares memory with: x")]
+)
 def test_a_colour_that_cannot_be_is_told_of_at_other_sizes_and_in_the_other_mode(
-    tmp_path: Path, recwarn
+    node: str, why: str, tmp_path: Path, recwarn
 ) -> None:
     model, file = amp_graph.convert(Counts(), policy="bfloat16"), tmp_path / "plan.json"
     model(torch.randn(4, 8), torch.zeros(8))
     amp_graph.save_plan(amp_graph.plans(model), file)
 
     def allow(table: Any) -> None:
-        table["plans"][0]["paints"]["add_"]["color"] = "allow"
+        table["plans"][0]["paints"][node]["color"] = "allow"
 
     edit(file, allow)
-    said = "plan.json: 'add_' cannot be allow, it is deny (writes into: total)"
-    with pytest.raises(PlanError, match=re.escape(f"{said}. Set it back to deny.")):
-        amp_graph.convert(Counts(), plan=file, example_inputs=(torch.randn(4, 8), torch.zeros(8)))
+    said = f"'{node}' cannot be allow, it is deny ({why}). Set it back to deny."
+    inputs = torch.randn(4, 8), torch.zeros(8)
+    with pytest.raises(PlanError, match=re.escape(said)):
+        amp_graph.convert(Counts(), plan=file, example_inputs=inputs)
     assert not recwarn.list
+    said = f"plan.json: '{node}' is deny ({why}), not allow, in a graph of another size"
     for rows, training in ((3, True), (4, False)):
-        with pytest.warns(ConversionWarning, match=re.escape(f"{said} in a graph of another size")):
+        with pytest.warns(ConversionWarning, match=re.escape(said)):
             model = amp_graph.convert(Counts().train(training), plan=file)
             model(torch.randn(rows, 8), torch.zeros(8))

@@ -50,6 +50,8 @@ class Pins:
     exact: the captured graph is the saved one, so that every edit has to be possible.
     number: the plan's, among those saved.
     others: what those of the same computation decided, by their numbers.
+    unplaced: what it decided of nodes that hand numbers on, of which other sizes may have none; not
+        followed.
     is_trial: of a search, which tells nobody what could not be.
     """
 
@@ -59,6 +61,7 @@ class Pins:
     bodies: Mapping[str, Pins] = field(default_factory=dict)
     number: int = 0
     others: Mapping[int, Mapping[str, Paint]] = field(default_factory=dict)
+    unplaced: Mapping[str, Paint] = field(default_factory=dict)
     is_trial: bool = False
 
 
@@ -118,22 +121,25 @@ def check_honoured(
 ) -> None:
     """Raises PlanError if a colour that was edited in the saved plan did not come about; warns if
     that is so at another size or in another mode only than it was saved in."""
-    for name, saved in pins.paints.items():
+    for name, saved in {**pins.paints, **pins.unplaced}.items():
         now, ours = painted[name], fresh[name]
         if saved.color in (now.color, ours.color):
             continue
-        is_edited = (saved.rule, saved.because) == (ours.rule, ours.because)
         because = facts[now.because].label if now.because in facts else now.because
         label = facts[name].label
-        said = (
-            f"{pins.origin}: {label!r}{'' if label == name else f' (there {name!r})'} cannot be "
-            f"{saved.color.value}, it is {now.color.value} "
-            f"({replace(now, because=because).in_brief})"
-        )
+        called = f"{label!r}{'' if label == name else f' (there {name!r})'}"
+        why = replace(now, because=because).in_brief
         if pins.exact:
-            raise PlanError(f"{said}. Set it back to {ours.color.value}.")
+            raise PlanError(
+                f"{pins.origin}: {called} cannot be {saved.color.value}, it is {now.color.value} "
+                f"({why}). Set it back to {ours.color.value}."
+            )
+        is_edited = (saved.rule, saved.because) == (ours.rule, ours.because)
         if is_edited and not pins.is_trial:
-            warn(f"{said} in a graph of another size or mode than it was saved in")
+            warn(
+                f"{pins.origin}: {called} is {now.color.value} ({why}), not {saved.color.value}, "
+                f"in a graph of another size or mode than it was saved in"
+            )
 
 
 def _check_agreement(plans: Sequence[tuple[int, Plan]], origin: str) -> None:
@@ -177,7 +183,16 @@ def _pins(plans: Mapping[int, Plan], captured: Plan, origin: str) -> Pins:
         name: _pins({n: plan.bodies[name] for n, plan in plans.items()}, body, origin)
         for name, body in captured.bodies.items()
     }
-    return Pins(paints, False, origin, bodies, number, dict(others))
+    unplaced = {
+        name: paint
+        for name, paint in plans[number].paints.items()
+        if name not in paints and _op(plans[number], name) == _op(captured, name)
+    }
+    return Pins(paints, False, origin, bodies, number, dict(others), unplaced)
+
+
+def _op(plan: Plan, name: str) -> str:
+    return plan.facts[name].op if name in plan.facts else ""
 
 
 def _placed(plan: Plan, captured: Plan) -> dict[str, Paint]:
