@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from amp_graph.backend.record import Record
 from amp_graph.calls.conversion import Conversion, conversion_of, found_conversion
-from amp_graph.dtypes import dtype_name
+from amp_graph.calls.convertible import check_model, has_no_call, why_not_at_once
 from amp_graph.errors import AmpGraphError, did_you_mean, warn
 from amp_graph.graphs.fake import is_estimate
 from amp_graph.ir import Plan
-from amp_graph.modules import Batch, arguments_of, devices_of, is_compiled, unwrapped
+from amp_graph.modules import Batch, arguments_of, devices_of, unwrapped
 from amp_graph.plans.pins import Saved
 from amp_graph.plans.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, PolicySource, as_policy
@@ -88,7 +88,7 @@ def convert(
     what cannot be converted, PolicyError, ListError or PlanError for a policy or plan that makes no
     sense, and what the model raises on `example_inputs`; the model is not converted then.
     """
-    _check_model(model)
+    check_model(model)
     inner = unwrapped(model)
     policy = as_policy(policy)
     optimizers = _checked(optimizer, inner)
@@ -105,7 +105,13 @@ def convert(
         )
     else:
         is_called = _calls_modules_way(type(inner))
-        if not is_called:
+        if not methods and has_no_call(inner):
+            is_called = False
+            warn(
+                f"{type(inner).__name__} has no forward, so nothing of it is converted: convert "
+                f"the modules in it, or name its methods that are called in methods=..."
+            )
+        elif not is_called:
             warn(
                 f"{type(inner).__name__} has a __call__ of its own that does not seem to go on to "
                 f"nn.Module's; if so, it is not converted: convert the modules that it calls"
@@ -127,7 +133,7 @@ def convert(
 def convert_at_first_call(model: nn.Module, policy: Policy) -> None:
     """As `convert`, where one policy serves many models: its globs may match no module here; and
     where the parts that are trained without the whole are converted by themselves."""
-    _check_model(model)
+    check_model(model)
     _convert(model, policy, None, None)
     conversion_of(model).is_awaited = False
 
@@ -235,36 +241,6 @@ def _calls_modules_way(kind: type[nn.Module]) -> bool:
     codes = [c.__code__ for c in map(inspect.unwrap, own) if isinstance(c, FunctionType)]
     others = {"__call__", "_call_impl", "_wrapped_call"}
     return all(others.intersection(code.co_names) for code in codes)
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise AmpGraphError(f"convert() takes a torch.nn.Module, not {type(model).__name__}")
-    name = type(model).__name__
-    if isinstance(model, torch.jit.ScriptModule):
-        raise AmpGraphError(f"{name} is scripted; convert the module it was scripted from")
-    if why := why_not_at_once(type(unwrapped(model)).forward):
-        raise AmpGraphError(f"{name}.forward {why}; convert the modules that it calls")
-    if is_compiled(unwrapped(model)):
-        raise AmpGraphError(
-            f"{name} is compiled by torch.compile; convert the model as it was before, and leave "
-            f'compiling to Policy(compiler="inductor")'
-        )
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    if not dtypes:
-        raise AmpGraphError(f"{name} has no floating-point parameters; there is nothing to convert")
-    if torch.float32 not in dtypes:
-        found = ", ".join(sorted(map(dtype_name, dtypes)))
-        raise AmpGraphError(
-            f"{name} has parameters in {found} only; conversion starts from float32 (model.float())"
-        )
-
-
-def why_not_at_once(function: Any) -> str:
-    """Why a call of a function runs nothing of it yet, or ""."""
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        return "is asynchronous"
-    return "is a generator" if inspect.isgeneratorfunction(function) else ""
 
 
 def _check_methods(model: nn.Module, methods: Any) -> None:

@@ -125,7 +125,7 @@ def in_brief(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 40 else f'{text[:37]}...'}"
 
 
-def did_you_mean(name: Any, choices: Iterable[str]) -> str:
+def did_you_mean(name: Any, choices: Iterable[str], cutoff: float = 0.6) -> str:
     """The end of a message about a name that is none of the choices: the one that is close."""
-    close = difflib.get_close_matches(str(name), list(choices), n=1)
+    close = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""

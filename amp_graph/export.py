@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.backend.decide import Lifted, Traced, decide
 from amp_graph.calls.conversion import asked_for
+from amp_graph.calls.convertible import check_initialized
 from amp_graph.dynamo_changes.logs import quiet_logs
 from amp_graph.errors import AmpGraphError, PolicyError, in_brief, warn
 from amp_graph.graphs.aten import CAST
@@ -69,6 +70,7 @@ def export(
     and PlanError as `convert` does, and AmpGraphError if the program cannot be rewritten or what
     the model is to be exported with is of the wrong kind.
     """
+    check_initialized(model)
     chosen, saved = asked_for(model, policy, plan)
     chosen = chosen.uncompiled()
     if chosen.output_dtype is not None:

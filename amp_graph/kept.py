@@ -1,4 +1,9 @@
-"""What a call of a model changes by the way, kept and put back."""
+"""What a call of a model changes by the way, kept and put back.
+
+Private name of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+
+    LazyModuleMixin._initialize_hook    which a lazy module has until it is called
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
@@ -87,10 +93,11 @@ class Kept:
 
     def __init__(self, model: nn.Module, parameters: bool):
         of_modules: list[Any] = [m._buffers for m in model.modules()]
-        # The first call of a lazy module completes it.
-        of_modules += [vars(m) for m in model.modules() if not _is_lazy(m)]
+        # The first call of a lazy module completes it, and takes its hook for that away.
+        complete = [m for m in model.modules() if not (is_incomplete(m) or _is_lazy(m))]
+        of_modules += [vars(m) for m in complete]
         # With a mark beside them, as transformers has, hooks that stayed would be added once more.
-        of_modules += [vars(m)[name] for m in model.modules() for name in HOOKS if name in vars(m)]
+        of_modules += [vars(m)[name] for m in complete for name in HOOKS if name in vars(m)]
         # Those of a TorchScript module are held by what only looks like one.
         self._held = [(held, dict(held)) for held in of_modules if isinstance(held, dict)]
         values = [value for held in of_modules for value in held.values()]
@@ -169,6 +176,11 @@ def _is_freed(tensor: torch.Tensor) -> bool:
 def _is_expanded(tensor: torch.Tensor) -> bool:
     """Whether elements share memory, so that it cannot be written to."""
     return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def is_incomplete(module: nn.Module) -> bool:
+    """Whether its next call completes it: it is lazy, and may have its parameters by now."""
+    return isinstance(module, LazyModuleMixin) and hasattr(module, "_initialize_hook")
 
 
 def _is_lazy(module: nn.Module) -> bool:

@@ -9,10 +9,9 @@ A list file holds groups, each with a reason:
 An entry names an operator with all its overloads, or one overload, which then wins. An
 in-place operator takes the entry of its functional form unless it has one of its own.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private name of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
-    torch._C._dispatch_get_all_op_names, torch._ops._higher_order_ops    all operators
-    torch._C._jit_get_schemas_for_operator                               their arguments
+    torch._C._jit_get_schemas_for_operator    the arguments of an operator
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import tomllib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -33,11 +32,18 @@ from amp_graph.errors import ListError, did_you_mean
 from amp_graph.files import as_path
 from amp_graph.ir import COLORS, Color
 from amp_graph.listing import Listing, check_group
+from amp_graph.operator_names import (
+    Names,
+    dotted,
+    full_name,
+    known_names,
+    no_operator,
+    spellings,
+)
 
 UserList: TypeAlias = str | Path | Mapping[str, Any]
 """A TOML file, or a mapping such as `{"deny": ["aten.gelu"]}`."""
 UserLists: TypeAlias = UserList | Sequence[UserList]
-Names: TypeAlias = frozenset[str]
 Kernels: TypeAlias = dict[tuple[str, torch.dtype], Names]
 
 SCHEMA = 1
@@ -132,37 +138,6 @@ def _shipped_folder() -> Traversable:
     return sibling if sibling.is_dir() else importlib.resources.files("amp_graph.allow_deny_lists")
 
 
-def spellings(name: str) -> tuple[str, ...]:
-    """The entries that may speak for the overload `name`, the most specific first."""
-    if "." not in name:  # higher-order operators print without their namespace
-        return (f"higher_order.{name}",)
-    packet, _, overload = name.rpartition(".")
-    if not packet.endswith("_") or packet.endswith("__"):
-        return name, packet
-    return name, packet, f"{packet[:-1]}.{overload}", packet[:-1]
-
-
-def full_name(name: str, known: Container[str]) -> str | None:
-    """An operator or overload as entries spell it, with "aten."; None if there is none."""
-    return next((full for full in (name, f"aten.{name}") if full in known), None)
-
-
-def no_operator(name: str, known: Names) -> str:
-    """The sentence about a name that is none of an operator, with the one that is close."""
-    hint = did_you_mean(name if "." in name else f"aten.{name}", known)
-    return f"torch {torch.__version__} has no operator {name!r}.{hint}"
-
-
-def known_names() -> Names:
-    """Every operator and overload of the running process, as entries spell them."""
-    known = {f"higher_order.{name}" for name in torch._ops._higher_order_ops}
-    for name in torch._C._dispatch_get_all_op_names():
-        packet, _, overload = name.replace("::", ".", 1).replace(".", ":", 1).partition(".")
-        packet = packet.replace(":", ".")
-        known |= {packet, f"{packet}.{overload or 'default'}"}
-    return frozenset(known)
-
-
 def _parse(path: Traversable) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
@@ -212,8 +187,8 @@ def _resolve(
         full = full_name(name, known)
         if full is not None:
             yield full
-        elif optional and name.partition(".")[0] not in namespaces:
-            yield name
+        elif optional and dotted(name).partition(".")[0] not in namespaces:
+            yield dotted(name)
         elif strict and not optional:
             raise ListError(
                 f"{where}: {no_operator(name, known)} An operator of another library needs that "

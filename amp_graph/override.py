@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import fnmatch
-import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from amp_graph.errors import PolicyError, did_you_mean
+from amp_graph.errors import PolicyError
 from amp_graph.ir import Color, NodeFacts
-from amp_graph.oplists import full_name, known_names, spellings
+from amp_graph.operator_names import (
+    Names,
+    close_operator,
+    dotted,
+    full_name,
+    has_namespace,
+    known_names,
+    spellings,
+)
 
 PYTHON = ("torch", "nn", "F")  # the functions there go by other names in a graph
 
@@ -21,7 +28,8 @@ class Override:
     """A colour for all nodes that match every criterion given; it beats the lists.
 
     module: glob over module paths ("encoder.*.attn"); a path matches with all below it.
-    op: operator as lists spell it, "gelu", "aten.gelu" or "aten.gelu.default"; in place too.
+    op: operator as lists spell it, "gelu", "aten.gelu" or "aten.gelu.default"; in place too. That
+        of a library, which may be registered later, as "mylib::op" or "mylib.op".
     name: glob over node names.
     where: a function of NodeFacts that returns whether the node matches.
     """
@@ -46,14 +54,14 @@ class Override:
         if self.where is not None and not callable(self.where):
             raise PolicyError(f"Override(where=...) takes a function, not {self.where!r}")
         if self.op is not None:
-            known = known_names()
-            object.__setattr__(self, "op", full_name(self.op, known) or self.op)
-            check_operator(self.op, f"Override(op={self.op!r})", known)
+            given, known = self.op, known_names()
+            object.__setattr__(self, "op", full_name(self.op, known) or dotted(self.op))
+            check_operator(self.op, f"Override(op={given!r})", known)
 
     def matches(self, facts: NodeFacts) -> bool:
         if self.module is not None and not inside(facts.module_path, self.module):
             return False
-        if self.op is not None and self.op not in (facts.op, *spellings(facts.op)):
+        if self.op is not None and not self.names(facts.op):
             return False
         if self.name is not None and not fnmatch.fnmatchcase(facts.name, self.name):
             return False
@@ -66,24 +74,29 @@ class Override:
                 f"{facts.label!r}{place}; it gets an amp_graph.ir.NodeFacts"
             ) from error
 
+    def names(self, op: str) -> bool:
+        """Whether its `op` is this overload, or all of its operator."""
+        return self.op in (op, *spellings(op))
+
     def __str__(self) -> str:
         where = None if self.where is None else getattr(self.where, "__name__", "predicate")
         given = {"module": self.module, "op": self.op, "name": self.name, "where": where}
         return ", ".join(f"{k}={v}" for k, v in given.items() if v is not None)
 
 
-def check_operator(op: str, given: str, known: Collection[str]) -> None:
-    """Refuse an operator that no node can have; other libraries' may be registered later. Raises
+def check_operator(op: str, given: str, known: Names) -> None:
+    """Refuse an operator that no node can have; other libraries may be registered later. Raises
     PolicyError about what was `given`."""
-    namespace = re.split(r"\.|::", op)[0]
-    is_missing = namespace in ("aten", *PYTHON) and op not in known
-    is_bare = namespace == op and f"higher_order.{op}" not in known
+    namespace, dot, _ = op.partition(".")
+    is_there = namespace != "higher_order" and has_namespace(namespace, known)  # which come later
+    is_missing = (is_there or namespace in PYTHON) and op not in known
+    is_bare = not dot and f"higher_order.{op}" not in known
     if is_missing or is_bare:
         last = op.rpartition(".")[2].lower()
-        name = op.replace("::", ".") if namespace == "aten" else f"aten.{last}"
+        name = op if is_there else f"aten.{last}"
         raise PolicyError(
             f"{given}: torch {torch.__version__} has no operator of this name."
-            f"{did_you_mean(name, known)}"
+            f"{close_operator(name, known)}"
         )
 
 

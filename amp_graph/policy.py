@@ -20,7 +20,8 @@ from amp_graph.dtypes import LOW_DTYPES, dtype_name
 from amp_graph.errors import PlanError, PolicyError, did_you_mean
 from amp_graph.files import as_path
 from amp_graph.ir import COLORS, Color, Level, NodeFacts
-from amp_graph.oplists import OpLists, UserLists, full_name, known_names, load_lists
+from amp_graph.operator_names import dotted, full_name, known_names
+from amp_graph.oplists import OpLists, UserLists, load_lists
 from amp_graph.override import Override, check_operator, inside
 from amp_graph.plans.pins import Saved
 from amp_graph.training.loss_scale import LossScale
@@ -88,6 +89,8 @@ class Policy:
         object.__setattr__(self, "lists", _anchored(self.lists))
         for name, kind in (("keep_float32", str), ("overrides", Override), ("removed", tuple)):
             object.__setattr__(self, name, _all_of(kind, name, getattr(self, name)))
+        if "" in self.keep_float32:
+            raise PolicyError("keep_float32 holds an empty glob; '*' is every module")
         _check_removed(self.removed)
         if self.output_dtype is not None:
             object.__setattr__(self, "output_dtype", _output_dtype(self.output_dtype))
@@ -268,7 +271,7 @@ def _all_of(kind: type, name: str, given: Any) -> tuple[Any, ...]:
 
 def _check_removed(removed: tuple[tuple[Any, Any], ...]) -> None:
     """Whether the lists have these operators shows when they are loaded."""
-    known = known_names() if removed else ()
+    known = known_names() if removed else frozenset()
     for pair in removed:
         color, op = pair
         if not isinstance(color, str) or not isinstance(op, str):
@@ -276,7 +279,7 @@ def _check_removed(removed: tuple[tuple[Any, Any], ...]) -> None:
         if color not in COLORS:
             lists, hint = ", ".join(COLORS), did_you_mean(color, COLORS)
             raise PolicyError(f"removed={pair!r}: {color!r} is none of {lists}.{hint}")
-        check_operator(full_name(op, known) or op, f"removed={pair!r}", known)
+        check_operator(full_name(op, known) or dotted(op), f"removed={pair!r}", known)
 
 
 def _low_dtype(dtype: torch.dtype | str) -> torch.dtype:

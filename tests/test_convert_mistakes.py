@@ -99,6 +99,7 @@ def test_a_policy_that_makes_no_sense(policy: Any) -> None:
         (lambda: Policy("half"), "'half': .* Did you mean 'float16'"),
         (lambda: Policy(torch.float32), "one that is not converted"),
         (lambda: Policy(keep_float32={"head"}), "keep_float32 must be a list or tuple of globs"),
+        (lambda: Policy(keep_float32=("head", "")), "keep_float32 holds an empty glob"),
         (lambda: Policy(keep_float32=(nn.LayerNorm,)), "must hold globs of module paths"),
         (lambda: Policy(removed=("deny", "aten.gelu")), "must hold pairs"),
         (lambda: Policy(removed=(("deny", "aten.gelu", 3),)), "must hold pairs"),
@@ -223,3 +224,34 @@ def test_an_override_by_name_is_for_the_nodes_of_the_call(recwarn):
     model = amp_graph.convert(Uncaptured(), policy=policy)
     model(torch.randn(4, 8))
     assert not [w for w in recwarn.list if "names no node" in str(w.message)]
+
+
+class Methods(nn.Module):
+    """No forward, but a method that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def test_a_container_that_cannot_be_called_is_told_of() -> None:
+    parts = nn.ModuleList([nn.Linear(8, 8)])
+    with pytest.warns(ConversionWarning, match=r"ModuleList has no forward, so nothing of it"):
+        amp_graph.convert(parts, policy="bfloat16")
+    assert parts[0](torch.ones(2, 8)).dtype is torch.float32
+
+
+def test_methods_and_parts_of_what_cannot_be_called_are_converted(recwarn) -> None:
+    model = amp_graph.convert(Methods(), policy="bfloat16", methods=("encode",))
+    model.encode(torch.ones(2, 8))
+    assert amp_graph.plans(model)[0].low
+    parts = nn.ModuleList([nn.Linear(8, 8)])
+    amp_graph.convert(parts[0], policy="bfloat16")(torch.ones(2, 8))
+    assert amp_graph.plans(parts[0])[0].low
+    called = nn.Linear(8, 8)
+    called.forward = called.forward  # type: ignore[method-assign]
+    amp_graph.convert(called, policy="bfloat16")
+    assert not recwarn.list

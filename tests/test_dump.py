@@ -22,10 +22,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
-from amp_graph import Policy
+from amp_graph import AmpGraphError, Policy
 from amp_graph.inspection.formats import graph_dot, graph_json, graph_schema
 from amp_graph.inspection.graph_text import graph_text
 from amp_graph.inspection.source import annotated_model
+from amp_graph.plans.matching import fingerprint
 
 GOLDEN = Path(__file__).parent / "golden" / "inspection"
 SCHEMA = Path(__file__).parent.parent / "docs" / "graph.schema.json"
@@ -202,3 +203,36 @@ def test_before_and_after_are_the_same_nodes_where_attention_is_split() -> None:
     assert not any(node.kind == "cast" for node in body.nodes)
     compared = {node.node for node in amp_graph.compare(model, (x,)).nodes}
     assert any(name.endswith("product_attention_matmul") for name in compared)
+
+
+def test_plans_that_were_not_seen_stay_in_the_file_that_is_followed(tmp_path: Path) -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+
+    model, x = amp_graph.convert(net(), policy="bfloat16"), torch.randn(4, 8)
+    for mode in (True, False):
+        model.train(mode)(x)
+    amp_graph.dump(model, tmp_path)
+    plans = amp_graph.load_plan(tmp_path / "plan.json")
+    assert len(plans) == 2
+    again = amp_graph.convert(net().eval(), plan=tmp_path / "plan.json")
+    again(x)
+    amp_graph.dump(again, tmp_path)
+    assert {*map(fingerprint, amp_graph.load_plan(tmp_path / "plan.json"))} == {
+        *map(fingerprint, plans)
+    }
+    amp_graph.dump(again, tmp_path / "other")
+    assert len(amp_graph.load_plan(tmp_path / "other" / "plan.json")) == 1
+
+
+def test_a_plan_that_no_dump_wrote_is_not_overwritten(tmp_path: Path) -> None:
+    model, file = converted("classifier"), tmp_path / "plan.json"
+    amp_graph.save_plan(amp_graph.plans(model), file)
+    before = file.read_text()
+    with pytest.raises(AmpGraphError, match=r"plan\.json: was not written by a dump"):
+        amp_graph.dump(model, tmp_path)
+    assert [*tmp_path.iterdir()] == [file] and file.read_text() == before
+    follows = amp_graph.convert(SMALL["classifier"].make(), plan=file)
+    follows(*SMALL["classifier"].inputs)
+    amp_graph.dump(follows, tmp_path)
+    assert len(amp_graph.load_plan(file)) == 1

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "amp_graph"
 LAYERS = [
     "errors", "files", "kept", "modules", "results", "uncaptured",
     "dtypes", "ir", "plans",
-    "cpu", "flow", "listing",
+    "cpu", "flow", "listing", "operator_names",
     "graphs", "dynamo_changes", "capture", "watched", "oplists", "reasons", "training",
     "custom_functions", "modes", "override", "policy",
     "passes",

@@ -9,6 +9,10 @@ import torch
 from torch import nn
 
 import amp_graph
+from amp_graph import Override, Policy
+from amp_graph.__main__ import main
+from amp_graph.errors import ListError, PolicyError
+from amp_graph.operator_names import close_operator, known_names
 
 X = torch.randn(4, 8)
 
@@ -72,3 +76,50 @@ def test_a_kernel_that_refuses_low_precision_is_given_float32(color: str, writte
         paint = plan.paints["picky"]
         assert (paint.rule, paint.because) == ("no kernel", "amp_graph_test.picky.default on cpu")
         assert plan.low >= {"linear", "linear_1"} and "picky" not in plan.low
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.amp_graph_test.shift(self.layer(x))
+
+
+def test_an_operator_of_another_library_goes_by_its_name_in_the_dispatcher(recwarn) -> None:
+    torch._dynamo.reset()
+    early = Override("allow", op="amp_graph_test::shift")
+    wrong = Override("allow", op="amp_graph_tests::shift")
+    with torch.library._scoped_library("amp_graph_test", "DEF") as library:
+        library.define("shift(Tensor x) -> Tensor")
+        library.impl("shift", lambda x: x + 1, "CompositeExplicitAutograd")
+        library._register_fake("shift", lambda x: x + 1)
+        listed = {"lists": {"allow": ["amp_graph_test::shift"]}}
+        late = Override("allow", op="amp_graph_test::shift.default")
+        for options in ({"overrides": (early, wrong)}, {"overrides": late}, listed):
+            model = amp_graph.convert(Shifted(), policy=Policy("bfloat16", **options))
+            with torch.no_grad():
+                model(X)
+            assert "shift" in amp_graph.plans(model)[0].low, options
+        with pytest.raises(PolicyError, match=r"'amp_graph_test::shft'.*'amp_graph_test.shift'"):
+            Override("allow", op="amp_graph_test::shft")
+        assert main(["lists", "amp_graph_test::shift"]) == 1
+    (warned,) = recwarn.list
+    assert "Override(op='amp_graph_tests.shift') names no node of" in str(warned.message)
+
+
+@pytest.mark.parametrize("name", ["", "mylib/op", "aten.nonsense"])
+def test_no_operator_is_near_to_what_is_none(name: str, capsys) -> None:
+    assert main(["lists", name]) == 2
+    assert "Did you mean" not in capsys.readouterr().err
+    with pytest.raises(ListError) as raised:
+        Policy(lists={"deny": [name]}).load_lists()
+    assert "Did you mean" not in str(raised.value)
+
+
+def test_operators_are_near_by_what_is_behind_their_namespace(capsys) -> None:
+    known = known_names()
+    for name, near in (("rleu", "aten.relu"), ("aten::gellu", "aten.gelu"), ("atn.gelu",) * 2):
+        expected = near.replace("atn.", "aten.")
+        assert close_operator(name, known) == f" Did you mean {expected!r}?"

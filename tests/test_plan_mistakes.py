@@ -61,6 +61,10 @@ PLAN = ("plans", 0)
         (put([3], "plans"), r"plans\[0\]: must be an object"),
         (put("float9", *PLAN, "dtype"), r"plans\[0\].dtype: 'float9' is not known.* Did you mean"),
         (put(["float32"], *PLAN, "dtype"), "not known"),
+        (
+            put("float32", *PLAN, "dtype"),
+            r"plan.json: plans\[0\].dtype: must be float16 or bfloat16, not 'float32'",
+        ),
         (put("denny", *PLAN, "paints", "linear", "color"), "paints.linear.color: 'denny' is none"),
         (put(1, *PLAN, "paints", "linear", "colour"), "unknown key 'colour'. Did you mean 'color'"),
         (drop(*PLAN, "paints", "linear", "rule"), "paints.linear: 'rule' is missing"),
@@ -226,3 +230,11 @@ def test_what_is_no_path() -> None:
     for write in (lambda: amp_graph.load_plan(5), lambda: amp_graph.dump(Net(), 5)):
         with pytest.raises(AmpGraphError, match=said):
             write()
+
+
+def test_a_node_that_is_given_twice(saved: Path) -> None:
+    text = saved.read_text()
+    (line,) = (line for line in text.splitlines() if line.strip().startswith('"linear": {"color"'))
+    saved.write_text(text.replace(line, f"{line.replace('allow', 'deny')}\n{line}"))
+    with pytest.raises(PlanError, match=r"plan\.json: 'linear' is there twice in one object"):
+        amp_graph.load_plan(saved)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from saved_plans import edit
 from torch import nn
 
 import amp_graph
+from amp_graph import ConversionWarning, PlanError
 from amp_graph.calls.alike import forget
 from amp_graph.ir import Color, Paint
 
@@ -73,3 +78,41 @@ def test_a_copy_that_a_size_does_without_is_no_other_computation(
     torch._dynamo.reset()
     forget()
     amp_graph.convert(Decodes(), plan=plan)(torch.randn(2, run_at, 8))
+
+
+class Counts(nn.Module):
+    """Writes into what it is given, and returns a view of it: both stay in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor, total: torch.Tensor) -> Any:
+        total.add_(self.layer(x).mean(0))
+        return self.norm(self.layer(x)), x.t()
+
+
+@pytest.mark.parametrize(
+    ("node", "why"), [("add_", "writes into: total"), ("t", "output shares memory with: x")]
+)
+def test_a_colour_that_cannot_be_is_told_of_at_other_sizes_and_in_the_other_mode(
+    node: str, why: str, tmp_path: Path, recwarn
+) -> None:
+    model, file = amp_graph.convert(Counts(), policy="bfloat16"), tmp_path / "plan.json"
+    model(torch.randn(4, 8), torch.zeros(8))
+    amp_graph.save_plan(amp_graph.plans(model), file)
+
+    def allow(table: Any) -> None:
+        table["plans"][0]["paints"][node]["color"] = "allow"
+
+    edit(file, allow)
+    said = f"'{node}' cannot be allow, it is deny ({why}). Set it back to deny."
+    inputs = torch.randn(4, 8), torch.zeros(8)
+    with pytest.raises(PlanError, match=re.escape(said)):
+        amp_graph.convert(Counts(), plan=file, example_inputs=inputs)
+    assert not recwarn.list
+    said = f"plan.json: '{node}' is deny ({why}), not allow, in a graph of another size"
+    for rows, training in ((3, True), (4, False)):
+        with pytest.warns(ConversionWarning, match=re.escape(said)):
+            model = amp_graph.convert(Counts().train(training), plan=file)
+            model(torch.randn(rows, 8), torch.zeros(8))

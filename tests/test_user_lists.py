@@ -10,7 +10,8 @@ import torch
 from amp_graph.errors import ListError
 from amp_graph.ir import Color
 from amp_graph.listing import KNOWN
-from amp_graph.oplists import OpLists, known_names, load_lists
+from amp_graph.operator_names import known_names
+from amp_graph.oplists import OpLists, load_lists
 from amp_graph.policy import Policy
 
 ATEN = torch.ops.aten

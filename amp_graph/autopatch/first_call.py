@@ -32,16 +32,11 @@ from amp_graph.autopatch.left_alone import (
 )
 from amp_graph.autopatch.script_models import Model, folded, model_of, owed
 from amp_graph.calls.conversion import found_conversion, restore_all
+from amp_graph.calls.convertible import why_not_at_once
 from amp_graph.capture.captures import in_a_call
 from amp_graph.capture.frames import MAX_CAPTURES, REPAID_BY
 from amp_graph.capture.surroundings import can_capture, is_compiling_here, wants_plain_code
-from amp_graph.convert import (
-    convert_at_first_call,
-    is_converted,
-    record_of,
-    restore,
-    why_not_at_once,
-)
+from amp_graph.convert import convert_at_first_call, is_converted, record_of, restore
 from amp_graph.errors import did_you_mean, in_words
 from amp_graph.modules import autocast_devices, is_rerouted, unwrapped
 from amp_graph.policy import Policy

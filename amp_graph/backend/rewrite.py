@@ -53,7 +53,7 @@ def rewrite(
         if pins is not None:
             saved = pinned(paints, pins)
             fresh, paints = paints, paint(facts, flow, lists, policy, dtype, saved, refused)
-            check_honoured(paints, fresh, pins)
+            check_honoured(paints, fresh, pins, facts)
         low = place_casts(facts, flow, paints)
         emitted = emit(captured, facts, paints, low, dtype, lists, new_bodies)
         if not emitted.refused:

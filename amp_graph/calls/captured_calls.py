@@ -17,6 +17,7 @@ import torch
 
 from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.chosen import PLAINLY, Chosen, Way
+from amp_graph.calls.convertible import initialize
 from amp_graph.calls.first_report import tell_of_first_call
 from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.calls.or_else import or_else
@@ -63,6 +64,8 @@ class CapturedCalls:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         chosen = self._chosen
+        if self._is_new and self._entry.is_call:
+            initialize(self._entry.module, args, kwargs)
         if self._is_new and chosen.own_code is None and is_off():
             self._run_own_code((OFF, ""), "is not captured", at_once=True)
         if chosen.own_code is None or chosen.is_stale:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 from amp_graph.cpu import emulates, why_emulated
 from amp_graph.errors import did_you_mean, warn
-from amp_graph.ir import Plan
+from amp_graph.ir import NodeFacts, Plan
 from amp_graph.modules import Entry, devices_of
+from amp_graph.operator_names import close_operator, known_names
+from amp_graph.override import Override
 from amp_graph.policy import Policy
 from amp_graph.reasons import why_nothing_is_low
 
@@ -28,9 +30,22 @@ def tell_of_first_call(entry: Entry, policy: Policy, plans: Sequence[Plan], has_
         if any(map(emulates, converted)):
             why = why_emulated(converted, policy.is_compiled)
             warn(f"{entry.name} may be slower than in float32: {why}", once_about=why)
-    names = [name for plan in plans for part in plan.parts() for name in part.facts]
-    for override in policy.overrides if names and entry.is_call else ():
-        if override.name is not None and not fnmatch.filter(names, override.name):
-            hint = did_you_mean(override.name, names)
-            given = f"Override(name={override.name!r})"
-            warn(f"{given} names no node of the first call of {entry.name}.{hint}")
+    facts = [f for plan in plans for part in plan.parts() for f in part.facts.values()]
+    for override in policy.overrides if facts and entry.is_call else ():
+        if unmatched := _unmatched(override, facts):
+            given, hint = unmatched
+            warn(f"Override({given}) names no node of the first call of {entry.name}.{hint}")
+
+
+def _unmatched(override: Override, facts: Sequence[NodeFacts]) -> tuple[str, str] | None:
+    """What of an override names no node, with one that is close; an operator only if there is none
+    of its name by now, since a policy may be for several models."""
+    if override.name is not None:
+        names = [f.name for f in facts]
+        if not fnmatch.filter(names, override.name):
+            return f"name={override.name!r}", did_you_mean(override.name, names)
+    if override.op is not None and not any(override.names(f.op) for f in facts):
+        known = known_names()
+        if "." in override.op and override.op not in known:  # else a higher-order one
+            return f"op={override.op!r}", close_operator(override.op, known)
+    return None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -13,13 +15,31 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from amp_graph.commands.factory import Subject, subject
 from amp_graph.convert import convert
 from amp_graph.dtypes import LOW_DTYPES
+from amp_graph.errors import AmpGraphError
 from amp_graph.files import check_file
 from amp_graph.ir import LEVELS
 from amp_graph.kept import unchanged
 from amp_graph.modules import call_with
 from amp_graph.policy import Policy
 
-out = Console(width=None if sys.stdout.isatty() else 120)
+
+class Out(Console):
+    """Standard output. Raises AmpGraphError if it cannot be written to."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+            self.file.flush()
+        except BrokenPipeError:  # whoever read it has seen enough
+            raise
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())  # for what is left in it
+            raise AmpGraphError(
+                f"standard output cannot be written: {error.strerror or error}"
+            ) from error
+
+
+out = Out(width=None if sys.stdout.isatty() else 120)
 progress_out = Console(stderr=True)
 
 
@@ -83,7 +103,8 @@ def check_files(*files: str | None) -> None:
 def working(description: str) -> Progress:
     """A progress bar on standard error with one task, whose length is not known yet."""
     columns = (BarColumn(24), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    progress = Progress(*columns, console=progress_out, transient=True)
+    is_shown = progress_out.is_terminal  # else there would be an empty line
+    progress = Progress(*columns, console=progress_out, transient=True, disable=not is_shown)
     progress.add_task(description, total=None)
     return progress
 

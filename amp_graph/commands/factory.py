@@ -11,6 +11,7 @@ from the model's output to a scalar.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -51,7 +52,21 @@ def subject(name: str) -> Subject:
     factory = getattr(module, function_name, None)
     if not callable(factory):
         raise AmpGraphError(f"module {module_name!r} has no function {function_name!r}")
+    _check_arguments(name, factory)
     return _checked(name, factory())
+
+
+def _check_arguments(name: str, factory: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # of a function that does not say
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise AmpGraphError(
+            f"{name} cannot be called without arguments: {error}. {HOW}, without arguments"
+        ) from None
 
 
 def _checked(name: str, made: Any) -> Subject:

@@ -10,7 +10,8 @@ from rich.text import Text
 from amp_graph.commands.command import Command, out
 from amp_graph.errors import ListError
 from amp_graph.inspection.terminal import columns
-from amp_graph.oplists import OpLists, full_name, known_names, load_lists, no_operator
+from amp_graph.operator_names import full_name, known_names, no_operator
+from amp_graph.oplists import OpLists, load_lists
 
 
 def _lists_arguments(parser: ArgumentParser) -> None:

@@ -57,10 +57,7 @@ def _compare(args: Namespace) -> int:
         found.save(args.json)
     if args.plot:
         found.plot(args.plot)
-    if args.bound is None:
-        return 0
-    within = found.outputs <= args.bound and found.gradients <= args.bound  # NaN is not
-    return int(not within)
+    return int(args.bound is not None and not found.within(args.bound))
 
 
 def _scale(text: str) -> float:

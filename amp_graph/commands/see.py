@@ -17,9 +17,8 @@ from amp_graph.commands.command import (
     policy_arguments,
     working,
 )
-from amp_graph.files import check_folder
 from amp_graph.inspection.difference import diff
-from amp_graph.inspection.dump import dump
+from amp_graph.inspection.dump import check_dump, dump
 from amp_graph.inspection.explain import explain
 
 
@@ -54,7 +53,7 @@ def _dump_arguments(parser: ArgumentParser) -> None:
 
 
 def _dump(args: Namespace) -> int:
-    check_folder(args.folder)
+    check_dump(args.folder, args.plan)
     model = converted(args).model
     with working("writing") as progress:
         task = progress.task_ids[0]

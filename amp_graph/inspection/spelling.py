@@ -88,10 +88,19 @@ def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[
     """The lines of a table as plain text, underlined headings first; none without rows."""
     if not rows:
         return
+    rows = [[*map(printable, row)] for row in rows]
     widths = [max(map(_cells, column)) for column in zip(headings, *rows, strict=True)]
     for row in (headings, ["-" * width for width in widths], *rows):
         filled = (c + " " * (w - _cells(c)) for c, w in zip(row, widths, strict=True))
         yield "  ".join(filled).rstrip()
+
+
+def printable(text: str) -> str:
+    """Without what would move a terminal's cursor or change its colours, as a module may have it in
+    its name: `a\\nb`."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _cells(text: str) -> int:

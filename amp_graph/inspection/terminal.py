@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Container
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+
+from amp_graph.inspection.spelling import printable
 
 
 class Shown:
@@ -38,13 +41,28 @@ def without_colors(shown: RenderableType, width: int) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
+class _Table(Table):
+    """One whose cells are a line each."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        super().add_row(*map(_in_a_line, cells), **options)
+
+
+def _in_a_line(cell: Any) -> Any:
+    if isinstance(cell, Text) and not cell.plain.isprintable():
+        return Text(printable(cell.plain), style=cell.style)
+    if isinstance(cell, Padding):
+        cell.renderable = _in_a_line(cell.renderable)
+    return printable(cell) if isinstance(cell, str) else cell
+
+
 def columns(
     *headings: str, right: Container[int] = (), whole: Container[int] = (), gap: int = 0
 ) -> Table:
     """An empty table without lines. Columns fold where there is no room, but for those, by their
     position, that are aligned to the right, as numbers, or shown whole; `gap` rows are left between
     two."""
-    found = Table(box=None, padding=(0, 2, gap, 0), header_style="dim")
+    found = _Table(box=None, padding=(0, 2, gap, 0), header_style="dim")
     for i, heading in enumerate(headings):
         is_right = i in right
         found.add_column(

@@ -24,14 +24,16 @@ import torch
 from torch import fx, nn
 
 from amp_graph.backend.rewrite import rewrite, saved_pins
+from amp_graph.calls.convertible import check_model
 from amp_graph.errors import AmpGraphError
 from amp_graph.inspection.spelling import plural
 from amp_graph.inspection.terminal import Shown
 from amp_graph.ir import Color, Paint, Plan
 from amp_graph.modules import Batch
-from amp_graph.numerics.compare import Beside, Reference, outcome_errors
+from amp_graph.numerics.compare import Beside, Reference
 from amp_graph.numerics.node_numerics import NodeNumerics
 from amp_graph.numerics.observer import Observer
+from amp_graph.numerics.outcomes import check_reference, outcome_errors
 from amp_graph.numerics.outputs import check_loss
 from amp_graph.numerics.rerun import Loss, Outcome, Rerun, rerun_of
 from amp_graph.numerics.smallest import smallest
@@ -95,9 +97,11 @@ def calibrate(
     relative errors of outputs and of gradients of parameters are at most `bound`, and all finite.
 
     For `loss`, `loss_scale`, `policy` and `plan` see `compare`. `progress` is told the number of
-    the trial and its error. Raises AmpGraphError if nothing can be denied that helps, or for a
-    bound that is negative or not a number, and PlanError as `compare` does.
+    the trial and its error. Raises AmpGraphError if nothing can be denied that helps, nothing can
+    be compared or float32 itself is not finite, for a bound that is negative or not a number, and
+    for a model that `convert` refuses, and PlanError as `compare` does.
     """
+    check_model(model, "calibrate()")
     check_loss(loss, loss_scale)
     _check(batches, bound)
     rerun = rerun_of(model, policy, plan)
@@ -112,7 +116,7 @@ def calibrate(
     if after > bound:
         raise AmpGraphError(
             f"the bound {bound:g} cannot be met: with all {len(reasons)} low-precision nodes in "
-            f"float32 the error is {after:g}. Is the model random, or float32 itself not finite?"
+            f"float32 the error is {after:g}. Is the model random?"
         )
     denied = tuple((n[0], _path(n[1], n[2]), reasons[n]) for n in chosen)
     return Calibration(search.plans(chosen, reasons), denied, bound, before, after, search.trials)
@@ -145,6 +149,8 @@ class _Search:
         if not self.batches:
             raise AmpGraphError("calibrate needs at least one batch")
         self.references = [self._run(batch, mixed=False) for batch in self.batches]
+        for number, reference in enumerate(self.references):
+            check_reference(reference, number)
 
     @property
     def trials(self) -> int:
@@ -188,7 +194,7 @@ class _Search:
         errors = []
         for batch, reference in zip(self.batches, self.references, strict=True):
             outputs, _, gradients = outcome_errors(reference, self._run(batch, mixed=True))
-            errors += [outputs, gradients]
+            errors += [e for e in (outputs, gradients) if not math.isnan(e)]
         return errors
 
     def _run(self, batch: Batch, observer: Observer | None = None, *, mixed: bool) -> Outcome:
@@ -231,7 +237,7 @@ def _pins(plan: Plan, saved: Pins, paints: Mapping[tuple[str, str], Paint], body
         name: _pins(inner, saved.bodies.get(name, NOTHING), paints, f"{body}/{name}".strip("/"))
         for name, inner in plan.bodies.items()
     }
-    return Pins({**saved.paints, **own}, False, "calibrate", bodies)
+    return Pins({**saved.paints, **own}, False, "calibrate", bodies, is_trial=True)
 
 
 def _low(plan: Plan, graph: int, body: str = "") -> list[Node]:

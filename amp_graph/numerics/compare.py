@@ -6,6 +6,7 @@ until the mixed run has passed them, so that the memory needed is that of all ac
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from amp_graph.calls.convertible import check_model
 from amp_graph.dtypes import dtype_name
 from amp_graph.inspection.spelling import op_name
 from amp_graph.ir import NodeFacts, Plan
@@ -20,9 +22,10 @@ from amp_graph.modules import Batch
 from amp_graph.numerics.comparison import Comparison
 from amp_graph.numerics.node_numerics import NodeNumerics
 from amp_graph.numerics.observer import Observer, Place
+from amp_graph.numerics.outcomes import not_finite_shares, outcome_errors
 from amp_graph.numerics.outputs import check_loss
-from amp_graph.numerics.rerun import Loss, Outcome, Rerun, rerun_of
-from amp_graph.numerics.statistics import Statistics, exponents, relative_error, statistics
+from amp_graph.numerics.rerun import Loss, Rerun, rerun_of
+from amp_graph.numerics.statistics import Statistics, exponents, statistics
 from amp_graph.plans.plan_file import PlanSource
 from amp_graph.policy import PolicySource
 from amp_graph.reasons import dtype_of, why_nothing_is_low
@@ -47,8 +50,10 @@ def compare(
     square of the outputs. Backward starts from `loss_scale` times the loss. The model, its
     gradients and the random state stay as they were; a model that is not converted is compared
     with what `convert(model, policy=policy, plan=plan)` would make of it. Raises AmpGraphError for
-    a batch, loss or scale that is none, and PlanError for a plan that is not for the model.
+    a batch, loss or scale that is none, or a model that `convert` refuses, and PlanError for a plan
+    that is not for the model.
     """
+    check_model(model, "compare()")
     check_loss(loss, loss_scale)
     rerun, kept = rerun_of(model, policy, plan), Reference()
     reference = rerun.run(batch, loss, kept, mixed=False, loss_scale=loss_scale)
@@ -73,6 +78,7 @@ def compare(
         gradient_zeros=kept.zeros,
         fallbacks=tuple(fallbacks),
         nothing="" if any(p.converts for p in plans) else why_nothing_is_low(plans),
+        not_finite=not_finite_shares(reference),
     )
 
 
@@ -81,19 +87,6 @@ def _fallbacks(name: str, plan: Plan) -> Iterator[str]:
         yield f"{name}: {plan.otherwise}{'' if plan.facts else '; not looked into'}"
     for inside, body in plan.bodies.items():
         yield from _fallbacks(f"{name}, {inside}", body)
-
-
-def outcome_errors(reference: Outcome, mixed: Outcome) -> tuple[float, float, float]:
-    """Relative errors of outputs, loss and gradients."""
-    names = [n for n in reference.gradients if n in mixed.gradients]
-    losses = [[o.loss] if o.loss is not None else [] for o in (reference, mixed)]
-    return (
-        relative_error(list(reference.outputs), list(mixed.outputs)),
-        relative_error(losses[0], losses[1]),
-        relative_error(
-            [reference.gradients[n] for n in names], [mixed.gradients[n] for n in names]
-        ),
-    )
 
 
 class Reference(Observer):
@@ -176,7 +169,8 @@ class Beside(Observer):
     def _error(self, place: Place, node: fx.Node) -> float:
         at = place.at(node)
         if at in self.forward:
-            return self.forward[at][2].error
+            error = self.forward[at][2].error
+            return 0.0 if math.isnan(error) else error
         sources = node.all_input_nodes
         return self._error(place, sources[0]) if len(sources) == 1 else 0.0
 

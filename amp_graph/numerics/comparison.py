@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ SCHEMA = 1
 WIDE = 110  # with less, the range and the dtype are left out
 LINE_WIDTH = 20
 SHOWN = 12
+NAMED = {"loss": "the loss"}
 # float16: normal numbers from 2^-14 to just below 2^16, subnormal ones down to 2^-24.
 NORMAL, SUBNORMAL, LARGEST = -14, -24, 15
 
@@ -36,7 +38,9 @@ class Comparison(Shown):
     """What `compare` returns.
 
     nodes: in order of execution. outputs, loss, gradients: relative errors of the model's outputs,
-    its loss and the gradients of its parameters; infinite where one is not finite.
+    its loss and the gradients of its parameters; infinite where one is not finite, NaN where there
+    is none to compare. not_finite: the share of "outputs", "loss" and "gradients" that is not
+    finite in float32 itself, and so is not compared.
     fallbacks: the graphs and bodies that run otherwise than asked, and why; of those that were not
     looked into there are no nodes. nothing: why nothing was converted, if so.
     gradient_exponents: how many gradients (of values and parameters, float32 run, multiplied by
@@ -54,6 +58,15 @@ class Comparison(Shown):
     gradient_zeros: int = 0
     fallbacks: tuple[str, ...] = ()
     nothing: str = ""
+    not_finite: Mapping[str, float] = field(default_factory=dict)
+
+    def within(self, bound: float) -> bool:
+        """Whether the errors of outputs and gradients, as far as there are any, are at most
+        `bound`. Not if there are none, or float32 itself has gradients that are not finite."""
+        sides = {"outputs": self.outputs, "gradients": self.gradients}
+        errors = [e for side, e in sides.items() if side in self.not_finite or not math.isnan(e)]
+        is_sound = bool(errors) and "gradients" not in self.not_finite
+        return is_sound and all(error <= bound for error in errors)
 
     def worst(self, count: int = 10) -> tuple[NodeNumerics, ...]:
         """The nodes that do the most harm, worst first."""
@@ -102,6 +115,8 @@ def table(comparison: Comparison, width: int) -> RenderableType:
             f"{_error(comparison.loss)}, of gradients {_error(comparison.gradients)}"
         ),
     ]
+    if not_compared := _not_compared(comparison):
+        parts.append(Text(not_compared))
     if comparison.nothing:
         parts.append(Text(f"Nothing was converted: {comparison.nothing}."))
     first = comparison.first_above(torch.finfo(getattr(torch, comparison.dtype)).eps)
@@ -127,6 +142,17 @@ def table(comparison: Comparison, width: int) -> RenderableType:
     return Group(*parts)
 
 
+def _not_compared(comparison: Comparison) -> str:
+    """What of the outcome is not, or ""."""
+    shares = comparison.not_finite.items()
+    named = (f"{percent(share, 1)} of {NAMED.get(what, what)}" for what, share in shares)
+    if found := ", ".join(named):
+        return f"float32 itself is not finite in {found}: not compared"
+    if math.isnan(comparison.outputs):
+        return "no floating-point tensor is returned: of the outcome nothing is compared"
+    return ""
+
+
 def _nodes(nodes: Sequence[NodeNumerics], width: int) -> Table:
     shown = COLUMNS if width >= WIDE else [c for c in COLUMNS if c.always]
     found = columns(
@@ -140,7 +166,9 @@ def _nodes(nodes: Sequence[NodeNumerics], width: int) -> Table:
 
 
 def _error(error: float) -> str:
-    return "infinite" if error == float("inf") else f"{error:.2g}"
+    if math.isnan(error):  # nothing to compare
+        return "–"
+    return "infinite" if error == math.inf else f"{error:.2g}"
 
 
 def _range(s: Statistics) -> str:

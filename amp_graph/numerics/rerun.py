@@ -24,6 +24,7 @@ from amp_graph.backend.build import Built
 from amp_graph.backend.compiler import Compiler
 from amp_graph.backend.emulation import emulated_nodes
 from amp_graph.calls.conversion import asked_for
+from amp_graph.calls.convertible import check_initialized
 from amp_graph.capture.captures import Assembled, Caller, Captures, captured_names
 from amp_graph.capture.dynamo import is_of_capture
 from amp_graph.capture.frames import Frames
@@ -249,4 +250,6 @@ def _not_captured(model: nn.Module) -> CaptureError:
 def rerun_of(model: nn.Module, policy: PolicySource, plan: PlanSource | None) -> Rerun:
     """A rerun of a model, converted or not, without a data-parallel wrapper. A converted one brings
     its own policy and plans, where none are given."""
-    return Rerun(unwrapped(model), *asked_for(model, policy, plan))
+    model = unwrapped(model)
+    check_initialized(model)
+    return Rerun(model, *asked_for(model, policy, plan))

@@ -17,8 +17,8 @@ import torch
 class Statistics:
     """One tensor of a mixed run beside that of the float32 run.
 
-    error: the distance of the two in the 2-norm, relative to float32's norm; infinite where the
-        mixed one is not finite and float32 is.
+    error: the distance of the two in the 2-norm, relative to float32's norm, of what is finite in
+        float32; infinite where the mixed one is not, NaN if there is nothing to compare.
     underflow: the share of values that are not zero in float32 and zero in mixed.
     overflow: the share that is finite in float32 and not in mixed.
     smallest, largest: the exponents of 2 of the smallest and the largest magnitude of the mixed
@@ -51,6 +51,7 @@ def statistics(reference: torch.Tensor, mixed: torch.Tensor) -> Statistics:
     norm = float(r[finite].norm())
     distance = float((m[same] - r[same]).norm())
     error = math.inf if overflow else distance / norm if norm else float(distance > 0)
+    error = error if bool(finite.any()) else math.nan
     smallest, largest = exponent_range(m)
     return Statistics(error, underflow / count, overflow / count, smallest, largest, r.numel())
 
@@ -86,10 +87,17 @@ def exponents(values: torch.Tensor) -> Counter[int]:
 
 def relative_error(reference: list[torch.Tensor], mixed: list[torch.Tensor]) -> float:
     """The distance of two lists of tensors, each taken as one vector, relative to the first;
-    infinite if they differ in shape, as what is chosen by its values may."""
+    infinite if they differ in shape, as what is chosen by its values may, and NaN if there is
+    nothing to compare."""
     if not reference:
-        return 0.0
+        return math.nan
     if [r.shape for r in reference] != [m.shape for m in mixed]:
         return math.inf
     r, m = (torch.cat([*map(numbers, ts)]) for ts in (reference, mixed))
     return statistics(r, m).error
+
+
+def not_finite(tensors: list[torch.Tensor]) -> float:
+    """The share of the values of some tensors that are not finite; 0 if there are none."""
+    count = sum(t.numel() for t in tensors)
+    return sum(int((~t.isfinite()).sum()) for t in tensors) / max(count, 1)

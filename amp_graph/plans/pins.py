@@ -11,13 +11,13 @@ Anything else is an error that names the first node that differs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
-from amp_graph.errors import PlanError
-from amp_graph.ir import Color, Paint, Plan
+from amp_graph.errors import PlanError, warn
+from amp_graph.ir import Color, NodeFacts, Paint, Plan
 from amp_graph.plans.matching import (
     common_nodes,
     computing,
@@ -50,6 +50,9 @@ class Pins:
     exact: the captured graph is the saved one, so that every edit has to be possible.
     number: the plan's, among those saved.
     others: what those of the same computation decided, by their numbers.
+    unplaced: what it decided of nodes that hand numbers on, of which other sizes may have none; not
+        followed.
+    is_trial: of a search, which tells nobody what could not be.
     """
 
     paints: Mapping[str, Paint]
@@ -58,6 +61,8 @@ class Pins:
     bodies: Mapping[str, Pins] = field(default_factory=dict)
     number: int = 0
     others: Mapping[int, Mapping[str, Paint]] = field(default_factory=dict)
+    unplaced: Mapping[str, Paint] = field(default_factory=dict)
+    is_trial: bool = False
 
 
 def pins_for(saved: Saved, captured: Plan) -> Pins:
@@ -108,14 +113,32 @@ def _followed(fresh: Mapping[str, Paint], pins: Mapping[str, Paint]) -> dict[str
     return found
 
 
-def check_honoured(painted: Mapping[str, Paint], fresh: Mapping[str, Paint], pins: Pins) -> None:
-    """Raises PlanError if a colour that was edited in the saved plan did not come about."""
-    for name, saved in pins.paints.items():
-        now = painted[name]
-        if pins.exact and saved.color is not now.color and saved.color is not fresh[name].color:
+def check_honoured(
+    painted: Mapping[str, Paint],
+    fresh: Mapping[str, Paint],
+    pins: Pins,
+    facts: Mapping[str, NodeFacts],
+) -> None:
+    """Raises PlanError if a colour that was edited in the saved plan did not come about; warns if
+    that is so at another size or in another mode only than it was saved in."""
+    for name, saved in {**pins.paints, **pins.unplaced}.items():
+        now, ours = painted[name], fresh[name]
+        if saved.color in (now.color, ours.color):
+            continue
+        because = facts[now.because].label if now.because in facts else now.because
+        label = facts[name].label
+        called = f"{label!r}{'' if label == name else f' (there {name!r})'}"
+        why = replace(now, because=because).in_brief
+        if pins.exact:
             raise PlanError(
-                f"{pins.origin}: '{name}' cannot be {saved.color.value}, it is "
-                f"{now.color.value} ({now.in_brief}). Set it back to {fresh[name].color.value}."
+                f"{pins.origin}: {called} cannot be {saved.color.value}, it is {now.color.value} "
+                f"({why}). Set it back to {ours.color.value}."
+            )
+        is_edited = (saved.rule, saved.because) == (ours.rule, ours.because)
+        if is_edited and not pins.is_trial:
+            warn(
+                f"{pins.origin}: {called} is {now.color.value} ({why}), not {saved.color.value}, "
+                f"in a graph of another size or mode than it was saved in"
             )
 
 
@@ -160,7 +183,16 @@ def _pins(plans: Mapping[int, Plan], captured: Plan, origin: str) -> Pins:
         name: _pins({n: plan.bodies[name] for n, plan in plans.items()}, body, origin)
         for name, body in captured.bodies.items()
     }
-    return Pins(paints, False, origin, bodies, number, dict(others))
+    unplaced = {
+        name: paint
+        for name, paint in plans[number].paints.items()
+        if name not in paints and _op(plans[number], name) == _op(captured, name)
+    }
+    return Pins(paints, False, origin, bodies, number, dict(others), unplaced)
+
+
+def _op(plan: Plan, name: str) -> str:
+    return plan.facts[name].op if name in plan.facts else ""
 
 
 def _placed(plan: Plan, captured: Plan) -> dict[str, Paint]:

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
+from amp_graph.dtypes import LOW_DTYPES, dtype_name
 from amp_graph.errors import PlanError
 from amp_graph.files import as_path, writing
 from amp_graph.ir import Plan
@@ -70,7 +73,8 @@ def load_plan(path: str | Path) -> tuple[Plan, ...]:
 
 def _saved(path: str | Path) -> Saved:
     try:
-        table = json.loads(as_path(path, PlanError).read_text(encoding="utf-8"))
+        text = as_path(path, PlanError).read_text(encoding="utf-8")
+        table = json.loads(text, object_pairs_hook=partial(_each_once, path))
     except OSError as error:
         raise PlanError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:  # not JSON, or not UTF-8
@@ -92,6 +96,15 @@ def _saved(path: str | Path) -> Saved:
         raise PlanError(f"{path}: 'torch' must be the version that it was saved under, as a string")
     decoded = tuple(_decode_plan(p, f"{path}: plans[{i}]") for i, p in enumerate(plans))
     return Saved(decoded, str(path), version)
+
+
+def _each_once(path: str | Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises PlanError for a key that it has twice: one would be lost."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        (key, _), *_ = (Counter(key for key, _ in pairs)).most_common(1)
+        raise PlanError(f"{path}: {key!r} is there twice in one object; remove one of the two")
+    return table
 
 
 def plan_schema() -> dict[str, Any]:
@@ -132,16 +145,19 @@ def _decode_plan(table: Any, where: str) -> Plan:
             f"{where}.fingerprint: 'facts' do not describe the graph that the plan was made for. "
             "They are not for editing; change a node's 'color' under 'paints' instead."
         )
-    _check_names(plan, where)
+    _check(plan, where)
     return plan
 
 
-def _check_names(plan: Plan, where: str) -> None:
+def _check(plan: Plan, where: str) -> None:
+    if plan.dtype not in LOW_DTYPES.values():
+        legal, given = " or ".join(LOW_DTYPES), dtype_name(plan.dtype)
+        raise PlanError(f"{where}.dtype: must be {legal}, not {given!r}")
     for name in plan.paints:
         if name not in plan.facts:
             raise PlanError(f"{where}.paints: the graph has no node {name!r}")
     for name, body in plan.bodies.items():
-        _check_names(body, f"{where}.bodies.{name}")
+        _check(body, f"{where}.bodies.{name}")
 
 
 def _fingerprints(table: Any) -> Any:
