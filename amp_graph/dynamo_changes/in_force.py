@@ -33,6 +33,7 @@ from amp_graph.dynamo_changes.namespaces import own_names
 from amp_graph.dynamo_changes.no_generators import no_generators_left_out
 from amp_graph.dynamo_changes.output_hooks import output_hooks_installed
 from amp_graph.dynamo_changes.own_dicts import own_dicts_guarded
+from amp_graph.dynamo_changes.recapture_reasons import own_reasons_told
 from amp_graph.dynamo_changes.recurrent_layers import recurrent_layers_whole
 from amp_graph.dynamo_changes.repeated_hooks import repeated_hooks_as_one
 from amp_graph.dynamo_changes.retained_gradients import retained_gradients_end_graphs
@@ -82,6 +83,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     settled_once,
     disabled_functions_guarded,
     breaks_told,
+    own_reasons_told,
 )
 
 
