@@ -31,6 +31,7 @@ class Model:
     place: the line that called it first: "train.py:12".
     record: of its conversion, while that is in place.
     left_alone: why, if it is not converted.
+    is_in_other_dtypes: whether that is why; it may be cast.
     stands_for: how many models, once they are gone, or told of in one line.
     outcomes: of the loss scales of those that are gone.
     """
@@ -41,6 +42,7 @@ class Model:
     place: str = ""
     record: Record | None = None
     left_alone: str = ""
+    is_in_other_dtypes: bool = False
     stands_for: int = 0
     outcomes: tuple[Outcome, ...] = ()
 

@@ -17,6 +17,7 @@ from amp_graph.dynamo_changes.checkpointed_writes import checkpointed_writes_ins
 from amp_graph.dynamo_changes.clamped_branches import clamped_branches_taken
 from amp_graph.dynamo_changes.containers import containers_whole
 from amp_graph.dynamo_changes.context_variables import context_variables_known
+from amp_graph.dynamo_changes.copied_dicts import copied_dicts_left
 from amp_graph.dynamo_changes.default_functions import default_functions_returned
 from amp_graph.dynamo_changes.disabled_functions import disabled_functions_guarded
 from amp_graph.dynamo_changes.given_twice import given_once
@@ -65,6 +66,7 @@ CHANGES: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
     modes_above_autograd_apart,
     hidden_names_found,
     own_dicts_guarded,
+    copied_dicts_left,
     absence_guarded,
     containers_whole,
     bound_methods_known,
