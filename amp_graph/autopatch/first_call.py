@@ -225,6 +225,9 @@ class Models:
             self._say(f"{model.name} runs in mixed precision")
 
     def _keep(self, model: Model, module: nn.Module, inner: nn.Module) -> None:
+        whole = self._parts.get(inner)
+        if whole is not None and whole.module() is not inner and model.record is not None:
+            whole.parts = (*dict.fromkeys((*whole.parts, model.name)),)
         self.seen = [*folded(m for m in self.seen if m.module() is not inner), model]
         self._parts.update(dict.fromkeys([module, *inner.modules()], model))
 
