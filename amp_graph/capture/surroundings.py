@@ -95,8 +95,8 @@ _own = _OfThread()
 def _compare_plain_code() -> None:
     """Have `torch.jit.trace`, which is at work and gets plain code, compare that with plain code: a
     difference of precision is none of what it traced. In place until it has."""
-    check: Any = _trace._check_trace
-    if _own.is_checking or hasattr(check, "of_plain_code"):
+    check: Any = getattr(_trace, "_check_trace", None)
+    if check is None or _own.is_checking or hasattr(check, "of_plain_code"):
         return
 
     @functools.wraps(check)

@@ -6,7 +6,7 @@
 Python's call of it tells whose it is by the frame (`calls/copies.py`). Dynamo has no frame for it,
 so that what stands there is taken out as it is looked up.
 
-Private names of PyTorch used here; seen to work on 2.11 and 2.13:
+Private names of PyTorch used here; seen to work on 2.13:
 
     torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable: .var_getattr
     (2.15: .tp_getattro_impl), .value

@@ -34,5 +34,7 @@ def own_reasons_told() -> contextlib.AbstractContextManager[None]:
 
 
 def _of_own(find: Any, entries: Any, frame: Any, backend: Any, *rest: Any) -> list[str]:
+    if not isinstance(entries, list):
+        return find(entries, frame, backend, *rest)  # type: ignore[no-any-return]
     own = [e for e in entries if getattr(e, "backend", backend) == backend]
     return find(own, frame, backend, *rest) if own else []
