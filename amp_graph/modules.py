@@ -21,7 +21,7 @@ from types import CodeType, FunctionType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules import module as of_all
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -93,6 +93,12 @@ def _method_of(module: nn.Module, name: str) -> tuple[Any, Any]:
     return kind, None
 
 
+def _may_change(place: str) -> bool:
+    """Whether classes of a module may get another `forward`. A GraphModule, which has a class of
+    its own, does when its graph is edited."""
+    return place == fx.graph_module.__name__ or not place.startswith("torch.")
+
+
 class Forwards:
     """The code by which a model and its parts, but those of PyTorch, are called, as it is now: a
     notebook that reloads modules puts another into the function, a patch another function into the
@@ -104,7 +110,7 @@ class Forwards:
         self._models = _method_of(model, self._entered)
         kinds = dict.fromkeys(type(m) for m in model.modules())
         own = (k for kind in kinds for k in kind.__mro__ if "forward" in k.__dict__)
-        found = {k: k.__dict__["forward"] for k in own if not k.__module__.startswith("torch.")}
+        found = {k: k.__dict__["forward"] for k in own if _may_change(k.__module__)}
         self._found = [(k.__dict__, f, getattr(f, "__code__", None)) for k, f in found.items()]
 
     @property

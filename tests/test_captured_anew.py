@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
 import amp_graph
@@ -248,3 +248,39 @@ def test_a_class_gets_another_forward(is_part: bool, change: Callable[..., None]
     change(Net, lambda self, x: self.layer(x) + 100)
     for called in (model, make()):  # the second is alike
         torch.testing.assert_close(called(x), y + 100, rtol=0.01, atol=0)
+
+
+def test_a_part_whose_graph_is_edited() -> None:
+    """A GraphModule, of a class that belongs to `torch.fx`."""
+    inner = fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    model = amp_graph.convert(nn.Sequential(inner, nn.Identity()), policy="bfloat16")
+    x = torch.randn(4, 8)
+    y = model(x)
+    (output,) = inner.graph.find_nodes(op="output")
+    with inner.graph.inserting_before(output):
+        output.args = (inner.graph.call_function(torch.add, (output.args[0], 100)),)
+    inner.recompile()
+    torch.testing.assert_close(model(x), y + 100, rtol=0.01, atol=0)
+
+
+class Behind(nn.Module):
+    """Has its code captured for itself, as other models of the class have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(16, 8), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        self.seen.append(len(self.seen))
+        return self.layer(x)
+
+
+def test_what_was_captured_of_another_model_is_no_change() -> None:
+    for dtype in ("bfloat16", "float16"):
+        model = amp_graph.convert(Behind(), policy=dtype)
+        calls = vars(model)["_call_impl"]._calls["_call_impl"]
+        model(X)
+        assert not calls._frames.changed
+        model(X)
+        assert "self.seen" in calls._frames.changed

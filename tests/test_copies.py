@@ -256,13 +256,3 @@ def test_a_copied_dict_of_a_model_is_of_a_copy() -> None:
     assert torch.equal(clone(x), model(x))
     nn.init.zeros_(clone.second.weight), nn.init.zeros_(clone.second.bias)
     assert not clone(x).any() and model(x).any()
-
-
-def test_a_dict_that_outlives_its_model_is_an_error_that_says_so() -> None:
-    model, x = amp_graph.convert(Net()), torch.randn(4, 8)
-    heir = Net.__new__(Net)
-    heir.__dict__.update(model.__dict__)
-    assert torch.equal(heir(x), model(x))
-    del model
-    with pytest.raises(amp_graph.AmpGraphError, match="what has its __dict__ now"):
-        heir(x)

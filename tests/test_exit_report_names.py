@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,3 +146,47 @@ def test_no_loss_scale_is_told_of_a_model_that_no_optimizer_stepped(start, capsy
     assert [line.rpartition("  ")[2] for line in scales] == ["loss scale 65536, 0 steps skipped"]
     stepped = [m.module() for m in installation.models.seen if "loss_scale" in describe(m)]
     assert stepped == [trained]
+
+
+SEARCHED = """
+import torch
+from torch import nn
+
+for width in {widths}:
+    model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 2))
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("number", [3, 5])
+def test_models_of_a_search_are_in_one_line_if_they_are_many(tmp_path: Path, number: int) -> None:
+    lines = said_of(SEARCHED.format(widths=[*range(3, 3 + number)]), tmp_path)
+    if number == 3:
+        assert len(lines) == 3
+        return
+    (line,) = lines
+    assert line.startswith("amp_graph: Sequential (5, not all alike): 30 of 30 operators in bfloat")
+    assert "in 10 runs of 5 graphs" in line
+
+
+class Later(nn.Module):
+    """Returns what calls its network, as flows of zuko return distributions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(8, 4), nn.Tanh())
+
+    def forward(self) -> Any:
+        return self.network
+
+
+def test_nothing_is_told_of_a_model_whose_parts_are_converted(start: Any, capsys: Any) -> None:
+    installation, flow = start(), Later()
+    for _ in range(2):
+        flow()(torch.ones(2, 8)).sum().backward()
+    capsys.readouterr()
+    write_report(installation.models.seen, None)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("amp_graph: Sequential: 2 of 4 operators")
+    assert describe(installation.models.seen[0])["parts"] == ["Sequential"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -19,8 +20,11 @@ def test_a_traced_program_is_the_model_s_own() -> None:
     model = amp_graph.convert(copy.deepcopy(plain))
     x = torch.randn(4, 8)
     model(x)
-    traced = torch.jit.trace(model, x, check_trace=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)  # it compares
+        traced = torch.jit.trace(model, x)
     assert torch.equal(traced(x), plain(x))
+    assert not hasattr(torch.jit._trace._check_trace, "of_plain_code")
     assert low_share(model, x) == 1
 
 

@@ -125,6 +125,37 @@ def test_a_copy_that_was_cast_is_left_alone(start, capsys):
     assert capsys.readouterr().err.splitlines() == [told]
 
 
+def in_bfloat16(model):
+    model.to(torch.bfloat16)(X.bfloat16())
+    return model
+
+
+def in_mixed_dtypes(model):
+    model[0].double()
+    with pytest.raises(RuntimeError):
+        model(X)
+    return model
+
+
+def as_a_copy(model):
+    model(X)
+    copied = copy.deepcopy(model).double()
+    copied(X.double())
+    return copied
+
+
+@pytest.mark.parametrize("way", [in_bfloat16, in_mixed_dtypes, as_a_copy])
+def test_a_model_that_is_float32_at_last_is_converted_then(start, way):
+    start()
+    model = way(net())
+    assert not amp_graph.is_converted(model)
+    head = model[2].float()
+    head(X)
+    assert not amp_graph.is_converted(head)  # it is part of what is not
+    model.float()(X)
+    assert amp_graph.is_converted(model) and amp_graph.plans(model)[0].converts
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("make", [net, Net])
 def test_what_is_compiled_around_a_converted_model_is_told_of(start, capsys, make):

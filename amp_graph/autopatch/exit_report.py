@@ -19,6 +19,11 @@ from amp_graph.inspection.dump import dump
 from amp_graph.inspection.spelling import byte_count, plural
 from amp_graph.reasons import dtype_of, why_nothing_is_low
 
+FEW = 3  # lines of models that only differ in what they are made of
+SUMS = (
+    *("alike", "runs", "graphs", "operators", "operators_low"),
+    *("casts", "cast_bytes", "casts_of_unknown_size"),
+)
 OF_CHILDREN = "the processes that it started tell of theirs, if they called any"
 
 
@@ -102,6 +107,8 @@ def describe(model: Model) -> dict[str, Any]:
     described["graph_breaks"] = each_once(model.record.breaks)
     if not described["converted"]:
         described["why"] = why_nothing_is_low(model.record.plans)
+    if model.parts:
+        described["parts"] = [*model.parts]
     scales = [scale for scale in model.scales() if scale.is_used]
     if scales:
         skipped = sum(scale.skips for scale in scales)
@@ -119,8 +126,9 @@ def _lines(
     elif not any(m["converted"] for m in models):
         whys = "; ".join(f"{_name(m)}: {m['why']}" for m in models) or _why_none(compiles)
         yield f"NOTHING WAS CONVERTED, because {whys}"
-    else:  # what was left alone was told of when it was first called
-        tried = [m for m in models if "graphs" in m and not m["converted"]]
+    else:  # what was left alone was told of when it was first called, and parts have own lines
+        whole = (m for m in models if "graphs" in m and not m.get("parts"))
+        tried = [m for m in whole if not m["converted"]]
         yield from (f"{_name(m)}: nothing was converted, because {m['why']}" for m in tried)
     for m in models:
         if not m["converted"]:
@@ -156,8 +164,10 @@ def _why_none(compiles: bool) -> str:
 
 def _in_lines(models: Sequence[Model]) -> list[dict[str, Any]]:
     """What is told of in a line each: models that are alike in one, the layers of a model that a
-    script calls one by one, say. Of what was not converted the reason is enough. Those that would
-    go by one name go by what they print, if they are layers, or by where they were first called."""
+    script calls one by one, say; and those that are not, but of one name and first called at one
+    place, as in a search, if they are many. Of what was not converted the reason is enough. Those
+    that would go by one name go by what they print, if they are layers, or by where they were first
+    called."""
     lines: list[dict[str, Any]] = []
     for described in map(describe, alike_together(models)):
         twin = next((m for m in lines if _is_told_with(m, described)), None)
@@ -167,7 +177,33 @@ def _in_lines(models: Sequence[Model]) -> list[dict[str, Any]]:
         twin["alike"] += described["alike"]
         if twin["spelled"] != described["spelled"]:
             twin["spelled"] = ""
+    lines = _few(lines)
     return [m | {"model": _full_name(m, lines)} for m in lines]
+
+
+def _few(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same, with one that has the sums of those of one name and place if they are many."""
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for m in lines:
+        kind = (m["model"], m["first_called_at"], m.get("dtype"), m.get("why"))
+        groups.setdefault(kind, []).append(m)
+    few: list[dict[str, Any]] = []
+    for group in groups.values():
+        few += group if len(group) <= FEW else [_summed(group)]
+    return few
+
+
+def _summed(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of models that were converted: of those that were not one is told of."""
+    sums = {key: sum(m[key] for m in models) for key in SUMS}
+    scaled = [m for m in models if "loss_scale" in m]
+    if scaled:
+        sums["loss_scale"] = min(m["loss_scale"] for m in scaled)
+        sums["steps_skipped"] = sum(m["steps_skipped"] for m in scaled)
+    breaks = each_once([b for m in models for b in m["graph_breaks"]])
+    fallbacks = [f for m in models for f in m["fallbacks"]]
+    lists = {"graph_breaks": breaks, "fallbacks": fallbacks}
+    return models[0] | sums | lists | {"spelled": "", "are_alike": False}
 
 
 def _full_name(described: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
@@ -194,4 +230,5 @@ def _scale(described: dict[str, Any]) -> str:
 
 def _name(described: dict[str, Any]) -> str:
     name, alike = described["model"], described["alike"]
-    return f"{name} ({alike} alike)" if alike > 1 else str(name)
+    how = " alike" if described.get("are_alike", True) else ", not all alike"
+    return f"{name} ({alike}{how})" if alike > 1 else str(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from inspect import getattr_static
@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import get_worker_info
 from torch.utils.weak import WeakIdKeyDictionary
 
+from amp_graph.autopatch.dry_runs import is_dry_run, parameters_by_now
 from amp_graph.autopatch.left_alone import (
     AUTOCAST,
     COMPILED,
@@ -25,6 +25,7 @@ from amp_graph.autopatch.left_alone import (
     LEFT_COMPILED,
     ON_META,
     converted_inside,
+    is_in_float32,
     is_on_meta,
     is_under_autocast,
     other_dtypes,
@@ -33,6 +34,7 @@ from amp_graph.autopatch.left_alone import (
 from amp_graph.autopatch.script_models import Model, folded, model_of, owed
 from amp_graph.calls.conversion import found_conversion, restore_all
 from amp_graph.calls.convertible import why_not_at_once
+from amp_graph.calls.copies import is_copy, take_out_of_copy
 from amp_graph.capture.captures import in_a_call
 from amp_graph.capture.frames import MAX_CAPTURES, REPAID_BY
 from amp_graph.capture.surroundings import can_capture, is_compiling_here, wants_plain_code
@@ -112,6 +114,8 @@ class Models:
     def _outermost_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if is_rerouted(module):
             return module._call_impl(*args, **kwargs)
+        if is_copy(module):
+            take_out_of_copy(module)
         if self._is_open(module) and not self._is_decided(module, (args, kwargs)):
             return module._call_impl(*args, **kwargs)
         in_backward = backward_pass() != OUTSIDE  # where checkpoint restores ours
@@ -124,15 +128,17 @@ class Models:
             self._local.inside = False
 
     def _is_open(self, module: nn.Module) -> bool:
-        """Whether it is yet to be decided about: it is new, no longer on the meta device, or a part
-        of a converted model that is called without it."""
+        """Whether it is yet to be decided about: it is new, no longer on the meta device or in
+        other dtypes, or a part of a converted model that is called without it."""
         if module not in self._parts:
             return True
         model = self._parts[module]
         if model is None:
             return False
+        if model.left_alone == ON_META:
+            return not is_on_meta(module)
         if model.left_alone:
-            return model.left_alone == ON_META and not is_on_meta(module)
+            return model.is_in_other_dtypes and is_in_float32(model.module() or module)
         repeats = backward_pass() != OUTSIDE  # what the whole did (`checkpoint`)
         return not repeats and model.module() is not unwrapped(module)
 
@@ -144,13 +150,15 @@ class Models:
         if isinstance(module, ParametrizationList):
             return True  # no model, but a weight that is read, perhaps to be kept
         try:
+            for part in module.modules():
+                take_out_of_copy(part)
             inner = unwrapped(module)
-            if not any(p.is_floating_point() for p in _parameters(inner, given)):
+            if not any(p.is_floating_point() for p in parameters_by_now(inner, given)):
                 return False
             if why_not_at_once(getattr_static(type(inner), "forward", None)):
                 return False
             is_ready = can_capture() and not any(map(is_lazy, inner.parameters()))
-            if is_ready and not self._is_tried_out(inner) and not _is_dry_run(inner, given):
+            if is_ready and not self._is_tried_out(inner) and not is_dry_run(inner, given):
                 with self._deciding:
                     if self._is_open(module):
                         self._first_call(module, inner)
@@ -200,6 +208,7 @@ class Models:
                 model.record = record_of(inner)
             else:
                 model.left_alone = why_not(module, inner)
+                model.is_in_other_dtypes = model.left_alone == other_dtypes(inner) != ""
                 if not model.left_alone:
                     self._convert(model, inner)
         except Exception as error:
@@ -211,6 +220,9 @@ class Models:
             self._say(f"{model.name} runs in mixed precision")
 
     def _keep(self, model: Model, module: nn.Module, inner: nn.Module) -> None:
+        whole = self._parts.get(inner)
+        if whole is not None and whole.module() is not inner and model.record is not None:
+            whole.parts = (*dict.fromkeys((*whole.parts, model.name)),)
         self.seen = [*folded(m for m in self.seen if m.module() is not inner), model]
         self._parts.update(dict.fromkeys([module, *inner.modules()], model))
 
@@ -263,25 +275,3 @@ def _is_being_built() -> bool:
             if isinstance(frame.f_locals.get(code.co_varnames[0]), nn.Module):
                 return True
     return False
-
-
-def _is_dry_run(module: nn.Module, given: Any) -> bool:
-    """Whether a module that is not on the meta device is asked by Keras what sizes come of what it
-    is given, and has stand-ins for its parameters."""
-    return _are_described(given) and not is_on_meta(module)
-
-
-def _parameters(module: nn.Module, given: Any) -> Iterator[nn.Parameter]:
-    """Those that a module has by now. Keras, which lists them in a way of its own, would keep what
-    stands in for them if it were asked in a dry run."""
-    if type(module).named_parameters is not nn.Module.named_parameters and _are_described(given):
-        return (p for _, p in nn.Module.named_parameters(module))
-    return module.parameters()
-
-
-def _are_described(given: Any) -> bool:
-    """Whether there are tensors of which no more is there than what they are like."""
-    return any(
-        x.is_meta if isinstance(x, torch.Tensor) else type(x).__name__ == "KerasTensor"
-        for x in tree_leaves(given)
-    )

@@ -53,6 +53,11 @@ def other_dtypes(module: nn.Module) -> str:
     return f"its parameters are {found}" if dtypes != {torch.float32} else ""
 
 
+def is_in_float32(module: nn.Module) -> bool:
+    """Whether all of its parameters that may be are."""
+    return all(p.dtype is torch.float32 for p in module.parameters() if p.is_floating_point())
+
+
 def converted_inside(module: nn.Module) -> nn.Module | None:
     """The converted model that `torch.compile` was put around, if it was."""
     inside = below_compile(module)

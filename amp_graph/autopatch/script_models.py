@@ -31,6 +31,8 @@ class Model:
     place: the line that called it first: "train.py:12".
     record: of its conversion, while that is in place.
     left_alone: why, if it is not converted.
+    is_in_other_dtypes: whether that is why; it may be cast.
+    parts: the names of those that are models by themselves, as they were called by themselves.
     stands_for: how many models, once they are gone, or told of in one line.
     outcomes: of the loss scales of those that are gone.
     """
@@ -41,6 +43,8 @@ class Model:
     place: str = ""
     record: Record | None = None
     left_alone: str = ""
+    is_in_other_dtypes: bool = False
+    parts: tuple[str, ...] = ()
     stands_for: int = 0
     outcomes: tuple[Outcome, ...] = ()
 
@@ -132,4 +136,5 @@ def _together(one: Model, other: Model) -> Model:
         record = replace(record, runs=runs, cost=cost, scale=None)
     outcomes = (*one.scales(), *other.scales())
     number = max(1, one.stands_for) + max(1, other.stands_for)
-    return replace(one, record=record, stands_for=number, outcomes=outcomes)
+    parts = (*dict.fromkeys(one.parts + other.parts),)
+    return replace(one, record=record, parts=parts, stands_for=number, outcomes=outcomes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -38,7 +39,7 @@ from amp_graph.policy import Policy, PolicySource, as_policy
 from amp_graph.results import map_tensors
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.optimizers import attach, detach, drop_scale, use_scale
-from amp_graph.uncaptured import never_captured
+from amp_graph.uncaptured import never_captured, passed_over
 
 T = TypeVar("T")
 ById: TypeAlias = weakref.WeakValueDictionary[int, T]  # threads may add to one while others read it
@@ -51,8 +52,15 @@ class Entered(StandIn):
     def conversion(self) -> Conversion:
         raise NotImplementedError
 
+    @passed_over
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Dynamo may read these lines, for `torch.export` or to capture a model that this is in.
+        if not torch.compiler.is_dynamo_compiling():
+            copied = self.called_copy(sys._getframe(1))
+            if copied is not None:
+                if self.kept is not None:  # its `__dict__` was copied deeply
+                    self.conversion.convert_too(copied)
+                return getattr(copied, self.name)(*args, **kwargs)
         if is_exporting():
             return plain_code(self.module, self.name)(*args, **kwargs)
         ours = self.conversion
@@ -237,8 +245,9 @@ def found_conversion(model: nn.Module) -> Conversion | None:
     Raises AmpGraphError for what is no module."""
     if not isinstance(model, nn.Module):
         raise AmpGraphError(f"this is for a torch.nn.Module, not {in_brief(model)}")
-    found = unwrapped(model).__dict__.get(CALL)
-    return found if isinstance(found, Conversion) else None
+    inner = unwrapped(model)
+    found = inner.__dict__.get(CALL)
+    return found if isinstance(found, Conversion) and found.is_for(inner) else None
 
 
 def _what_to_do(model: nn.Module) -> str:

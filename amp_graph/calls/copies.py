@@ -7,20 +7,25 @@ parameters of the model itself. So
     nn.DataParallel    gets copies, on each of its GPUs in each call, that run their own code
     copy.deepcopy      gets a copy with a conversion of its own
     pickle, copy.copy  get the plain model, which loads also where this package is not installed
+    __dict__           an object that is given it, with all that is in it, is the plain model, too:
+                       what stands there for another one is taken out when the object is called
 
 Private names used here; of PyTorch, seen to work on 2.11, 2.13 and 2.15, and of Python, on 3.11
 and 3.14:
 
-    torch.nn.Module._replicate_for_data_parallel
+    torch.nn.Module._replicate_for_data_parallel, _wrapped_call_impl
     copy._reconstruct
+    what OBJECTS are called
 """
 
 from __future__ import annotations
 
 import copy
 import operator
+import sys
 import weakref
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any, Protocol
 
 from torch import nn
@@ -28,10 +33,33 @@ from torch import nn
 from amp_graph.errors import AmpGraphError
 from amp_graph.modules import CALL, Run, plain_code
 
+# What the functions that call methods of a module, which may be stood in for, call that module.
+OBJECTS = {
+    "_wrapped_call_impl": "self",
+    "deepcopy": "x",
+    "copy": "x",
+    "save": "obj",  # of pickle in Python
+    "replicate": "module",
+}
+
 
 def converted_parts(model: nn.Module) -> list[nn.Module]:
     """The modules in a model, itself apart, that are converted by themselves."""
-    return [part for part in model.modules() if part is not model and CALL in part.__dict__]
+    parts = (part for part in model.modules() if part is not model)
+    return [part for part in parts if CALL in part.__dict__ and not is_copy(part)]
+
+
+def is_copy(module: nn.Module) -> bool:
+    """Whether it was given the `__dict__` of a converted model, and is none itself."""
+    entry = module.__dict__.get(CALL)
+    return isinstance(entry, StandIn) and not entry.is_for(module)
+
+
+def take_out_of_copy(module: nn.Module) -> None:
+    """It is to run its own code, and not what stands in front of another's."""
+    for name, entry in list(module.__dict__.items()):
+        if isinstance(entry, StandIn) and not entry.is_for(module):
+            del module.__dict__[name]
 
 
 class StandIn:
@@ -56,6 +84,25 @@ class StandIn:
                 f"or convert what has its __dict__ now"
             )
         return module
+
+    def is_for(self, module: nn.Module) -> bool:
+        return self._module() is module
+
+    def leave_copy(self, module: nn.Module) -> None:
+        """`take_out_of_copy`, for Dynamo, which captures a call of such a module."""
+        take_out_of_copy(module)
+
+    def called_copy(self, caller: FrameType) -> nn.Module | None:
+        """The module whose method is called in a frame, if it is not the one that this stands in
+        for, but was given its `__dict__`. From now on it has methods of its own."""
+        name = OBJECTS.get(caller.f_code.co_name)
+        called = None if name is None else caller.f_locals.get(name)
+        if called is None or called is self._module():
+            return None
+        if not isinstance(called, nn.Module) or called.__dict__.get(self.name) is not self:
+            return None
+        take_out_of_copy(called)
+        return called
 
     def __reduce__(self) -> Any:
         """Pickled or copied where `Reduce` did not leave it out, without the model, say, it is what
@@ -98,6 +145,8 @@ class Replicate(StandIn):
     name = "_replicate_for_data_parallel"
 
     def __call__(self) -> nn.Module:
+        if (copied := self.called_copy(sys._getframe(1))) is not None:
+            return copied._replicate_for_data_parallel()  # type: ignore[no-any-return]
         replica: nn.Module = getattr(type(self.module), self.name)(self.module)
         take_out(replica)
         replica.__dict__[CALL] = _converted(self.module).of_copy(plain_code(replica))
@@ -115,6 +164,8 @@ class DeepCopy(StandIn):
         return getattr(type(self.module), self.name)
 
     def __call__(self, memo: dict[int, Any]) -> Any:
+        if (other := self.called_copy(sys._getframe(1))) is not None:
+            return copy.deepcopy(other, memo)
         module, kind = self.module, type(self.module)
         entries = [entry for entry in module.__dict__.values() if isinstance(entry, StandIn)]
         memo.update((id(entry), entry) for entry in entries)  # no copies of these
@@ -139,6 +190,8 @@ class Reduce(StandIn):
     name = "__reduce_ex__"
 
     def __call__(self, protocol: int) -> Any:
+        if (copied := self.called_copy(sys._getframe(1))) is not None:
+            return copied.__reduce_ex__(protocol)
         return _plain(type(self.module).__reduce_ex__(self.module, protocol))
 
 

@@ -33,6 +33,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 from amp_graph.capture.breaks import MODEL, in_other_words
+from amp_graph.dynamo_changes.recapture_reasons import OF_OTHERS
 
 PACKAGE = Path(__file__).parents[1]
 MAX_CAPTURES = 16  # so many calls that captured something, and are not repaid, are too many
@@ -41,6 +42,7 @@ SOME, LONG = 8, 30.0  # so many of those, and seconds of capturing, are worth a 
 RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
 # What Dynamo calls the code behind a break.
 RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
+GUARD = re.compile(r"\d+/\d+: (.*?)(?:\s+#.*# (\S+:\d+ in \S+).*)?$", re.MULTILINE)
 AS_EVER = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
 _numbers = itertools.count()
 _left: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()  # and why
@@ -191,11 +193,12 @@ class Frames:
 
 
 def _failed_guard() -> str:
-    """Of the newest of those that the last capture found, if there were any."""
+    """Of the newest of those that the last capture found, if there were any. That another model was
+    captured before is none."""
     metrics = get_compilation_metrics()
     reason = metrics[-1].recompile_reason if metrics else None
-    found = re.match(r"\d+/\d+: (.*?)(?:\s+#.*# (\S+:\d+ in \S+).*)?$", reason or "", re.MULTILINE)
-    if found is None:
+    found = GUARD.match(reason or "")
+    if found is None or OF_OTHERS in found[1]:
         return ""
     guard, line = found.groups()
     return f"`{guard}` ({line.rpartition('/')[2]})" if line else f"`{guard}`"

@@ -8,6 +8,7 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     torch._C._functorch.peek_interpreter_stack, get_interpreter_stack
                                              whether a functorch transform is active, and which
     torch._C._get_tracing_state              whether `torch.jit.trace` is at work
+    torch.jit._trace._check_trace            by which that compares its result with the model
     torch.fx._symbolic_trace._is_fx_tracing_flag, _get_is_fx_tracing since 2.14
                                              whether `torch.export` or `make_fx` is
     is_fx_symbolic_tracing                   the same, in the closure of what Dynamo wraps
@@ -21,7 +22,9 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +33,7 @@ from torch import fx
 from torch._C._functorch import TransformType
 from torch._guards import CompileContext
 from torch.autograd import forward_ad
+from torch.jit import _trace
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 # Before torch 2.14 there is a flag of the process instead.
@@ -72,10 +76,40 @@ def wants_plain_code() -> bool:
     """Whether what runs now is to be the model's own code in its own precision: `torch.jit.trace`,
     `torch.export` or `make_fx` makes a program of it, and `torch.func.grad` under autocast fails in
     many a backward."""
-    if torch._C._get_tracing_state() is not None or _is_fx_tracing():
+    if torch._C._get_tracing_state() is not None:
+        _compare_plain_code()
+        return True
+    if _own.is_checking or _is_fx_tracing():
         return True
     stack = torch._C._functorch.get_interpreter_stack()
     return stack is not None and any(i.key() == TransformType.Grad for i in stack)
+
+
+class _OfThread(threading.local):
+    is_checking = False  # whether `torch.jit.trace` compares with the model what it has traced
+
+
+_own = _OfThread()
+
+
+def _compare_plain_code() -> None:
+    """Have `torch.jit.trace`, which is at work and gets plain code, compare that with plain code: a
+    difference of precision is none of what it traced. In place until it has."""
+    check: Any = getattr(_trace, "_check_trace", None)
+    if check is None or _own.is_checking or hasattr(check, "of_plain_code"):
+        return
+
+    @functools.wraps(check)
+    def of_plain_code(*args: Any, **kwargs: Any) -> Any:
+        _trace._check_trace = check
+        before, _own.is_checking = _own.is_checking, True
+        try:
+            return check(*args, **kwargs)
+        finally:
+            _own.is_checking = before
+
+    of_plain_code.of_plain_code = True  # type: ignore[attr-defined]
+    _trace._check_trace = of_plain_code
 
 
 def _is_fx_tracing() -> bool:

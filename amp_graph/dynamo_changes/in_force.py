@@ -35,6 +35,7 @@ from amp_graph.dynamo_changes import (
     clamped_branches,
     containers,
     context_variables,
+    copied_dicts,
     dead_graphs,
     default_functions,
     disabled_functions,
@@ -52,6 +53,7 @@ from amp_graph.dynamo_changes import (
     no_generators,
     output_hooks,
     own_dicts,
+    recapture_reasons,
     recurrent_layers,
     repeated_hooks,
     retained_gradients,
@@ -108,6 +110,7 @@ CHANGES: tuple[Change, ...] = (  # of one method, the later is asked first
     *namespaces.CHANGES,
     *hidden_names.CHANGES,
     *own_dicts.CHANGES,
+    *copied_dicts.CHANGES,
     *absent_names.CHANGES,
     *containers.CHANGES,
     *bound_methods.CHANGES,
@@ -121,6 +124,7 @@ CHANGES: tuple[Change, ...] = (  # of one method, the later is asked first
     *default_functions.CHANGES,
     *settled_once.CHANGES,
     *dead_graphs.CHANGES,
+    *recapture_reasons.CHANGES,
     *disabled_functions.CHANGES,
 )
 CONTEXTS: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
