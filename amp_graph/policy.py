@@ -8,7 +8,6 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -227,19 +226,6 @@ def as_policy(policy: PolicySource) -> Policy:
     if isinstance(policy, Policy):
         return policy
     return Policy(dtype=policy)
-
-
-_in_use: list[weakref.ref[Policy]] = []
-
-
-def one_for_all(policy: Policy) -> Policy:
-    """The same object for all policies that are equal, for as long as one of them is in use."""
-    _in_use[:] = [reference for reference in _in_use if reference() is not None]
-    for reference in _in_use:
-        if (known := reference()) is not None and known == policy:
-            return known
-    _in_use.append(weakref.ref(policy))
-    return policy
 
 
 def _either(legal: Iterable[str]) -> str:

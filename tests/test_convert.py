@@ -12,7 +12,7 @@ from nets import Net, low_share
 from torch import fx, nn
 
 import amp_graph
-from amp_graph import AmpGraphError, ConversionWarning, PlanError, Policy
+from amp_graph import ConversionWarning, Policy
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -53,20 +53,6 @@ def test_converting_twice_says_so_and_changes_nothing() -> None:
     with pytest.warns(ConversionWarning, match="converted already"):
         amp_graph.convert(model, policy="float16")
     assert model.__dict__["_call_impl"] is slot
-
-
-def test_of_a_model_that_is_converted_plan_and_inputs_are_checked_and_told_of(tmp_path) -> None:
-    model, x = amp_graph.convert(Net()), torch.randn(4, 8)
-    with pytest.raises(PlanError, match="cannot be read"):
-        amp_graph.convert(model, plan=tmp_path / "none.json")
-    with pytest.raises(AmpGraphError, match="a batch is a tensor"):
-        amp_graph.convert(model, example_inputs=object())
-    with pytest.warns(ConversionWarning, match="methods. Not used: example_inputs$"):
-        amp_graph.convert(model, example_inputs=x)
-    assert not amp_graph.plans(model)
-    model(x)
-    with pytest.warns(ConversionWarning, match="methods. Not used: plan and example_inputs$"):
-        amp_graph.convert(model, plan=amp_graph.plans(model), example_inputs=x)
 
 
 def test_example_inputs_capture_at_once_and_leave_buffers_alone() -> None:

@@ -15,6 +15,7 @@ from amp_graph import (
     ConversionWarning,
     LossScale,
     Override,
+    PlanError,
     Policy,
     PolicyError,
 )
@@ -255,3 +256,17 @@ def test_methods_and_parts_of_what_cannot_be_called_are_converted(recwarn) -> No
     called.forward = called.forward  # type: ignore[method-assign]
     amp_graph.convert(called, policy="bfloat16")
     assert not recwarn.list
+
+
+def test_of_a_model_that_is_converted_plan_and_inputs_are_checked_and_told_of(tmp_path) -> None:
+    model, x = amp_graph.convert(Net()), torch.randn(4, 8)
+    with pytest.raises(PlanError, match="cannot be read"):
+        amp_graph.convert(model, plan=tmp_path / "none.json")
+    with pytest.raises(AmpGraphError, match="a batch is a tensor"):
+        amp_graph.convert(model, example_inputs=object())
+    with pytest.warns(ConversionWarning, match="methods. Not used: example_inputs$"):
+        amp_graph.convert(model, example_inputs=x)
+    assert not amp_graph.plans(model)
+    model(x)
+    with pytest.warns(ConversionWarning, match="methods. Not used: plan and example_inputs$"):
+        amp_graph.convert(model, plan=amp_graph.plans(model), example_inputs=x)

@@ -275,3 +275,20 @@ def test_sizes_that_depend_on_data_are_explained_without_tracebacks() -> None:
         log.removeHandler(records)
     assert "100% of FLOPs" in text
     assert not records.buffer
+
+
+def test_names_of_modules_do_not_move_the_cursor() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("a\nb\x1b[31m", nn.Linear(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.children():
+                x = layer(x)
+            return x
+
+    model = amp_graph.convert(Odd(), policy="bfloat16")
+    model(torch.randn(4, 8))
+    for text in (amp_graph.render(amp_graph.plans(model)[0]), str(amp_graph.explain(model))):
+        assert "\x1b" not in text and r"a\nb\x1b[31m" in text

@@ -180,15 +180,10 @@ class CapturedCalls:
             return
         if (why := self._frames.why_too_many()) is not None:
             self._run_own_code(why, "is no longer captured")
-        elif (too_small := self._graphs.why_too_small(runs, self._is_low_between)) is not None:
+        elif (too_small := self._graphs.why_too_small(runs, self._between)) is not None:
             self._leave_small_graphs(too_small)
         elif (slow := self._frames.why_so_slow()) is not None:
             warn(f"{self._entry.name} {slow}")
-
-    @property
-    def _is_low_between(self) -> bool:
-        """Whether code between graphs runs under autocast."""
-        return self._between is not None and self._record.plans[self._between].autocast
 
     def _run_own_code(self, why: tuple[str, str], what: str, at_once: bool = False) -> None:
         """From now on."""

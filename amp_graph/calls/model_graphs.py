@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from amp_graph.custom_functions import behind_functions
 from amp_graph.errors import warn
 from amp_graph.ir import Plan
 from amp_graph.modules import Entry, autocast_devices, has_backward_hooks, without_autocast
-from amp_graph.policy import one_for_all
+from amp_graph.policy import Policy
 
 # Graphs in a call, and operators in a graph: so many of fewer take longer than under autocast
 # (scripts/call_overhead.py --calls 20). Half of that where only those in graphs count in which
@@ -93,12 +94,13 @@ class ModelGraphs:
     def settings(self) -> Mapping[str, Any]:
         return self.hooks.settings()
 
-    def why_too_small(self, runs: int, is_low_between: bool) -> str | None:
+    def why_too_small(self, runs: int, between: int | None) -> str | None:
         """Why the graphs are too small to be worth entering, in a call in which `runs` of them ran
         (those of a detector's boxes, say, in which nothing is low); else None.
 
-        is_low_between: whether code between them runs under autocast. If nothing is low there nor
-            in a graph, the model is in float32 for a reason, and is left as it is.
+        between: where the record has the code between them, which may run under autocast. If
+            nothing is low there nor in a graph, the model is in float32 for a reason, and is left
+            as it is.
 
         Told once, since they are entered for all that where the model's own code fails under
         autocast; and not told where hooks would have that code run in float32.
@@ -112,6 +114,7 @@ class ModelGraphs:
         entered = counts.total()
         total = sum(n * _operators(plans[i]) for i, n in counts.items())
         low = sum(n * _operators(plans[i]) for i, n in counts.items() if _has_low(plans[i]))
+        is_low_between = between is not None and plans[between].autocast
         is_worth_it = total >= FEW * entered and low >= FEW_LOW * entered
         if is_worth_it or not (low or is_low_between) or has_backward_hooks(self.module):
             return None
@@ -168,3 +171,16 @@ def _has_low(plan: Plan) -> bool:
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+_in_use: list[weakref.ref[Policy]] = []
+
+
+def one_for_all(policy: Policy) -> Policy:
+    """The same object for all policies that are equal, for as long as one of them is in use."""
+    _in_use[:] = [reference for reference in _in_use if reference() is not None]
+    for reference in _in_use:
+        if (known := reference()) is not None and known == policy:
+            return known
+    _in_use.append(weakref.ref(policy))
+    return policy
