@@ -157,14 +157,6 @@ class Policy:
         """Whether it says of parts of a model what they are to run in, as autocast would not."""
         return bool(self.keep_float32 or self.overrides)
 
-    def allows_less(self) -> bool:
-        """Whether it takes operators off the allow list, which autocast would not know."""
-        if self.lists is None and not self.removed:
-            return False
-        own, shipped = self.load_lists(), load_lists().entries
-        found = (own.lookup(name) for name, e in shipped.items() if e.color is Color.ALLOW)
-        return any(listing is None or listing.color is not Color.ALLOW for listing in found)
-
     @property
     def keeps_weights(self) -> bool:
         """Whether low-precision weights are kept until a change is seen."""

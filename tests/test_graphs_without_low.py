@@ -87,3 +87,26 @@ def test_what_is_to_be_in_float32_stays_there(
     for _ in range(4):
         assert torch.equal(model(x), plain(x))
     assert not any("no longer captured" in str(w.message) for w in recwarn.list)
+
+
+class BehindOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    @torch._dynamo.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("removed", "share"), [("convolution", 1), ("linear", 0), ("addmm", 0), ("conv2d", 0)]
+)
+def test_what_ran_between_graphs_tells_whether_autocast_does_as_the_policy(
+    removed: str, share: float, recwarn
+) -> None:
+    """Of operators that PyTorch takes apart, as `conv2d`, nobody sees whether they ran."""
+    policy = Policy("bfloat16", removed=(("allow", removed),))
+    model, x = amp_graph.convert(BehindOne(), policy=policy), torch.randn(4, 8)
+    model(x)
+    assert low_share(model, x) == share

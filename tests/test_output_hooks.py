@@ -66,3 +66,20 @@ def test_one_that_is_taken_off_is_seen() -> None:
     handle.remove()
     model(input_ids=TOKENS, output_hidden_states=True)
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("how", ["another", "deepcopy", "again"])
+def test_hooks_that_come_after_those_are_seen_by_a_model_that_is_alike(how: str) -> None:
+    """It was called before by graphs of the first one, which look for no hooks."""
+    first = amp_graph.convert(llama(), policy="bfloat16")
+    first(input_ids=TOKENS)
+    if how == "deepcopy":
+        model = copy.deepcopy(first)
+    elif how == "again":
+        model = amp_graph.convert(amp_graph.restore(first), policy="bfloat16")
+    else:
+        model = amp_graph.convert(llama(), policy="bfloat16")
+    model(input_ids=TOKENS)
+    model(input_ids=TOKENS, output_hidden_states=True)
+    model.lm_head.register_forward_hook(lambda _, __, y: y * 0)
+    assert not model(input_ids=TOKENS).logits.any()

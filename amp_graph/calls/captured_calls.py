@@ -151,9 +151,8 @@ class CapturedCalls:
         """Run the code between graphs under autocast if it did what belongs in low precision; the
         first graph without, if it is in front of that: what Dynamo records under autocast may ask
         for a low precision, as `x.to(y.dtype)`, which the model does not."""
-        if not watch.found or self._policy.names_parts or self._policy.allows_less():
-            return
-        if not self._watches.end():
+        knows_more = self._policy.names_parts or watch.takes_off  # than autocast
+        if not watch.found or knows_more or not self._watches.end():
             return
         found = ", ".join(sorted(watch.found))
         reason = f"code between graphs ({found}) is not captured"

@@ -91,8 +91,8 @@ class ModelGraphs:
         finally:
             self.own.behind_first = before
 
-    def settings(self) -> Mapping[str, Any]:
-        return self.hooks.settings()
+    def settings(self, is_first: bool) -> Mapping[str, Any]:
+        return self.hooks.settings(is_first)
 
     def why_too_small(self, runs: int, between: int | None) -> str | None:
         """Why the graphs are too small to be worth entering, in a call in which `runs` of them ran

@@ -3,6 +3,7 @@
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
     torch.utils._python_dispatch._get_current_dispatch_mode_stack, _pop_mode_temporarily
+    torch._C._dispatch_has_kernel_for_dispatch_key
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from amp_graph.capture.dynamo import is_of_capture, is_of_graph
 from amp_graph.capture.surroundings import can_watch
 from amp_graph.ir import Color
-from amp_graph.oplists import OpLists
+from amp_graph.oplists import OpLists, load_lists
 
 
 class Outside(TorchDispatchMode):
@@ -30,6 +31,7 @@ class Outside(TorchDispatchMode):
     Python code that Dynamo left between two graphs, say a recurrent layer on packed sequences.
 
     in_front: whether some ran before any graph.
+    takes_off: whether some may have run that the shipped lists allow, and these do not.
     adds_hooks: whether modules of the model have more hooks after the call than before.
     """
 
@@ -39,6 +41,7 @@ class Outside(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[str] = set()
         self.in_front = self.adds_hooks = False
+        self.takes_off = _hides_one(lists)
         self.met_sparse = False
         self._has_paused = False
         self._lists = lists
@@ -71,12 +74,41 @@ class Outside(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if not self._inside:
-            listing = self._lists.lookup(func)
-            if listing is not None and listing.color is Color.ALLOW and _has_float32(args):
-                self.found.add(str(func))
-                self.in_front |= not self._has_paused
+            if _has_float32(args):
+                self._note(func)
             self.met_sparse = self.met_sparse or _has_sparse(args)
         return func(*args, **(kwargs or {}))
+
+    def _note(self, func: Any) -> None:
+        if _is_allowed(func, self._lists):
+            self.found.add(str(func))
+            self.in_front |= not self._has_paused
+        elif _is_allowed(func, load_lists()):
+            self.takes_off = True
+
+
+def _is_allowed(operator: Any, lists: OpLists) -> bool:
+    listing = lists.lookup(operator)
+    return listing is not None and listing.color is Color.ALLOW
+
+
+def _hides_one(lists: OpLists) -> bool:
+    """Whether one that the shipped lists allow, and these do not, is taken apart before a mode
+    could see it, as `linear` is."""
+    shipped = load_lists()
+    allowed = (name for name, listing in shipped.entries.items() if listing.color is Color.ALLOW)
+    taken_off = (name for name in allowed if lists is not shipped and not _is_allowed(name, lists))
+    return any(map(_is_taken_apart, taken_off))
+
+
+def _is_taken_apart(name: str) -> bool:
+    namespace, packet = name.split(".")[:2]
+    found = getattr(getattr(torch.ops, namespace), packet, None)  # of a library not loaded, none
+    overloads: list[str] = getattr(found, "overloads", list)()  # nor of a higher-order operator
+    schemas = [getattr(found, each)._schema for each in overloads]
+    asked = (f"{s.name}.{s.overload_name}" if s.overload_name else s.name for s in schemas)
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return any(has_kernel(each, "CompositeImplicitAutograd") for each in asked)
 
 
 class Watches:

@@ -148,8 +148,9 @@ class Called(Protocol):
     def module(self) -> nn.Module:
         """The model itself."""
 
-    def settings(self) -> Mapping[str, Any]:
-        """Of Dynamo, other than SETTINGS, for a capture that begins now."""
+    def settings(self, is_first: bool) -> Mapping[str, Any]:
+        """Of Dynamo, other than SETTINGS, for a capture that begins now. `is_first`: of what was
+        captured before, nothing is in use."""
 
     def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
         """What is made of a graph for all models that are called by it."""
@@ -203,7 +204,8 @@ class Captures:
         if is_first and not caller.may_capture():
             raise GuardsFail
         called = caller.called
-        chosen = {**SETTINGS, **self._own, **called.settings(), **self._logs.settings()}
+        own = {**self._own, **called.settings(is_first and not self.entered)}
+        chosen = {**SETTINGS, **own, **self._logs.settings()}
         before = _now.frame
         ids = called.policy_id, id(called.module)
         _now.frame = Frame(*ids, is_first, own_regions.is_in_region())

@@ -13,7 +13,7 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     torch._dynamo.exc.TorchDynamoException, FailOnRecompileLimitHit
     torch._dynamo.types.ConvertFrameReturn   what it says of a frame
     torch._C._len_torch_dispatch_stack       whether there are dispatch modes
-    torch._C._dynamo.eval_frame.set_code_exec_strategy, _FrameAction, _FrameExecStrategy
+    torch._C._dynamo.eval_frame._FrameAction, _FrameExecStrategy
                                              what is left to Python with all that it calls
     torch.utils.checkpoint._CheckpointedFunction            (since 2.14) so is a decorated function
 """
@@ -32,12 +32,7 @@ from typing import Any
 import torch
 import torch._dynamo.config as dynamo_config
 from torch import fx, nn
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    reset_code,
-    set_code_exec_strategy,
-)
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, reset_code
 from torch._dynamo import convert_frame, disallow_in_graph
 from torch._dynamo.eval_frame import cached_backends
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -62,13 +57,11 @@ if torch.__version__ < "2.13":
     # graph there; so does this one now.
     disallow_in_graph(torch._VF._pad_packed_sequence)
 
-if hasattr(checkpoint, "_CheckpointedFunction"):  # `@checkpoint(use_reentrant=False)`, since 2.14
-    # What it calls would be captured, which a backward pass, that runs it again, does not do. So
-    # PyTorch has it for `checkpoint` itself.
-    set_code_exec_strategy(
-        checkpoint._CheckpointedFunction.__call__.__code__,
-        _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP),
-    )
+# `@checkpoint(use_reentrant=False)`, since 2.14: what it calls is not captured, as a backward pass,
+# which runs it again, captures nothing. PyTorch has it so for `checkpoint` itself.
+DECORATED = getattr(checkpoint, "_CheckpointedFunction", None)
+DECORATED_CALL = None if DECORATED is None else DECORATED.__call__.__code__
+WITH_ALL_IT_CALLS = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 SHARDED: type | None = None  # not every build of PyTorch has torch.distributed
 if torch.distributed.is_available():
@@ -233,6 +226,8 @@ def _inside_of(capturing: Capturing, capture: Callable[..., Any]) -> Callable[..
     def capture_inside(frame: Any, *args: Any, **kwargs: Any) -> Any:
         if is_coroutine(frame.f_code):
             return ConvertFrameReturn()  # which leaves it alone
+        if frame.f_code is DECORATED_CALL:
+            return ConvertFrameReturn(WITH_ALL_IT_CALLS, apply_to_code=False)
         with capturing(frame.f_code) as attempt:
             result = capture(frame, *args, **kwargs)
             attempt.is_left = result.guarded_code is None

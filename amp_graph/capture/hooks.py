@@ -3,8 +3,8 @@
 Its guards look for them in each module at each call: 13 % of a forward pass of 32 tiny layers. That
 the first one has come is seen from less: PyTorch numbers the handles of all hooks, of whatever
 kind. From then on they are guarded, so that others that come, and those that go, are seen as well.
-In the first capture of all they may come from the model's own code: it has guards, which Dynamo
-makes at its end. Hooks for all modules have no guards.
+They may come from the model's own code, as its first call is captured: that has guards, which
+Dynamo makes at its end. Hooks for all modules have no guards.
 
 Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
 
@@ -41,19 +41,19 @@ class Hooks:
         self._for_all: tuple[int, ...] = ()  # the handles of hooks for all modules
         self._are_there = False  # any, or were
         self._are_guarded = False
-        self._begun = 0  # captures
+        self._is_first = False  # the capture that runs: nothing else, without guards, is in use
         self._calls_others = False  # modules that are no part of the model
 
-    def settings(self) -> Mapping[str, Any]:
+    def settings(self, is_first: bool) -> Mapping[str, Any]:
         """Of Dynamo, for a capture that begins now: of a module with hooks that was put into the
-        model, it may be."""
-        self._begun += 1
+        model, it may be. `is_first`: nothing that was captured before is in use."""
+        self._is_first = is_first
         self._are_there |= self._has_any()
         return {"skip_nnmodule_hook_guards": not self._are_there}
 
     def guard_new(self) -> None:
         """Within a capture, before it has guards: those that it has brought, if it is the first."""
-        if self._begun == 1 and not self._are_there and self._has_any():
+        if self._is_first and not self._are_there and self._has_any():
             dynamo_config.skip_nnmodule_hook_guards = False
             self._are_there = self._are_guarded = True
 

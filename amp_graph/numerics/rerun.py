@@ -84,7 +84,7 @@ class Rerun:
     def module(self) -> nn.Module:
         return self.model
 
-    def settings(self) -> Mapping[str, Any]:
+    def settings(self, is_first: bool) -> Mapping[str, Any]:
         return {}
 
     def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Built:
