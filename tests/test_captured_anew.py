@@ -283,4 +283,5 @@ def test_what_was_captured_of_another_model_is_no_change() -> None:
         model(X)
         assert not calls._frames.changed
         model(X)
-        assert "self.seen" in calls._frames.changed
+        if torch.__version__ >= "2.13":  # before, Dynamo hands over what it has in a linked list
+            assert "self.seen" in calls._frames.changed

@@ -7,7 +7,7 @@
 Dynamo tells the first reason that it finds, though what it had captured of the same code for
 another callback could not be of use anyhow.
 
-Private names of PyTorch used here; of a version that lacks them all reasons are told:
+Private names of PyTorch used here; where they are otherwise, as before 2.13, all reasons count:
 
     torch._dynamo.convert_frame.get_and_maybe_log_recompilation_reasons
     CacheEntry.backend                                          the callback
