@@ -276,6 +276,9 @@ class Behind(nn.Module):
         return self.layer(x)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="Dynamo hands over what it has in a linked list"
+)
 def test_what_was_captured_of_another_model_is_no_change() -> None:
     for dtype in ("bfloat16", "float16"):
         model = amp_graph.convert(Behind(), policy=dtype)
@@ -283,5 +286,4 @@ def test_what_was_captured_of_another_model_is_no_change() -> None:
         model(X)
         assert not calls._frames.changed
         model(X)
-        if torch.__version__ >= "2.13":  # before, Dynamo hands over what it has in a linked list
-            assert "self.seen" in calls._frames.changed
+        assert "self.seen" in calls._frames.changed
