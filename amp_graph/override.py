@@ -15,7 +15,6 @@ from amp_graph.operator_names import (
     close_operator,
     dotted,
     full_name,
-    has_namespace,
     known_names,
     spellings,
 )
@@ -85,15 +84,14 @@ class Override:
 
 
 def check_operator(op: str, given: str, known: Names) -> None:
-    """Refuse an operator that no node can have; other libraries may be registered later. Raises
-    PolicyError about what was `given`."""
+    """Refuse an operator that no node can have; those of other libraries may be registered later.
+    Raises PolicyError about what was `given`."""
     namespace, dot, _ = op.partition(".")
-    is_there = namespace != "higher_order" and has_namespace(namespace, known)  # which come later
-    is_missing = (is_there or namespace in PYTHON) and op not in known
+    is_missing = namespace in ("aten", *PYTHON) and op not in known
     is_bare = not dot and f"higher_order.{op}" not in known
     if is_missing or is_bare:
         last = op.rpartition(".")[2].lower()
-        name = op if is_there else f"aten.{last}"
+        name = op if namespace == "aten" else f"aten.{last}"
         raise PolicyError(
             f"{given}: torch {torch.__version__} has no operator of this name."
             f"{close_operator(name, known)}"

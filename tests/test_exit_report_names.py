@@ -166,7 +166,7 @@ def test_models_of_a_search_are_in_one_line_if_they_are_many(tmp_path: Path, num
         assert len(lines) == 3
         return
     (line,) = lines
-    assert line.startswith("amp_graph: Sequential (5, not all alike): 30 of 30 operators in bfloat")
+    assert line.startswith("amp_graph: Sequential (5, not all alike): 30 of 30 operators on bfloat")
     assert "in 10 runs of 5 graphs" in line
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import amp_graph
 from amp_graph import Override, Policy
 from amp_graph.__main__ import main
-from amp_graph.errors import ListError, PolicyError
+from amp_graph.errors import ListError
 from amp_graph.operator_names import close_operator, known_names
 
 X = torch.randn(4, 8)
@@ -102,8 +102,6 @@ def test_an_operator_of_another_library_goes_by_its_name_in_the_dispatcher(recwa
             with torch.no_grad():
                 model(X)
             assert "shift" in amp_graph.plans(model)[0].low, options
-        with pytest.raises(PolicyError, match=r"'amp_graph_test::shft'.*'amp_graph_test.shift'"):
-            Override("allow", op="amp_graph_test::shft")
         assert main(["lists", "amp_graph_test::shift"]) == 1
     (warned,) = recwarn.list
     assert "Override(op='amp_graph_tests.shift') names no node of" in str(warned.message)

@@ -165,7 +165,7 @@ def test_a_script_trains_in_float16_with_its_gradients_scaled(
     )
     check(name, low, in_float32(name))
     model = low.report["models"][0]
-    assert model["dtype"] == "torch.float16"
+    assert model["dtype"] == "float16"
     assert model["steps_skipped"] == skips
     first = 2.0**16 if scale == "dynamic" else float(scale)
     assert model["loss_scale"] == first / 2**skips
