@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
+import networkx as nx
 import torch
 from torch import fx
 
@@ -15,7 +18,7 @@ from amp_graph.graphs.aten import (
     tensors_of,
 )
 from amp_graph.graphs.grad_modes import recorded_nodes
-from amp_graph.ir import Level, Plan
+from amp_graph.ir import Level, NodeFacts, Paint, Plan
 from amp_graph.oplists import OpLists
 from amp_graph.passes.annotate import annotate
 from amp_graph.passes.emit import emit
@@ -49,10 +52,8 @@ def rewrite(
     body_plans = {name: plan for name, (_, plan) in bodies.items()}
     refused: frozenset[str] = frozenset()
     while True:
-        paints = paint(facts, flow, lists, policy, dtype, refused=refused)
+        fresh, paints = painted(facts, flow, lists, policy, dtype, pins, refused)
         if pins is not None:
-            saved = pinned(paints, pins)
-            fresh, paints = paints, paint(facts, flow, lists, policy, dtype, saved, refused)
             check_honoured(paints, fresh, pins, facts)
         low = place_casts(facts, flow, paints)
         emitted = emit(captured, facts, paints, low, dtype, lists, new_bodies)
@@ -62,6 +63,22 @@ def rewrite(
     plan = Plan(dtype, facts, paints, low, emitted.casts, body_plans)
     verify(captured, emitted.module, plan)
     return emitted.module, plan
+
+
+def painted(
+    facts: Mapping[str, NodeFacts],
+    flow: nx.DiGraph,
+    lists: OpLists,
+    policy: Policy,
+    dtype: torch.dtype,
+    pins: Pins | None,
+    refused: Collection[str],
+) -> tuple[Mapping[str, Paint], Mapping[str, Paint]]:
+    """The colours without the decisions of a saved plan, and with them."""
+    fresh = paint(facts, flow, lists, policy, dtype, refused=refused)
+    if pins is None:
+        return fresh, fresh
+    return fresh, paint(facts, flow, lists, policy, dtype, pinned(fresh, pins), refused)
 
 
 def split_where_wide(captured: fx.GraphModule, policy: Policy, lists: OpLists) -> fx.GraphModule:

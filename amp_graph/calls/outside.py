@@ -3,7 +3,7 @@
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
     torch.utils._python_dispatch._get_current_dispatch_mode_stack, _pop_mode_temporarily
-    torch._C._dispatch_has_kernel_for_dispatch_key
+    torch._C.DispatchKey, OpOverload.has_kernel_for_dispatch_key
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import torch
+from torch._C import DispatchKey
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -24,6 +25,8 @@ from amp_graph.capture.dynamo import is_of_capture, is_of_graph
 from amp_graph.capture.surroundings import can_watch
 from amp_graph.ir import Color
 from amp_graph.oplists import OpLists, load_lists
+
+TAKEN_APART = DispatchKey.CompositeImplicitAutograd
 
 
 class Outside(TorchDispatchMode):
@@ -95,20 +98,17 @@ def _is_allowed(operator: Any, lists: OpLists) -> bool:
 def _hides_one(lists: OpLists) -> bool:
     """Whether one that the shipped lists allow, and these do not, is taken apart before a mode
     could see it, as `linear` is."""
-    shipped = load_lists()
+    if lists is (shipped := load_lists()):
+        return False
     allowed = (name for name, listing in shipped.entries.items() if listing.color is Color.ALLOW)
-    taken_off = (name for name in allowed if lists is not shipped and not _is_allowed(name, lists))
-    return any(map(_is_taken_apart, taken_off))
+    return any(_is_taken_apart(name) for name in allowed if not _is_allowed(name, lists))
 
 
 def _is_taken_apart(name: str) -> bool:
     namespace, packet = name.split(".")[:2]
     found = getattr(getattr(torch.ops, namespace), packet, None)  # of a library not loaded, none
     overloads: list[str] = getattr(found, "overloads", list)()  # nor of a higher-order operator
-    schemas = [getattr(found, each)._schema for each in overloads]
-    asked = (f"{s.name}.{s.overload_name}" if s.overload_name else s.name for s in schemas)
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return any(has_kernel(each, "CompositeImplicitAutograd") for each in asked)
+    return any(getattr(found, each).has_kernel_for_dispatch_key(TAKEN_APART) for each in overloads)
 
 
 class Watches:

@@ -16,14 +16,14 @@ from functools import cached_property
 import networkx as nx
 import torch
 
+from amp_graph.backend.rewrite import painted
 from amp_graph.flow import flow_graph
 from amp_graph.inspection.annotated import AnnotatedGraph
 from amp_graph.inspection.source import AnnotatedModel
 from amp_graph.ir import NodeFacts, Paint, Plan
 from amp_graph.oplists import OpLists
-from amp_graph.passes.paint import paint
 from amp_graph.passes.place_casts import CAST_BYTES, needs_cast, place_casts
-from amp_graph.plans.pins import Pins, pinned, pins_for
+from amp_graph.plans.pins import Pins, pins_for
 from amp_graph.policy import Policy
 
 Facts = Mapping[str, NodeFacts]
@@ -68,8 +68,7 @@ class Trials:
         self.painted = 0
         self._parts: list[_Part] = []
         for graph, plan in zip(model.after, model.plans, strict=False):
-            has_pins = model.saved is not None and plan.facts
-            pins = pins_for(model.saved, plan) if model.saved is not None and has_pins else None
+            pins = pins_for(model.saved, plan) if model.saved and plan.facts else None
             self._parts += _parts(graph, plan, pins)
 
     @property
@@ -167,10 +166,7 @@ class _Part:
         dtype = _other(plan.dtype) if then.in_other_dtype else plan.dtype
         refused = [n for n, p in plan.paints.items() if p.rule == "no kernel"]
         seen = () if then.in_other_dtype else refused
-        paints = paint(facts, flow, then.lists, policy, dtype, refused=seen)
-        if self.pins is not None:
-            saved = pinned(paints, self.pins)
-            paints = paint(facts, flow, then.lists, policy, dtype, saved, seen)
+        _, paints = painted(facts, flow, then.lists, policy, dtype, self.pins, seen)
         low = place_casts(facts, flow, paints)
         return low, _cast_bytes(facts, flow, paints, low)
 
