@@ -62,6 +62,16 @@ def recomputed(products: MatmulCounter) -> int:
     return sum(n for (name, _), n in products.backward.items() if name == "addmm")
 
 
+def assert_all_low_and_alike(of_model: Any, of_plain: Any) -> None:
+    """Of what `trained` returns: every product is low, also those that are computed again."""
+    (found, state, products), (expected, expected_state, _) = of_model, of_plain
+    assert torch.equal(state, expected_state)
+    assert recomputed(products) > 0
+    assert products.low_share == products.backward_low_share == 1
+    for gradient, other in zip(found, expected, strict=True):
+        assert (gradient - other).norm() < 0.02 * other.norm()
+
+
 @pytest.mark.skipif(torch.__version__ < "2.14", reason="checkpoint is no decorator before")
 @pytest.mark.parametrize("is_method", [False, True])
 def test_a_decorated_function_runs_under_autocast(is_method: bool) -> None:
@@ -80,13 +90,8 @@ def test_a_decorated_function_runs_under_autocast(is_method: bool) -> None:
     model, plain, x = Decorated(), Block(use_reentrant=False), torch.randn(8, 16)
     model.load_state_dict(plain.state_dict())
     with pytest.warns(amp_graph.ConversionWarning, match="runs under autocast"):
-        found, state, products = trained(model, x, Policy("bfloat16"))
-    expected, expected_state, _ = trained(plain, x, None)
-    assert torch.equal(state, expected_state)
-    assert recomputed(products) > 0
-    assert products.low_share == products.backward_low_share == 1
-    for gradient, other in zip(found, expected, strict=True):
-        assert (gradient - other).norm() < 0.02 * other.norm()
+        of_model = trained(model, x, Policy("bfloat16"))
+    assert_all_low_and_alike(of_model, trained(plain, x, None))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -96,13 +101,8 @@ def test_what_is_dropped_stays_dropped(dtype: str, use_reentrant: bool) -> None:
     torch.manual_seed(0)
     model, plain = Block(use_reentrant=use_reentrant), Block(use_reentrant=use_reentrant)
     model.load_state_dict(plain.state_dict())
-    found, state, products = trained(model, x, Policy(dtype))
-    expected, expected_state, _ = trained(plain, x, None)
-    assert torch.equal(state, expected_state)
-    assert recomputed(products) > 0
-    assert products.low_share == products.backward_low_share == 1
-    for gradient, other in zip(found, expected, strict=True):
-        assert (gradient - other).norm() < 0.02 * other.norm()
+    of_model = trained(model, x, Policy(dtype))
+    assert_all_low_and_alike(of_model, trained(plain, x, None))
 
 
 class InSegments(nn.Module):

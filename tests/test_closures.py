@@ -206,6 +206,18 @@ def test_a_hook_behind_the_step_in_which_an_optimizer_is_found_sees_no_infinity(
     assert len(seen) == 2 and all(bool(p.isfinite().all()) for p in seen)
 
 
+def squares(model: nn.Module, optimizer: Optimizer) -> Callable[[], Tensor]:
+    """A closure of a model that is not converted."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    return closure
+
+
 def test_a_closure_of_a_plain_model_beside_a_converted_one_counts_for_nothing(recwarn):
     """None of its evaluations is under a scale, so that nothing needs to be copied."""
     other = amp_graph.convert(nn.Linear(8, 3), policy="float16")
@@ -214,14 +226,8 @@ def test_a_closure_of_a_plain_model_beside_a_converted_one_counts_for_nothing(re
     optimizer = LBFGS(model.parameters(), max_iter=2)
     optimizer.state[model.bias]["eighth"] = torch.zeros(3).as_subclass(Uncopied)
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = model(torch.ones(4, 8)).square().mean()
-        loss.backward()
-        return loss
-
     for _ in range(3):
-        optimizer.step(closure)
+        optimizer.step(squares(model, optimizer))
     assert amp_graph.step_counts(optimizer) == amp_graph.StepCounts(0, 0)
     assert not [str(w.message) for w in recwarn if w.category is ConversionWarning]
 
@@ -234,12 +240,6 @@ def test_a_scheduler_around_a_step_moves_no_weights(recwarn):
     given(optimizer, model)
     optimizer.state[model.bias]["eighth"] = torch.zeros(3).as_subclass(Uncopied)
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = model(torch.ones(4, 8)).square().mean()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
+    optimizer.step(squares(model, optimizer))
     assert amp_graph.step_counts(optimizer).stepped == 1
     assert not [str(w.message) for w in recwarn if w.category is ConversionWarning]
