@@ -20,7 +20,7 @@ import amp_graph
 from amp_graph.backend.rewrite import rewrite
 from amp_graph.flow import flow_graph
 from amp_graph.ir import FREE, Cast, Color, NodeFacts, Paint, Plan
-from amp_graph.passes.place_casts import CAST_BYTES, needs_cast, traffic
+from amp_graph.passes.place_casts import cast_bytes, traffic
 
 INPUTS = ("placeholder", "get_attr")
 Facts = Mapping[str, NodeFacts]
@@ -161,12 +161,10 @@ def bytes_moved(plan: Plan, low: frozenset[str]) -> tuple[int, int]:
     free nodes left in float32 move more than in low precision; without the bodies."""
     facts, paints = tuple(plan.facts.values()), tuple(plan.paints.values())
     flow, numbers = flow_graph(plan.facts), {n for n, f in enumerate(facts) if f.name in low}
-    across = ((n, r) for n, r in flow.edges if (n in numbers) != (r in numbers))
-    cast = {n for n, r in across if needs_cast(facts, flow, paints, n, r, r in numbers)}
-    cast_bytes = sum(facts[n].numel * CAST_BYTES for n in cast)
+    cast = cast_bytes(plan.facts, flow, plan.paints, low)
     free = [n for n, p in enumerate(paints) if p.color in FREE and n not in numbers]
     moved = (traffic(facts[n], [facts[r] for r in flow.predecessors(n)]) for n in free)
-    return cast_bytes, cast_bytes + sum(moved)
+    return cast, cast + sum(moved)
 
 
 def _named_flow(facts: Facts) -> nx.DiGraph:

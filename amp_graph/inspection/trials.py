@@ -20,9 +20,9 @@ from amp_graph.backend.rewrite import painted
 from amp_graph.flow import flow_graph
 from amp_graph.inspection.annotated import AnnotatedGraph
 from amp_graph.inspection.source import AnnotatedModel
-from amp_graph.ir import NodeFacts, Paint, Plan
+from amp_graph.ir import NodeFacts, Plan
 from amp_graph.oplists import OpLists
-from amp_graph.passes.place_casts import CAST_BYTES, needs_cast, place_casts
+from amp_graph.passes.place_casts import cast_bytes, place_casts
 from amp_graph.plans.pins import Pins, pins_for
 from amp_graph.policy import Policy
 
@@ -122,7 +122,7 @@ class _Part:
 
     @cached_property
     def cast_bytes(self) -> int:
-        return _cast_bytes(self.plan.facts, self.flow, self.plan.paints, self.plan.low)
+        return cast_bytes(self.plan.facts, self.flow, self.plan.paints, self.plan.low)
 
     def facts_then(self, now: Grounds, then: Grounds) -> Facts:
         """What is known of the nodes under other lists, in another precision, or of other code."""
@@ -168,7 +168,7 @@ class _Part:
         seen = () if then.in_other_dtype else refused
         _, paints = painted(facts, flow, then.lists, policy, dtype, self.pins, seen)
         low = place_casts(facts, flow, paints)
-        return low, _cast_bytes(facts, flow, paints, low)
+        return low, cast_bytes(facts, flow, paints, low)
 
 
 def _listed(f: NodeFacts, was: OpLists, now: OpLists) -> NodeFacts:
@@ -187,19 +187,3 @@ def _stored(f: NodeFacts, lists: OpLists, dtype: torch.dtype) -> NodeFacts:
 
 def _other(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype is torch.bfloat16 else torch.bfloat16
-
-
-def _cast_bytes(
-    facts: Facts, flow: nx.DiGraph, paints: Mapping[str, Paint], low: frozenset[str]
-) -> int:
-    """What casts move if each value is cast once for all readers on the other side."""
-    nodes, painted = tuple(facts.values()), [paints[name] for name in facts]
-    is_low = [name in low for name in facts]
-    return sum(
-        f.numel * CAST_BYTES
-        for n, f in enumerate(nodes)
-        if any(
-            is_low[r] is not is_low[n] and needs_cast(nodes, flow, painted, n, r, is_low[r])
-            for r in flow[n]
-        )
-    )

@@ -23,7 +23,7 @@ auxiliary nodes n + size (up) and n + 2 * size (down).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import networkx as nx
 from networkx.algorithms.flow import shortest_augmenting_path
@@ -159,3 +159,22 @@ def _cut(network: nx.DiGraph, region: set[int]) -> set[int]:
     open_edges = ((u, v) for u, v, e in residual.edges(data=True) if e["flow"] < e["capacity"])
     low: set[int] = nx.descendants(nx.DiGraph([*open_edges, (LOW, LOW)]), LOW)
     return low
+
+
+def cast_bytes(
+    facts: Mapping[str, NodeFacts],
+    flow: nx.DiGraph,
+    paints: Mapping[str, Paint],
+    low: Container[str],
+) -> int:
+    """What casts move if each value is cast once for all of its readers on the other side."""
+    nodes, painted = tuple(facts.values()), [paints[name] for name in facts]
+    is_low = [name in low for name in facts]
+    return sum(
+        f.numel * CAST_BYTES
+        for n, f in enumerate(nodes)
+        if any(
+            is_low[r] is not is_low[n] and needs_cast(nodes, flow, painted, n, r, is_low[r])
+            for r in flow[n]
+        )
+    )
