@@ -155,3 +155,27 @@ def test_what_is_refused() -> None:
             amp_graph.convert(model, wrong)  # type: ignore[call-overload]
     with pytest.raises(AmpGraphError, match="not Wrapper"):
         amp_graph.step_counts(made(given=False)[1])
+
+
+def test_an_optimizer_whose_parameters_give_way_to_master_weights_skips_still() -> None:
+    """As mixed-precision wrappers have it, which carry gradients there and weights back."""
+    model = Mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    amp_graph.convert(model, optimizer, policy=scaled(2.0**10))
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    optimizer.param_groups[0]["params"] = masters
+    for overflows in (False, True, False, True):
+        model.zero_grad()
+        model(X).square().mean().backward()
+        if overflows:
+            overflow(model)
+        for master, p in zip(masters, model.parameters(), strict=True):
+            master.grad = p.grad
+        before = [master.detach().clone() for master in masters]
+        assert optimizer.step() is not overflows
+        assert same([*masters], before) is overflows
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters(), strict=True):
+                p.copy_(master)
+    assert amp_graph.step_counts(optimizer) == StepCounts(2, 2)
+    assert amp_graph.scale_of(model).get_scale() == 2.0**8
