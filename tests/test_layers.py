@@ -15,7 +15,8 @@ import amp_graph
 PACKAGE = Path(__file__).parents[1] / "amp_graph"
 # Each imports from those before it in the list, and within itself.
 LAYERS = [
-    "errors", "files", "kept", "modules", "results", "uncaptured",
+    "errors", "batches", "files", "kept", "weak_references", "modules", "outer_autocast",
+    "results", "uncaptured",
     "dtypes", "ir", "plans",
     "cpu", "flow", "listing", "operator_names",
     "graphs", "dynamo_changes", "capture", "watched", "oplists", "reasons", "training",

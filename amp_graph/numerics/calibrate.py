@@ -24,12 +24,12 @@ import torch
 from torch import fx, nn
 
 from amp_graph.backend.rewrite import rewrite, saved_pins
+from amp_graph.batches import Batch
 from amp_graph.calls.convertible import check_model
 from amp_graph.errors import AmpGraphError
 from amp_graph.inspection.spelling import plural
 from amp_graph.inspection.terminal import Shown
 from amp_graph.ir import Color, Paint, Plan
-from amp_graph.modules import Batch
 from amp_graph.numerics.compare import Beside, Reference
 from amp_graph.numerics.node_numerics import NodeNumerics
 from amp_graph.numerics.observer import Observer

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from amp_graph.modules import living
 from amp_graph.training.grad_scaler import GradScaler
+from amp_graph.weak_references import living
 
 EXPLICIT = (GradScaler, torch.amp.GradScaler)
 STEPS = GradScaler.step.__code__, torch.amp.GradScaler.step.__code__

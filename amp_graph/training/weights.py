@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from amp_graph.graphs.aten import SET_GRAD_ENABLED
-from amp_graph.modules import are_still, living
 from amp_graph.training.copies import Copy, Key, is_plain, memory_for
 from amp_graph.training.engine import copy_all_
 from amp_graph.training.memory import address, addresses
 from amp_graph.training.pending_calls import PendingCalls
 from amp_graph.training.picker import picker
 from amp_graph.training.traces import Traces
+from amp_graph.weak_references import are_still, living
 
 _version, _shape = attrgetter("_version"), attrgetter("shape")
 
