@@ -15,7 +15,7 @@ import amp_graph
 PACKAGE = Path(__file__).parents[1] / "amp_graph"
 # Each imports from those before it in the list, and within itself.
 LAYERS = [
-    "errors", "batches", "files", "kept", "weak_references", "modules", "outer_autocast",
+    "callers", "errors", "batches", "files", "kept", "weak_references", "modules", "outer_autocast",
     "results", "uncaptured",
     "dtypes", "ir", "rules", "plans",
     "cpu", "flow", "listing", "operator_names",

@@ -32,6 +32,7 @@ from amp_graph.autopatch.left_alone import (
     why_not,
 )
 from amp_graph.autopatch.script_models import Model, folded, model_of, owed
+from amp_graph.callers import calling
 from amp_graph.calls.conversion import found_conversion, restore_all
 from amp_graph.calls.convertible import why_not_at_once
 from amp_graph.calls.copies import is_copy, take_out_of_copy
@@ -269,9 +270,8 @@ class Models:
 
 def _is_being_built() -> bool:
     """Whether the constructor of a module is at work."""
-    frame = sys._getframe()
-    while (caller := frame.f_back) is not None:
-        frame, code = caller, caller.f_code
+    for frame in calling(sys._getframe(1)):
+        code = frame.f_code
         if code.co_name == "__init__" and code.co_argcount:
             if isinstance(frame.f_locals.get(code.co_varnames[0]), nn.Module):
                 return True
