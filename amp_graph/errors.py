@@ -1,6 +1,6 @@
 """The exceptions and warnings a user may see, and the exceptions that mean no failure.
 
-Private name of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private name of PyTorch used here:
 
     torch.utils.checkpoint._StopRecomputationError
 """

@@ -1,6 +1,6 @@
 """What is asked of a user's module besides its graphs: its plain call, its code, its devices.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.eval_frame.OptimizedModule    what `torch.compile(model)` is
     Module._compiled_call_impl                  what `model.compile()` sets

@@ -10,7 +10,7 @@ This happens inside of Dynamo's call of its backend, where `torch.compile` calls
 guards, symbolic sizes and fake tensors are those of that capture. The boundary of the graph, where
 weights that are kept are refreshed and gradients checked, stays outside.
 
-Names of PyTorch used here that are not documented; seen to work on 2.11, 2.13 and 2.15:
+Names of PyTorch used here that are not documented:
 
     torch._inductor.compile_fx.compile_fx     the documentation of backends names it
     torch._functorch.config                   the two settings below

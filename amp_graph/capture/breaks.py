@@ -1,6 +1,6 @@
 """Where and why Dynamo stopped capturing, as it says.
 
-Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     GraphModule.compile_subgraph_reason      why a graph ended; reports say nothing without it
     TorchDynamoException.real_stack          where Dynamo was in the model's code

@@ -5,7 +5,7 @@ functions that the user compiles, of converted models inside of a converted mode
 makes the graphs of the model beside or around them any worse. Each model has a callback of its own
 with Dynamo, which is called for all of its code, after a graph break as well, and for no other.
 
-Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.utils.counters    whether Dynamo was at work, or let the frame be, and why
     torch._dynamo.utils.get_compilation_metrics

@@ -1,6 +1,6 @@
 """What a call of a model runs inside of: transforms, tracers, dispatch modes.
 
-Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     TorchDispatchMode.ignore_compile_internals,
     torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals

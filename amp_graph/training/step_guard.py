@@ -7,7 +7,7 @@
   makes passes without having got a closure (`inner_passes`), may meet an overflow in the middle of
   its work: parameters and state are put back when it is done.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch.optim.optimizer._global_optimizer_pre_hooks    those that run before ours
     Optimizer._opt_called                                what schedulers look at
