@@ -1,6 +1,6 @@
 """What the CPU can do by itself, and what is emulated.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch.ops.mkldnn._is_mkldnn_bf16_supported, _is_mkldnn_fp16_supported
     torch.cpu._is_amx_tile_supported

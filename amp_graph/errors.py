@@ -1,6 +1,6 @@
 """The exceptions and warnings a user may see, and the exceptions that mean no failure.
 
-Private name of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private name of PyTorch used here:
 
     torch.utils.checkpoint._StopRecomputationError
 """
@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import os
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import _StopRecomputationError
+
+from amp_graph.callers import depth_of_user, place
 
 
 class AmpGraphError(Exception):
@@ -67,11 +66,6 @@ class ConversionWarning(UserWarning):
     of it slower than before."""
 
 
-# Also Python's contextlib: a context manager that decorates a function has a frame of its own.
-_NOT_OF_USER = (
-    contextlib.contextmanager.__code__.co_filename,
-    *(os.path.dirname(file) + os.sep for file in (__file__, str(torch.__file__))),
-)
 _told: set[str] = set()
 _tell: list[Callable[[str], None]] = []
 
@@ -85,7 +79,7 @@ def warn(message: str, once_about: str = "") -> None:
     if _tell:
         _tell[-1](message)
     else:
-        warnings.warn(message, ConversionWarning, stacklevel=_depth_of_user() + 1)
+        warnings.warn(message, ConversionWarning, stacklevel=depth_of_user(sys._getframe()) + 1)
 
 
 @contextlib.contextmanager
@@ -100,18 +94,9 @@ def telling(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def line_of_user() -> str:
-    """The line that is at work, of the first file that is neither of this package nor of PyTorch's:
-    "train.py:12"."""
-    frame = sys._getframe(_depth_of_user())
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def _depth_of_user() -> int:
-    """How many frames above its caller the first one is that is neither of this package nor of
-    PyTorch; 1 if there is none."""
-    frames = traceback.walk_stack(sys._getframe(1))
-    files = (frame.f_code.co_filename for frame, _ in frames)
-    return next((i for i, file in enumerate(files) if not file.startswith(_NOT_OF_USER)), 1)
+    """The line of the user's that is at work: "train.py:12"."""
+    frame = sys._getframe(depth_of_user(sys._getframe()))
+    return place(frame.f_code.co_filename, frame.f_lineno)
 
 
 def in_words(error: BaseException) -> str:

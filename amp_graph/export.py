@@ -9,7 +9,7 @@
 The program needs nothing of this package: it can be saved, compiled ahead of time and handed on.
 Weights that it reads in low precision alone are stored in that: nobody trains them any more.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     ExportedProgram._update                         the same program with another graph
     free_unbacked_symbols, ShapeEnv.var_to_range    sizes that depend on data, and their bounds

@@ -1,6 +1,6 @@
 """What a call of a model changes by the way, kept and put back.
 
-Private name of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private name of PyTorch used here:
 
     LazyModuleMixin._initialize_hook    which a lazy module has until it is called
 """

@@ -17,7 +17,7 @@ import torch
 from amp_graph.dtypes import LOW_DTYPES, dtype_name
 from amp_graph.errors import ListError, did_you_mean
 from amp_graph.ir import LEVELS, Color, Level
-from amp_graph.modules import autocast_devices
+from amp_graph.outer_autocast import autocast_devices
 
 T = TypeVar("T")
 

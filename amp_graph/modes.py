@@ -10,7 +10,8 @@ import torch
 
 from amp_graph.custom_functions import as_without_autocast
 from amp_graph.dtypes import LOW
-from amp_graph.modules import Run, autocast_devices
+from amp_graph.modules import Run
+from amp_graph.outer_autocast import autocast_devices
 from amp_graph.results import Given
 
 BeginAt = Callable[[Callable[[], None]], contextlib.AbstractContextManager[Any]]

@@ -1,7 +1,6 @@
-"""What is asked of a user's module besides its graphs: its plain call, its devices, and runs
-without the autocast that may be on there.
+"""What is asked of a user's module besides its graphs: its plain call, its code, its devices.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.eval_frame.OptimizedModule    what `torch.compile(model)` is
     Module._compiled_call_impl                  what `model.compile()` sets
@@ -11,25 +10,21 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
 from __future__ import annotations
 
-import contextlib
 import dis
-import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from types import CodeType, FunctionType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
-import torch
 from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules import module as of_all
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from amp_graph.errors import AmpGraphError, in_brief
+from amp_graph.weak_references import alive
 
 Run = Callable[..., Any]
-T = TypeVar("T")
 CALL = "_call_impl"  # the method of nn.Module that runs a call of it
 
 
@@ -145,30 +140,6 @@ def devices_of(module: nn.Module) -> frozenset[str]:
     return frozenset(p.device.type for p in module.parameters())
 
 
-def autocast_devices() -> tuple[str, ...]:
-    """The kinds of device that code may run under autocast on; one is PyTorch's accelerator, if it
-    is registered by a package of its own."""
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu", "cuda", "mps", "xpu", *([accelerator.type] if accelerator else ()))
-
-
-def without_autocast(run: Run, device_types: Iterable[str] | None = None) -> Run:
-    """Shield `run`, whose casts are all written out, from autocast around it, on all devices unless
-    some are given."""
-    kinds = tuple(k for k in device_types or autocast_devices() if k != "meta")
-
-    def shielded(*args: Any, **kwargs: Any) -> Any:
-        enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
-        if not enabled:
-            return run(*args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            for kind in enabled:
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            return run(*args, **kwargs)
-
-    return shielded
-
-
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether code of the user's is given gradients of what a module, or one in it, computes."""
     for_all = of_all._global_backward_hooks or of_all._global_backward_pre_hooks
@@ -187,57 +158,3 @@ def plain_code(module: nn.Module, method: str = CALL) -> Run:
         return function(reference(), *args, **kwargs)
 
     return plain
-
-
-def alive(reference: Callable[[], T | None]) -> T:
-    """What a weak reference is to, which is not gone while it is called."""
-    found = reference()
-    assert found is not None, "a call of what is gone"
-    return found
-
-
-def living(references: Iterable[Callable[[], T | None]]) -> list[T]:
-    """What weak references are to that is not gone. `keyrefs` and `valuerefs` of weak dictionaries
-    give these at once; going through a `WeakSet` fails if another thread adds to it meanwhile."""
-    return [found for reference in references if (found := reference()) is not None]
-
-
-def are_still(references: Iterable[Callable[[], T | None]], objects: Iterable[T]) -> bool:
-    """Whether weak references are to these very objects, as many of them, none of which was made
-    where another had been."""
-    return all(map(operator.is_, map(operator.call, references), objects))
-
-
-def weak_method(method: Run) -> Run:
-    """The method, without keeping its object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return alive(reference)(*args, **kwargs)
-
-    return call
-
-
-Batch: TypeAlias = torch.Tensor | Sequence[Any] | Mapping[str, Any]
-"""A tensor, positional arguments as a sequence, or keyword arguments as a mapping."""
-
-
-def call_with(call: Run, batch: Batch) -> Any:
-    """Call on a batch."""
-    args, kwargs = arguments_of(batch)
-    return call(*args, **kwargs)
-
-
-def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch is a tensor, a sequence of positional or a mapping of keyword arguments. Raises
-    AmpGraphError."""
-    if isinstance(batch, Mapping):
-        return (), {**batch}
-    if isinstance(batch, torch.Tensor):
-        return (batch,), {}
-    if not isinstance(batch, Sequence) or isinstance(batch, str):
-        raise AmpGraphError(
-            f"a batch is a tensor, a sequence of positional arguments or a mapping of keyword "
-            f"arguments, not {in_brief(batch)}"
-        )
-    return (*batch,), {}

@@ -1,6 +1,6 @@
 """What operators are called in lists, overrides and plans: "aten.add", "aten.pow.Scalar".
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._C._dispatch_get_all_op_names, torch._ops._higher_order_ops    all operators
 """

@@ -9,7 +9,7 @@ A list file holds groups, each with a reason:
 An entry names an operator with all its overloads, or one overload, which then wins. An
 in-place operator takes the entry of its functional form unless it has one of its own.
 
-Private name of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private name of PyTorch used here:
 
     torch._C._jit_get_schemas_for_operator    the arguments of an operator
 """

@@ -1,6 +1,6 @@
 """What a user asks for: the low precision, the lists, and exceptions to them.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._inductor.list_mode_options, list_options    as torch.compile takes them
 """

@@ -13,35 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from amp_graph.dtypes import dtype_name
-from amp_graph.ir import Color, NodeFacts, Paint, Plan
+from amp_graph.ir import Color, Paint, Plan
 from amp_graph.listing import Listing
+from amp_graph.rules import OPEN, WORDS, Rule
 
 OWN_AUTOCAST = "the model's own autocast region"  # why something runs as captured
-
-# What a rule says; `because` is another node where the words name one, else perhaps a group of the
-# same name.
-WORDS = {
-    "downstream of": "computes on values of {node}, which is float32 for precision",
-    "promoted by": "also reads {node}, which holds full float32, and PyTorch would promote",
-    "saturates": "is near a bound, where {dtype} has few numbers, and {node} reads how near",
-    "angle of": "multiplies few coordinates, and {node} reads the last digits of a large result",
-    "position for": "says where something is, and {node} looks there, which takes all digits",
-    "looked up often": "looks up {node} so often that gradients would not add up in {dtype}",
-    "adds up": "its kernels add up as many as {because} numbers in {dtype}",
-    "read by many": "has {because} readers, whose gradients would be added up in {dtype}",
-    "result of": "is one result of {node}",
-    "shares memory with": "shares memory with {node}, and one piece of memory has one precision",
-    "writes into": "writes into {node}, memory that belongs to the caller",
-    "output shares memory with": "is an output that shares memory with {node}",
-    "on no list": "{because} is on no list, and what is on none stays float32",
-    "nothing low upstream": "nothing in low precision reaches it",
-    "no kernel": "there is no kernel for {because} in {dtype}",
-    "user cast": "the model's own code converts to float32 here",
-    "constant out of range": "its constant {because} would become infinite or zero in {dtype}",
-    "number not known": "puts {node} among its numbers, which may be beyond the range of {dtype}",
-    "override": "overridden by the user: {because}",
-    "as captured": "runs as captured: {because}",
-}
 
 
 @dataclass(frozen=True)
@@ -69,7 +45,7 @@ def short_reason(plan: Plan, name: str) -> str:
 def unlisted(plan: Plan) -> list[str]:
     """The operators of a graph that stay in float32 because no list knows them."""
     rules = {name: paint.rule for name, paint in plan.paints.items()}
-    return sorted({f.op for n, f in plan.facts.items() if rules.get(n) == "on no list"})
+    return sorted({f.op for n, f in plan.facts.items() if rules.get(n) == Rule.UNLISTED})
 
 
 def why_nothing_is_low(plans: Sequence[Plan]) -> str:
@@ -114,9 +90,8 @@ def _steps(
         seen.add(name)
         paint = plan.paints[name]
         yield Reason(name, _text(plan, name, paint, listings, spelled))
-        if paint.rule in ("free", "float32 math inside") and name in listings:
-            entry = listings[name]
-            yield Reason(name, f"on the {entry.color.value} list, {_entry(entry)}")
+        if paint.rule in OPEN and name in listings:
+            yield Reason(name, _on_list(listings[name].color, listings[name]))
         if not names_a_node(paint) or paint.because not in plan.facts:
             return
         name = paint.because
@@ -130,27 +105,22 @@ def _text(
     spelled: Mapping[str, str],
 ) -> str:
     listing = listings.get(name)
-    if paint.rule == "listed" and listing is not None:
-        return f"on the {paint.color.value} list, {_entry(listing)}"
-    if paint.rule in ("free", "float32 math inside"):
-        return _free(plan, plan.facts[name], paint)
+    if paint.rule == Rule.LISTED:
+        return _on_list(paint.color, listing) if listing is not None else paint.in_brief
     words = WORDS.get(paint.rule)
-    if words is None:
+    if not words:
         return paint.in_brief
-    node = spelled.get(paint.because, paint.because)
-    dtype = dtype_name(plan.dtype)
-    return words.format(node=node, because=paint.because, dtype=dtype)
+    return words.format(
+        node=spelled.get(paint.because, paint.because),
+        because=paint.because,
+        dtype=dtype_name(plan.dtype),
+        side=plan.precision(name),
+    )
 
 
-def _free(plan: Plan, facts: NodeFacts, paint: Paint) -> str:
-    side = plan.precision(facts.name)
-    if paint.rule == "float32 math inside":
-        return f"computes in float32 on tensors stored either way; {side} moves the fewest bytes"
-    return f"free to go either way; {side} moves the fewest bytes here"
-
-
-def _entry(listing: Listing) -> str:
-    return f"group '{listing.group}' ({listing.file}): {listing.why}"
+def _on_list(color: Color, listing: Listing) -> str:
+    entry = f"group '{listing.group}' ({listing.file}): {listing.why}"
+    return Rule.LISTED.words.format(color=color.value, entry=entry)
 
 
 def dtype_of(plans: Sequence[Plan]) -> torch.dtype:

@@ -1,6 +1,6 @@
 """Functions of this package that Dynamo is never to capture.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._C._dynamo.eval_frame.get_eval_frame_callback     whether Dynamo is capturing
     torch._dynamo.eval_frame.skip_code                      has it leave a function alone

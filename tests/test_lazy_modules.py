@@ -10,7 +10,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph import AmpGraphError
-from amp_graph.modules import call_with
+from amp_graph.batches import call_with
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 X = torch.randn(4, 8)

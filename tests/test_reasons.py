@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
-from amp_graph.inspection.suggestions import TELL
-from amp_graph.passes import paint
-from amp_graph.reasons import WORDS
+import amp_graph
+from amp_graph.ir import Color, Paint
+from amp_graph.rules import WORDS, Rule
 
-TOLD_BY_THE_LIST = {"listed", "free", "float32 math inside"}
-
-
-def rules_in(file: Path) -> Iterator[str]:
-    """What is written as the rule of a Paint."""
-    for call in ast.walk(ast.parse(file.read_text())):
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "Paint" and len(call.args) > 1:
-            constants = (n.value for n in ast.walk(call.args[1]) if isinstance(n, ast.Constant))
-            yield from (value for value in constants if isinstance(value, str))
+FILES = [*Path(amp_graph.__file__).parent.rglob("*.py")]
 
 
-PAINTED = {rule for file in Path(paint.__file__).parent.glob("*.py") for rule in rules_in(file)}
+def test_every_rule_is_used() -> None:
+    nodes = (node for file in FILES for node in ast.walk(ast.parse(file.read_text())))
+    used = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    assert {f"Rule.{rule.name}" for rule in Rule} <= used
 
 
-def test_every_rule_has_words() -> None:
-    assert {*WORDS} == PAINTED - TOLD_BY_THE_LIST
+def test_no_rule_is_spelled_where_it_is_used() -> None:
+    """Of a misspelled member mypy tells."""
+    places: list[ast.AST] = []
+    for node in (node for file in FILES for node in ast.walk(ast.parse(file.read_text()))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Paint":
+            places += node.args[1:2]
+        elif isinstance(node, ast.Compare) and ast.unparse(node.left).endswith(".rule"):
+            places.append(node)
+    assert places
+    assert not [n for place in places for n in ast.walk(place) if isinstance(n, ast.Constant)]
 
 
-def test_what_spreads_and_what_is_suggested_goes_by_rules_that_paint() -> None:
-    assert {*paint.SPREAD, *TELL} <= PAINTED
+def test_rules_are_plain_text_in_files_and_in_print() -> None:
+    paint, same = Paint(Color.DENY, Rule.UNLISTED), Paint(Color.DENY, "on no list")
+    assert paint == same and repr(paint) == repr(same) and WORDS["on no list"] == WORDS[paint.rule]

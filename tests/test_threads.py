@@ -143,14 +143,14 @@ def test_of_two_first_calls_one_is_watched(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_low_precision_weights_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a graph might write to some, and compute with others."""
-    made, make = threading.Barrier(2), weights.Copy
+    made, make = threading.Barrier(2), weights.LowPrecisionWeight
 
     def slowly(*args: Any) -> Any:
         with contextlib.suppress(threading.BrokenBarrierError):
             made.wait(timeout=0.2)  # for another thread that makes one as well
         return make(*args)
 
-    monkeypatch.setattr(weights, "Copy", slowly)
+    monkeypatch.setattr(weights, "LowPrecisionWeight", slowly)
     parameter = nn.Parameter(X.clone())
     graph = computing_with(LowPrecisionWeights())
     first, second = at_once(2, lambda k: graph(parameter))

@@ -32,6 +32,7 @@ from amp_graph.autopatch.left_alone import (
     why_not,
 )
 from amp_graph.autopatch.script_models import Model, folded, model_of, owed
+from amp_graph.callers import calling
 from amp_graph.calls.conversion import found_conversion, restore_all
 from amp_graph.calls.convertible import why_not_at_once
 from amp_graph.calls.copies import is_copy, take_out_of_copy
@@ -40,7 +41,8 @@ from amp_graph.capture.frames import MAX_CAPTURES, REPAID_BY
 from amp_graph.capture.surroundings import can_capture, is_compiling_here, wants_plain_code
 from amp_graph.convert import convert_at_first_call, is_converted, record_of, restore
 from amp_graph.errors import did_you_mean, in_words
-from amp_graph.modules import autocast_devices, is_rerouted, unwrapped
+from amp_graph.modules import is_rerouted, unwrapped
+from amp_graph.outer_autocast import autocast_devices
 from amp_graph.policy import Policy
 from amp_graph.training.engine import OUTSIDE, backward_pass, has_process_group
 from amp_graph.uncaptured import never_captured, passed_over
@@ -268,9 +270,8 @@ class Models:
 
 def _is_being_built() -> bool:
     """Whether the constructor of a module is at work."""
-    frame = sys._getframe()
-    while (caller := frame.f_back) is not None:
-        frame, code = caller, caller.f_code
+    for frame in calling(sys._getframe(1)):
+        code = frame.f_code
         if code.co_name == "__init__" and code.co_argcount:
             if isinstance(frame.f_locals.get(code.co_varnames[0]), nn.Module):
                 return True

@@ -19,7 +19,8 @@ from amp_graph.backend.guarded import Guarded
 from amp_graph.backend.record import Record
 from amp_graph.ir import Plan
 from amp_graph.modes import under_autocast
-from amp_graph.modules import Run, without_autocast
+from amp_graph.modules import Run
+from amp_graph.outer_autocast import without_autocast
 from amp_graph.training.boundary import Boundary, Interface
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.inner_boundary import InnerBoundary

@@ -5,7 +5,7 @@
 All that takes long happens here, once for all models that are called by the graph. What is built
 holds no tensor of the model whose call was captured.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.exc.RestartAnalysis    by which a backend has Dynamo capture again
 """

@@ -15,7 +15,7 @@ numbers themselves: run as it is, it recomputes with other ones, and dropout dro
 That of custom functions is for compilers, too (see `custom_function`). A power of a negative number
 would be printed as `-1 ** n`, which Python reads as `-(1 ** n)` (torch 2.11 - 2.15).
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._C._nn    bindings that are nowhere else
 """

@@ -5,7 +5,7 @@ a graph takes bfloat16 alone, and its own where a model that is captured has oth
 asks the host where each expert's rows end and multiplies expert by expert. A graph that was
 captured in float32 and computes such a product in bfloat16 takes PyTorch's.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._grouped_mm    for bfloat16, rows and columns of 16 bytes each or a multiple
 """

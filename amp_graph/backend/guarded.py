@@ -1,6 +1,6 @@
 """The way back from an emitted graph to the captured one, if it fails when it runs first.
 
-Private name of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private name of PyTorch used here:
 
     torch.utils._python_dispatch._disable_current_modes
 """

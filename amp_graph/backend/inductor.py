@@ -10,7 +10,7 @@ This happens inside of Dynamo's call of its backend, where `torch.compile` calls
 guards, symbolic sizes and fake tensors are those of that capture. The boundary of the graph, where
 weights that are kept are refreshed and gradients checked, stays outside.
 
-Names of PyTorch used here that are not documented; seen to work on 2.11, 2.13 and 2.15:
+Names of PyTorch used here that are not documented:
 
     torch._inductor.compile_fx.compile_fx     the documentation of backends names it
     torch._functorch.config                   the two settings below
@@ -36,7 +36,8 @@ from amp_graph.backend.decide import Lifted, Traced
 from amp_graph.dynamo_changes.replaced import method_inside
 from amp_graph.errors import CaptureError
 from amp_graph.graphs.aten import RECURRENT, has_any_inside, set_data
-from amp_graph.modules import Run, without_autocast
+from amp_graph.modules import Run
+from amp_graph.outer_autocast import without_autocast
 
 # All casts are in the graph, those of its backward as well. And a backward that cannot be compiled
 # is to fail at once, where there is a way back.

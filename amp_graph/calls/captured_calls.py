@@ -36,7 +36,9 @@ from amp_graph.capture.frames import skipped_before
 from amp_graph.errors import MISTAKES, warn
 from amp_graph.kept import Kept
 from amp_graph.modes import BeginAt
-from amp_graph.modules import Entry, Run, weak_method, without_autocast
+from amp_graph.modules import Entry, Run
+from amp_graph.outer_autocast import without_autocast
+from amp_graph.weak_references import weak_method
 
 
 class CapturedCalls:

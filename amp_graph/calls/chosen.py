@@ -16,8 +16,10 @@ from amp_graph.calls.alike import Kind, captures_for, keep, kind_of
 from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.capture.captures import Caller, Captures, GuardsFail
 from amp_graph.capture.dynamo import BREAK_AT_DATA, EACH_SIZE_APART
-from amp_graph.modules import Forwards, Run, weak_method, without_autocast
+from amp_graph.modules import Forwards, Run
+from amp_graph.outer_autocast import without_autocast
 from amp_graph.training.engine import OUTSIDE, backward_pass
+from amp_graph.weak_references import weak_method
 
 
 class Way(NamedTuple):

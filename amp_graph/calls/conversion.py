@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amp_graph.backend.compiler import Compiler
+from amp_graph.batches import Batch, call_with
 from amp_graph.calls.captured_calls import CapturedCalls
 from amp_graph.calls.copies import StandIn, put_in, take_out
 from amp_graph.calls.uncalled import await_call
@@ -21,18 +22,7 @@ from amp_graph.capture.surroundings import can_capture, is_exporting, wants_plai
 from amp_graph.errors import AmpGraphError, in_brief
 from amp_graph.graphs.fake import is_estimate
 from amp_graph.kept import unchanged
-from amp_graph.modules import (
-    CALL,
-    Batch,
-    Entry,
-    Run,
-    call_with,
-    is_rerouted,
-    living,
-    plain_code,
-    unwrapped,
-    weak_method,
-)
+from amp_graph.modules import CALL, Entry, Run, is_rerouted, plain_code, unwrapped
 from amp_graph.plans.pins import Saved
 from amp_graph.plans.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, PolicySource, as_policy
@@ -40,6 +30,7 @@ from amp_graph.results import map_tensors
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.optimizers import attach, detach, drop_scale, use_scale
 from amp_graph.uncaptured import never_captured, passed_over
+from amp_graph.weak_references import living, weak_method
 
 T = TypeVar("T")
 ById: TypeAlias = weakref.WeakValueDictionary[int, T]  # threads may add to one while others read it

@@ -1,6 +1,6 @@
 """What can be converted at all, and why other models cannot.
 
-Private name of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private name of PyTorch used here:
 
     LazyModuleMixin._infer_parameters    what the first call of a lazy module begins with
 """

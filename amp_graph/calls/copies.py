@@ -10,8 +10,7 @@ parameters of the model itself. So
     __dict__           an object that is given it, with all that is in it, is the plain model, too:
                        what stands there for another one is taken out when the object is called
 
-Private names used here; of PyTorch, seen to work on 2.11, 2.13 and 2.15, and of Python, on 3.11
-and 3.14:
+Private names used here, of PyTorch and of Python, where they were seen to work on 3.11 and 3.14:
 
     torch.nn.Module._replicate_for_data_parallel, _wrapped_call_impl
     copy._reconstruct

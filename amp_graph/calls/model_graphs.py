@@ -22,7 +22,8 @@ from amp_graph.capture.own_regions import is_in_none
 from amp_graph.custom_functions import behind_functions
 from amp_graph.errors import warn
 from amp_graph.ir import Plan
-from amp_graph.modules import Entry, autocast_devices, has_backward_hooks, without_autocast
+from amp_graph.modules import Entry, has_backward_hooks
+from amp_graph.outer_autocast import autocast_devices, without_autocast
 from amp_graph.policy import Policy
 
 # Graphs in a call, and operators in a graph: so many of fewer take longer than under autocast

@@ -1,6 +1,6 @@
 """What runs in float32 between graphs, so that the report can name it.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch.utils._python_dispatch._get_current_dispatch_mode_stack, _pop_mode_temporarily
     torch._C.DispatchKey, OpOverload.has_kernel_for_dispatch_key

@@ -13,8 +13,9 @@ from amp_graph.calls.or_else import or_else
 from amp_graph.errors import warn
 from amp_graph.ir import Plan
 from amp_graph.modes import BeginAt, under_autocast
-from amp_graph.modules import Entry, Run, devices_of, has_backward_hooks, plain_code, weak_method
+from amp_graph.modules import Entry, Run, devices_of, has_backward_hooks, plain_code
 from amp_graph.policy import Policy
+from amp_graph.weak_references import weak_method
 
 
 class OwnCode:

@@ -1,6 +1,6 @@
 """Where and why Dynamo stopped capturing, as it says.
 
-Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     GraphModule.compile_subgraph_reason      why a graph ended; reports say nothing without it
     TorchDynamoException.real_stack          where Dynamo was in the model's code
@@ -8,22 +8,17 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
 
 from __future__ import annotations
 
-import os
 import re
-import sysconfig
 import traceback
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from amp_graph.callers import is_users
 from amp_graph.errors import AmpGraphError
-from amp_graph.graphs.lines import PYTORCH, place_of, without_modes
-
-PYTHON = sysconfig.get_path("stdlib")
-HERE = f"{Path(__file__).parents[1]}{os.sep}"
+from amp_graph.graphs.lines import place_of, without_modes
 
 REQUIRES = "a value that is computed there is told to require a gradient"
 ON_NUMBERS = "Python branches on a number or a size that depends on the numbers in a tensor"
@@ -129,13 +124,8 @@ def depends_on_data(error: Exception) -> bool:
 def _raised_in(error: Exception) -> str:
     """The innermost function behind an error that is the user's: "net.py:12, __len__: "."""
     frames = traceback.extract_tb(error.__traceback__)
-    where = [f"{place_of(f)}, {f.name}: " for f in frames if _is_users(f)]
+    where = [f"{place_of(f)}, {f.name}: " for f in frames if is_users(f.filename)]
     return "".join(where[-1:])
-
-
-def _is_users(frame: traceback.FrameSummary) -> bool:
-    is_pythons = frame.filename.startswith(PYTHON) and "site-packages" not in frame.filename
-    return not is_pythons and not frame.filename.startswith((PYTORCH, HERE))
 
 
 def _at(frames: Sequence[Any], reason: str) -> str:

@@ -40,7 +40,8 @@ from amp_graph.dynamo_changes.inner_gradients import compile_in_parts
 from amp_graph.dynamo_changes.logs import UnheardLogs
 from amp_graph.dynamo_changes.said_once import SaidOnce
 from amp_graph.graphs.input_names import Names
-from amp_graph.modules import Entry, Run, alive, weak_method
+from amp_graph.modules import Entry, Run
+from amp_graph.weak_references import alive, weak_method
 
 PAUSE = 1e-3  # seconds
 MANY = 64  # graphs, beside Dynamo's limit of 256 for each piece of code

@@ -1,6 +1,6 @@
 """The Dynamo front end: what a module executes is captured as graphs, with guards.
 
-Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     nn.Module._call_impl                     what `module(...)` runs, hooks included
     torch._dynamo.config                     the settings below

@@ -5,7 +5,7 @@ functions that the user compiles, of converted models inside of a converted mode
 makes the graphs of the model beside or around them any worse. Each model has a callback of its own
 with Dynamo, which is called for all of its code, after a graph break as well, and for no other.
 
-Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.utils.counters    whether Dynamo was at work, or let the frame be, and why
     torch._dynamo.utils.get_compilation_metrics
@@ -25,17 +25,16 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import CodeType
 
 from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._dynamo.utils import counters, get_compilation_metrics
 
+from amp_graph.callers import is_ours, place
 from amp_graph.capture.breaks import MODEL, in_other_words
 from amp_graph.dynamo_changes.recapture_reasons import OF_OTHERS
 
-PACKAGE = Path(__file__).parents[1]
 MAX_CAPTURES = 16  # so many calls that captured something, and are not repaid, are too many
 REPAID_BY = 4  # as many calls that captured nothing repay one that did
 SOME, LONG = 8, 30.0  # so many of those, and seconds of capturing, are worth a word before that
@@ -216,7 +215,6 @@ def _told(code: CodeType, reason: str) -> str:
     """Of a frame that Dynamo left to Python because of a break that it cannot go on after, in a
     loop, say: "net.py:12, in forward: why"."""
     name = RESUMED.sub(r"\1", code.co_name)
-    where = f"{Path(code.co_filename).name}:{code.co_firstlineno}, in {name}"
-    if PACKAGE in Path(code.co_filename).parents:
-        where = MODEL
+    is_call = is_ours(code.co_filename)
+    where = MODEL if is_call else f"{place(code.co_filename, code.co_firstlineno)}, in {name}"
     return f"{where}: {in_other_words(reason)}"

@@ -6,7 +6,7 @@ kind. From then on they are guarded, so that others that come, and those that go
 They may come from the model's own code, as its first call is captured: that has guards, which
 Dynamo makes at its end. Hooks for all modules have no guards.
 
-Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch.utils.hooks.RemovableHandle.next_id         how many handles have been given out
     torch.nn.modules.module._has_any_global_hook      whether there are hooks for all modules

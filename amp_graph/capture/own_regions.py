@@ -30,7 +30,7 @@ from amp_graph.graphs.aten import (
     WITH_AUTOCAST,
     bodies_of,
 )
-from amp_graph.modules import autocast_devices
+from amp_graph.outer_autocast import autocast_devices
 from amp_graph.uncaptured import passed_over
 
 

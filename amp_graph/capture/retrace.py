@@ -11,7 +11,7 @@ as it is, and its body is retraced in its own right. Inference mode is spelled a
 The stretches between such nodes are traced by `make_fx(pre_dispatch=True)` on the fake tensors
 that Dynamo left in `meta["example_value"]`, under the modes in force at that place.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch.nn.attention._sdpa_kernel, _cur_sdpa_kernel_backends, _backend_from_string
                                 how Dynamo spells the kernels allowed, and which are

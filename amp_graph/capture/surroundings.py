@@ -1,6 +1,6 @@
 """What a call of a model runs inside of: transforms, tracers, dispatch modes.
 
-Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     TorchDispatchMode.ignore_compile_internals,
     torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals
@@ -35,6 +35,8 @@ from torch._guards import CompileContext
 from torch.autograd import forward_ad
 from torch.jit import _trace
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from amp_graph.callers import calling
 
 # Before torch 2.14 there is a flag of the process instead.
 FLAG_OF_THREAD: Callable[[], bool] | None = getattr(fx._symbolic_trace, "_get_is_fx_tracing", None)
@@ -122,10 +124,7 @@ def _is_fx_tracing() -> bool:
 def _traces_here() -> bool:
     """Whether this thread traces. The flag is the process's before torch 2.14, and another thread
     may trace what it captures."""
-    frame: Any = sys._getframe()
-    while frame is not None and frame.f_code is not fx.Tracer.trace.__code__:
-        frame = frame.f_back
-    return frame is not None
+    return any(f.f_code is fx.Tracer.trace.__code__ for f in calling(sys._getframe()))
 
 
 def call_beside_traces(wrapped: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from amp_graph.batches import call_with
 from amp_graph.commands.factory import Subject, subject
 from amp_graph.convert import convert
 from amp_graph.dtypes import LOW_DTYPES
@@ -19,7 +20,6 @@ from amp_graph.errors import AmpGraphError
 from amp_graph.files import check_file
 from amp_graph.ir import LEVELS
 from amp_graph.kept import unchanged
-from amp_graph.modules import call_with
 from amp_graph.policy import Policy
 
 

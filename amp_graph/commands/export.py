@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from rich.text import Text
 
+from amp_graph.batches import arguments_of
 from amp_graph.commands.command import (
     Command,
     check_files,
@@ -22,7 +23,6 @@ from amp_graph.commands.factory import subject
 from amp_graph.errors import AmpGraphError
 from amp_graph.export import export
 from amp_graph.inspection.spelling import byte_count
-from amp_graph.modules import arguments_of
 
 
 def _export_arguments(parser: ArgumentParser) -> None:

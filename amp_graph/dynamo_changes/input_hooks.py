@@ -26,7 +26,7 @@ from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import VariableTracker
 
-from amp_graph.modules import autocast_devices
+from amp_graph.outer_autocast import autocast_devices
 
 Hook = Callable[[Tensor], Tensor | None]
 

@@ -1,6 +1,6 @@
 """How to read a node of an ATen graph: its operator, operands, results and memory.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._C._set_grad_enabled, torch._C._autograd._get_data_attr,
     torch.amp.autocast_mode._enter_autocast, _exit_autocast

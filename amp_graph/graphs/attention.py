@@ -3,7 +3,7 @@
 `scaled_dot_product_attention` picks one of several kernels each time it is called. The fused ones
 take low-precision operands. The math kernel casts them to float32 first (unless
 `torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp` says otherwise), so that both matrix
-products run in float32. Private names of PyTorch used here, seen in 2.11, 2.13, 2.15:
+products run in float32. Private names of PyTorch used here:
 
     torch._fused_sdp_choice                     the kernel that a call takes
     fx.traceback.get_current_meta()["custom"]   copied to the nodes that tracing makes

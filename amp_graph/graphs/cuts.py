@@ -8,7 +8,7 @@
 Every part begins and ends in the modes in which the whole begins: what is on at a cut (recording,
 autocast regions of the model's own) is put back before it, and on again after it.
 
-Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._dynamo.source.ConstantSource, Node._dynamo_source   where an input comes from, which
         AOTAutograd asks of every input

@@ -1,6 +1,6 @@
 """Fake tensors: running operators on shapes and dtypes alone.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._C._len_torch_dispatch_stack,
     torch.utils._python_dispatch._get_current_dispatch_mode_stack

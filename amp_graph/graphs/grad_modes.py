@@ -1,6 +1,6 @@
 """Where in a graph autograd records.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch.autograd.grad_mode._enter_inference_mode, _exit_inference_mode
                                             how Dynamo spells the mode in a graph

@@ -6,16 +6,14 @@ PyTorch's own code, as in a vmap or `functional_call`, which are not meant.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from traceback import FrameSummary
 
-import torch
 from torch import fx
 
-PYTORCH = f"{Path(torch.__file__).parent}{os.sep}"
+from amp_graph.callers import is_users, place
+
 OF_MODES = ("__torch_function__", "handle_torch_function")
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n\s+(.*))?')
 
@@ -32,10 +30,10 @@ def called_at(node: fx.Node) -> FrameSummary | None:
     """By what Dynamo keeps with each node as text."""
     found = FRAME.findall(node.meta.get("stack_trace") or "")
     frames = [FrameSummary(file, int(at), name, line=line) for file, at, name, line in found]
-    others = (f for f in reversed(without_modes(frames)) if not f.filename.startswith(PYTORCH))
-    return next(others, None)
+    users = (f for f in reversed(without_modes(frames)) if is_users(f.filename))
+    return next(users, None)
 
 
 def place_of(frame: FrameSummary) -> str:
     """As "net.py:12"."""
-    return f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
+    return place(frame.filename, frame.lineno)

@@ -7,7 +7,7 @@
 Other transforms of functorch have no such form: what `torch.func.grad` or `jvp` does is not there
 before it runs.
 
-Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._functorch.predispatch           what Dynamo captures of transforms
     torch._C._functorch.maybe_current_level, _vmap_decrement_nesting

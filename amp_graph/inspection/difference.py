@@ -22,9 +22,10 @@ from amp_graph.dtypes import dtype_name
 from amp_graph.inspection.spelling import byte_count, count, line_of
 from amp_graph.inspection.terminal import Shown, columns
 from amp_graph.ir import FREE, Cast, Color, Plan
-from amp_graph.plans.pins import EDITED, Saved
+from amp_graph.plans.pins import Saved
 from amp_graph.plans.plan_file import PlanSource, as_plans
 from amp_graph.reasons import short_reason
+from amp_graph.rules import OPEN, Rule
 
 
 @dataclass(frozen=True)
@@ -142,9 +143,9 @@ def _is_edited(plan: Plan, name: str) -> bool:
     if plan.fallback is not None:
         return False
     paint, is_low = plan.paints[name], name in plan.low
-    was_free = paint.rule in ("free", "float32 math inside")
+    was_free = paint.rule in OPEN
     if paint.color in FREE:
-        return not was_free and paint.rule not in (EDITED, "result of")
+        return not was_free and paint.rule not in (Rule.EDITED, Rule.RESULT)
     expected = {Color.ALLOW: True, Color.DENY: False}
     return paint.color in expected and (was_free or is_low is not expected[paint.color])
 

@@ -23,6 +23,7 @@ from amp_graph.ir import NodeFacts
 from amp_graph.listing import FLAGS, OTHER_DEVICES, Listing
 from amp_graph.oplists import OpLists
 from amp_graph.override import Override
+from amp_graph.rules import Rule
 
 FLOPS_PER_BYTE = 50  # how many cost as much time as a byte; the order is insensitive to it
 SHOWN = 3
@@ -142,13 +143,13 @@ def _is_freed(
 
 def _key(node: AnnotatedNode, root: AnnotatedNode) -> tuple[Tell, str] | None:
     """Which change would free the node, and which decision it shares with others."""
-    if root.rule == "on no list":
+    if root.rule == Rule.UNLISTED:
         return _unlisted, root.op
-    if node.rule == "promoted by":
+    if node.rule == Rule.PROMOTED:
         return _promoted, root.name
-    if root.rule == "listed" and node is not root:
+    if root.rule == Rule.LISTED and node is not root:
         return _spread, root.op
-    if root.rule == "user cast":
+    if root.rule == Rule.USER_CAST:
         return _user_cast, root.source
     return (TELL[root.rule], root.why) if root.rule in TELL else None
 
@@ -262,9 +263,9 @@ def _no_kernel(found: Found, now: Grounds) -> Change:
 
 
 TELL: dict[str, Tell] = {
-    "override": _override,
-    "constant out of range": _constant,
-    "no kernel": _no_kernel,
+    Rule.OVERRIDE: _override,
+    Rule.OUT_OF_RANGE: _constant,
+    Rule.NO_KERNEL: _no_kernel,
 }
 
 

@@ -25,6 +25,7 @@ from amp_graph.oplists import OpLists
 from amp_graph.passes.place_casts import cast_bytes, place_casts
 from amp_graph.plans.pins import Pins, pins_for
 from amp_graph.policy import Policy
+from amp_graph.rules import Rule
 
 Facts = Mapping[str, NodeFacts]
 Edit = Callable[[NodeFacts], NodeFacts]
@@ -164,7 +165,7 @@ class _Part:
         """The nodes that would be low, and the bytes that casts would move."""
         plan, policy, flow = self.plan, then.policy, self.flow
         dtype = _other(plan.dtype) if then.in_other_dtype else plan.dtype
-        refused = [n for n, p in plan.paints.items() if p.rule == "no kernel"]
+        refused = [n for n, p in plan.paints.items() if p.rule == Rule.NO_KERNEL]
         seen = () if then.in_other_dtype else refused
         _, paints = painted(facts, flow, then.lists, policy, dtype, self.pins, seen)
         low = place_casts(facts, flow, paints)

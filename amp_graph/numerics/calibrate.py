@@ -24,12 +24,12 @@ import torch
 from torch import fx, nn
 
 from amp_graph.backend.rewrite import rewrite, saved_pins
+from amp_graph.batches import Batch
 from amp_graph.calls.convertible import check_model
 from amp_graph.errors import AmpGraphError
 from amp_graph.inspection.spelling import plural
 from amp_graph.inspection.terminal import Shown
 from amp_graph.ir import Color, Paint, Plan
-from amp_graph.modules import Batch
 from amp_graph.numerics.compare import Beside, Reference
 from amp_graph.numerics.node_numerics import NodeNumerics
 from amp_graph.numerics.observer import Observer
@@ -40,8 +40,8 @@ from amp_graph.numerics.smallest import smallest
 from amp_graph.plans.pins import Pins
 from amp_graph.plans.plan_file import PlanSource, save_plan
 from amp_graph.policy import PolicySource
+from amp_graph.rules import Rule
 
-RULE = "calibrated"
 NEEDED = "needed to meet the bound"
 NOTHING = Pins({}, False, "no plan")
 SLIGHT = 0.01  # a smaller share of underflow is not worth naming as the reason
@@ -215,7 +215,7 @@ class _Search:
         compiler, first = self.rerun.compiler, self.rerun.first_of[index]
         plan, graphs = compiler.plans[index], compiler.graphs[index]
         paints = {
-            (body, name): Paint(Color.DENY, RULE, reasons.get((graph, body, name), ""))
+            (body, name): Paint(Color.DENY, Rule.CALIBRATED, reasons.get((graph, body, name), ""))
             for graph, body, name in denied
             if graph == first
         }

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from amp_graph.batches import Batch
 from amp_graph.calls.convertible import check_model
 from amp_graph.dtypes import dtype_name
 from amp_graph.inspection.spelling import op_name
 from amp_graph.ir import NodeFacts, Plan
-from amp_graph.modules import Batch
 from amp_graph.numerics.comparison import Comparison
 from amp_graph.numerics.node_numerics import NodeNumerics
 from amp_graph.numerics.observer import Observer, Place

@@ -17,10 +17,10 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
+from amp_graph.batches import Batch
 from amp_graph.dtypes import dtype_name
 from amp_graph.graphs.aten import captured_of
 from amp_graph.inspection.terminal import Shown
-from amp_graph.modules import Batch
 from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import check_loss
 from amp_graph.numerics.rerun import Loss, Outcome, Rerun, rerun_of

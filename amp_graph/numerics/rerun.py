@@ -23,6 +23,7 @@ from torch import fx, nn
 from amp_graph.backend.build import Built
 from amp_graph.backend.compiler import Compiler
 from amp_graph.backend.emulation import emulated_nodes
+from amp_graph.batches import Batch, call_with
 from amp_graph.calls.conversion import asked_for
 from amp_graph.calls.convertible import check_initialized
 from amp_graph.capture.captures import Assembled, Caller, Captures, captured_names
@@ -31,7 +32,7 @@ from amp_graph.capture.frames import Frames
 from amp_graph.errors import MISTAKES, AmpGraphError, CaptureError, ConversionWarning, in_words
 from amp_graph.ir import Plan
 from amp_graph.kept import unchanged
-from amp_graph.modules import Batch, Entry, call_with, plain_code, unwrapped
+from amp_graph.modules import Entry, plain_code, unwrapped
 from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import default_loss, floating
 from amp_graph.numerics.watched_graph import SEED, WatchedGraph

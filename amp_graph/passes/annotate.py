@@ -239,6 +239,6 @@ class _Memory:
 def _source(node: fx.Node) -> tuple[str, str]:
     """Where in the user's code the node came from, as "net.py:12 in forward", and that line."""
     frame = called_at(node)
-    if frame is None or frame.filename.endswith("amp_graph/capture/dynamo.py"):
+    if frame is None:
         return "", ""
     return f"{place_of(frame)} in {frame.name}", (frame.line or "").strip()

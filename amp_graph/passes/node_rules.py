@@ -10,6 +10,7 @@ import torch
 from amp_graph.ir import FREE, Color, NodeFacts, Paint
 from amp_graph.passes.scene import NodeRule, Scene, adds_few_terms
 from amp_graph.passes.wrong_kernels import without_wrong_kernel
+from amp_graph.rules import Rule
 
 LOOKUPS = frozenset(
     {
@@ -24,14 +25,14 @@ LOOKUPS = frozenset(
 def fixed_as_captured(scene: Scene, n: int) -> Paint | None:
     """Nothing to convert, or precision that the model's own code chose."""
     fixed = scene.facts[n].fixed
-    return Paint(Color.KEEP, "as captured", fixed) if fixed else None
+    return Paint(Color.KEEP, Rule.AS_CAPTURED, fixed) if fixed else None
 
 
 def written_inputs(scene: Scene, n: int) -> Paint | None:
     """Memory that came from outside and is written to stays what the caller handed over."""
     f = scene.facts[n]
     is_written = f.written and f.external
-    return Paint(Color.DENY, "writes into", f.memory) if is_written else None
+    return Paint(Color.DENY, Rule.WRITES, f.memory) if is_written else None
 
 
 def shared_outputs(scene: Scene, n: int) -> Paint | None:
@@ -46,7 +47,7 @@ def shared_outputs(scene: Scene, n: int) -> Paint | None:
         shared = next((r.memory for r in taken if r.op == "getitem" and _shares(scene, r)), shared)
     if shared is None:
         return None
-    return Paint(Color.DENY, "output shares memory with", shared, shares=True)
+    return Paint(Color.DENY, Rule.SHARED_OUTPUT, shared, shares=True)
 
 
 def _shares(scene: Scene, f: NodeFacts) -> bool:
@@ -59,9 +60,9 @@ def missing_kernels(scene: Scene, n: int) -> Paint | None:
     f = scene.facts[n]
     device = f.tensors[0].device if f.tensors else "cpu"
     if not scene.lists.has_kernel(f.op, device, scene.dtype) or n in scene.refused:
-        return Paint(Color.DENY, "no kernel", f"{f.op} on {device}")
+        return Paint(Color.DENY, Rule.NO_KERNEL, f"{f.op} on {device}")
     lacking = without_wrong_kernel(f, scene.operands(f), scene.dtype) if device == "cpu" else ""
-    return Paint(Color.DENY, "no kernel", lacking) if lacking else None
+    return Paint(Color.DENY, Rule.NO_KERNEL, lacking) if lacking else None
 
 
 def saved_decisions(scene: Scene, n: int) -> Paint | None:
@@ -71,7 +72,7 @@ def saved_decisions(scene: Scene, n: int) -> Paint | None:
 
 def user_overrides(scene: Scene, n: int) -> Paint | None:
     color, because = scene.overrides.get(n, (Color.INFER, ""))
-    return None if color in FREE else Paint(color, "override", because)
+    return None if color in FREE else Paint(color, Rule.OVERRIDE, because)
 
 
 def user_casts(scene: Scene, n: int) -> Paint | None:
@@ -79,7 +80,7 @@ def user_casts(scene: Scene, n: int) -> Paint | None:
     operators on the allow list alone, which take it in low precision: `x.to(weight.dtype)`."""
     if not scene.facts[n].user_cast or _is_for_allowed(scene, n):
         return None
-    return Paint(Color.DENY, "user cast", "the model converts to float32")
+    return Paint(Color.DENY, Rule.USER_CAST, "the model converts to float32")
 
 
 def _is_for_allowed(scene: Scene, n: int) -> bool:
@@ -97,7 +98,7 @@ def unrepresentable_numbers(scene: Scene, n: int) -> Paint | None:
     for number in (*scene.facts[n].scalars, *in_tensors):
         size = abs(number)
         if math.isfinite(size) and size and not info.smallest_normal <= size <= info.max:
-            return Paint(Color.DENY, "constant out of range", f"{number:g}")
+            return Paint(Color.DENY, Rule.OUT_OF_RANGE, f"{number:g}")
     return None
 
 
@@ -109,14 +110,16 @@ def numbers_not_known(scene: Scene, n: int) -> Paint | None:
     operands = [scene.facts[p] for p in scene.flow.predecessors(n)]
     puts = (f.name for f in operands if f.op == "placeholder" and f.is_scalar)
     name = next(puts, None) if len(operands) > 1 else None
-    return Paint(Color.DENY, "number not known", name) if name is not None else None
+    return Paint(Color.DENY, Rule.NOT_KNOWN, name) if name is not None else None
 
 
 def saturating(scene: Scene, n: int) -> Paint | None:
     """A result near a bound, of which somebody reads how near."""
     was_free = scene.facts[n].color is Color.INFER and scene.colors[n] is Color.DENY
     reader = scene.saturating.get(n) if was_free else None
-    return Paint(Color.DENY, "saturates", scene.facts[reader].name) if reader is not None else None
+    return (
+        Paint(Color.DENY, Rule.SATURATES, scene.facts[reader].name) if reader is not None else None
+    )
 
 
 def angles(scene: Scene, n: int) -> Paint | None:
@@ -127,7 +130,7 @@ def angles(scene: Scene, n: int) -> Paint | None:
         return None
     if not adds_few_terms(scene.facts[n]) and n not in scene.displaced:
         return None
-    return Paint(Color.DENY, "angle of", scene.facts[reader].name)
+    return Paint(Color.DENY, Rule.ANGLE, scene.facts[reader].name)
 
 
 def positions(scene: Scene, n: int) -> Paint | None:
@@ -135,7 +138,7 @@ def positions(scene: Scene, n: int) -> Paint | None:
     reader = scene.positions.get(n)
     if reader is None or scene.colors[n] is not Color.INFER:
         return None
-    return Paint(Color.DENY, "position for", scene.facts[reader].name)
+    return Paint(Color.DENY, Rule.POSITION, scene.facts[reader].name)
 
 
 def crowded(scene: Scene, n: int) -> Paint | None:
@@ -146,7 +149,7 @@ def crowded(scene: Scene, n: int) -> Paint | None:
         return None
     table = scene.operands(f)[0]
     is_crowded = f.numel * torch.finfo(scene.dtype).eps >= 2 * table.numel
-    return Paint(Color.DENY, "looked up often", table.name) if is_crowded else None
+    return Paint(Color.DENY, Rule.LOOKED_UP, table.name) if is_crowded else None
 
 
 def many_added(scene: Scene, n: int) -> Paint | None:
@@ -156,15 +159,15 @@ def many_added(scene: Scene, n: int) -> Paint | None:
     is_low = scene.colors[n] in (Color.ALLOW, *FREE)
     if not is_low or f.sums * torch.finfo(scene.dtype).eps <= 0.5:
         return None
-    return Paint(Color.DENY, "adds up", f"{f.sums:,}")
+    return Paint(Color.DENY, Rule.ADDS_UP, f"{f.sums:,}")
 
 
 def listed(scene: Scene, n: int) -> Paint | None:
     """Allow, deny, and operators on no list."""
     color, f = scene.colors[n], scene.facts[n]
     if color is None:
-        return Paint(Color.DENY, "on no list", f.op)
-    return None if color in FREE else Paint(color, "listed", f.group)
+        return Paint(Color.DENY, Rule.UNLISTED, f.op)
+    return None if color in FREE else Paint(color, Rule.LISTED, f.group)
 
 
 NODE_RULES: tuple[NodeRule, ...] = (

@@ -23,13 +23,14 @@ from amp_graph.ir import FREE, READERS, Color, Level, NodeFacts, Paint
 from amp_graph.oplists import OpLists
 from amp_graph.passes.node_rules import NODE_RULES
 from amp_graph.passes.promotion import promotion
-from amp_graph.passes.scene import Paints, Rule, Scene
+from amp_graph.passes.scene import GraphRule, Paints, Scene
 from amp_graph.policy import Policy
+from amp_graph.rules import Rule
 
 MOST = 1_000_000  # gradients that are counted
 MANY_COPIES = 512  # of a value, whose gradients' sum the loss scale would have to make room for
 # The rules whose denied operators deny, at levels below "max", what is computed on their results.
-SPREAD = ("listed", "override", "user cast", "constant out of range", "number not known")
+SPREAD = (Rule.LISTED, Rule.OVERRIDE, Rule.USER_CAST, Rule.OUT_OF_RANGE, Rule.NOT_KNOWN)
 
 
 def paint(
@@ -71,7 +72,7 @@ def paint(
 def _free(scene: Scene, n: int) -> Paint:
     color, f = scene.colors[n], scene.facts[n]
     assert color in FREE, f"no rule painted {f.name} ({f.op})"
-    return Paint(color, "float32 math inside" if f.storage else "free", f.group)
+    return Paint(color, Rule.MATH_INSIDE if f.storage else Rule.FREE, f.group)
 
 
 def one_by_one(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
@@ -108,12 +109,12 @@ def deny_spreads(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
         if not f.bounded:
             unsafe[n] = ancestor
         if scene.colors[n] is Color.INFER:
-            paints[n] = Paint(Color.DENY, "downstream of", ancestor)
+            paints[n] = Paint(Color.DENY, Rule.DOWNSTREAM, ancestor)
         else:
             clear_between.append(n)
     for n in reversed(clear_between):
         if any(reader in paints for reader in scene.flow.successors(n)):
-            paints[n] = Paint(Color.DENY, "downstream of", unsafe[n])
+            paints[n] = Paint(Color.DENY, Rule.DOWNSTREAM, unsafe[n])
     return paints
 
 
@@ -133,9 +134,9 @@ def wide_operands(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
         if n in painted:
             continue
         if operand is None:
-            paints[n] = Paint(Color.DENY, "nothing low upstream")
+            paints[n] = Paint(Color.DENY, Rule.NOTHING_LOW)
         else:
-            paints[n] = Paint(Color.DENY, "promoted by", scene.facts[operand].name)
+            paints[n] = Paint(Color.DENY, Rule.PROMOTED, scene.facts[operand].name)
     return paints
 
 
@@ -145,7 +146,7 @@ def read_by_many(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
     gradients = _gradients(scene, painted)
     many = [n for n, count in enumerate(gradients) if count > READERS]
     wide = promotion(scene, painted).wide if many else ()
-    return {n: Paint(Color.DENY, "read by many", f"{gradients[n]:,}") for n in many if n in wide}
+    return {n: Paint(Color.DENY, Rule.READ_BY_MANY, f"{gradients[n]:,}") for n in many if n in wide}
 
 
 def _gradients(scene: Scene, painted: Mapping[int, Paint]) -> list[int]:
@@ -187,7 +188,7 @@ def follow_parent(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
             for parent in scene.flow.predecessors(n):
                 given = painted.get(parent) or paints.get(parent)
                 if given is not None:
-                    paints[n] = Paint(given.color, "result of", scene.facts[parent].name)
+                    paints[n] = Paint(given.color, Rule.RESULT, scene.facts[parent].name)
     return paints
 
 
@@ -205,7 +206,7 @@ def shared_memory(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
             is_settled = colors.get(n) in (decided, Color.KEEP)
             if not is_settled and (n != owner or owner not in painted):
                 deciding = scene.facts[(float32 or low)[0]]
-                paints[n] = Paint(decided, "shares memory with", deciding.name)
+                paints[n] = Paint(decided, Rule.SHARED_MEMORY, deciding.name)
     return paints
 
 
@@ -221,7 +222,7 @@ def _members(scene: Scene) -> dict[int, list[int]]:
     return members
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[GraphRule, ...] = (
     one_by_one,
     deny_spreads,
     wide_operands,

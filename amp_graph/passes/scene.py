@@ -163,5 +163,5 @@ def adds_few_terms(f: NodeFacts) -> bool:
     return f.terms is not None and f.terms <= COORDINATES
 
 
-Rule = Callable[[Scene, Mapping[int, Paint]], Paints]
+GraphRule = Callable[[Scene, Mapping[int, Paint]], Paints]
 NodeRule = Callable[[Scene, int], Paint | None]

@@ -25,8 +25,7 @@ from amp_graph.plans.matching import (
     first_difference,
     is_same_computation,
 )
-
-EDITED = "saved in the plan"
+from amp_graph.rules import Rule
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def pinned(fresh: Mapping[str, Paint], pins: Pins) -> dict[str, Paint]:
         again = _followed(fresh, others)
         for name in found.keys() & again.keys():
             one, other = found[name], again[name]
-            if EDITED in (one.rule, other.rule) and one.color is not other.color:
+            if Rule.EDITED in (one.rule, other.rule) and one.color is not other.color:
                 plans, both = (pins.number, number), (one, other)
                 raise PlanError(_disagreement(pins.origin, "computation", plans, name, both))
     return found
@@ -107,7 +106,7 @@ def _followed(fresh: Mapping[str, Paint], pins: Mapping[str, Paint]) -> dict[str
             found[name] = ours
         elif (saved.rule, saved.because) == (ours.rule, ours.because):
             because = f"without it {ours.color.value}, {ours.in_brief}"
-            found[name] = Paint(saved.color, EDITED, because)
+            found[name] = Paint(saved.color, Rule.EDITED, because)
         else:
             found[name] = Paint(saved.color, saved.rule, saved.because)
     return found

@@ -33,7 +33,7 @@ not_captured = never_captured(reason="the boundary of a graph of amp_graph")
 
 def enter_input(scale: Scale, tensor: Tensor, value: Tensor) -> Tensor:
     """Hand a value in for a tensor, which need not live on: its gradient goes out divided by S."""
-    entered: Tensor = _apply(_EnterInput, scale, value, tensor)
+    entered: Tensor = _EnterInput.apply(scale, value, tensor)  # type: ignore[no-untyped-call]
     return entered
 
 
@@ -99,7 +99,7 @@ def write_back(scale: Scale, written: Tensor, value: Tensor) -> None:
     if written.is_leaf and written.requires_grad:
         increment_version(written)
     else:
-        _apply(_WriteBack, scale, written, value)
+        _WriteBack.apply(scale, written, value)  # type: ignore[no-untyped-call]
 
 
 def follow(tensor: Tensor, value: Tensor) -> None:
@@ -266,7 +266,8 @@ def _cross(
 ) -> Tensor:
     if not torch.is_grad_enabled():
         return times(value, factor, dtype)
-    return for_all(lambda v: _apply(_Cross, v, factor, dtype, scale, is_coming_in), value)
+    apply: Any = _Cross.apply
+    return for_all(lambda v: apply(v, factor, dtype, scale, is_coming_in), value)
 
 
 def times(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -277,7 +278,3 @@ def times(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.mul(value, factor, out=torch.empty_like(value, dtype=dtype))
     wide = torch.promote_types(value.dtype, torch.float32)
     return (value.to(wide) * factor).to(dtype)
-
-
-def _apply(function: type[Function], *args: Any) -> Any:
-    return function.apply(*args)

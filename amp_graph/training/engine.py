@@ -1,6 +1,6 @@
 """What PyTorch's engine is in the middle of, and its fused calls.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._C._current_graph_task_id                             which backward pass runs
     torch._C._will_engine_execute_node                          and whether it comes to a node

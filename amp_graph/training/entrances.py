@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_graph.training.copies import is_plain
 from amp_graph.training.engine import CAN_RUN_WHEN_READY, has_process_group, runs_when_ready
 from amp_graph.training.entering import Call, enter
+from amp_graph.training.low_precision_weight import is_plain
 from amp_graph.training.picker import Pick, picker
 from amp_graph.training.scale import Scale
 from amp_graph.training.standing import Standing, follow_streams, let_go_of_all

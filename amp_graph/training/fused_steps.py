@@ -1,6 +1,6 @@
 """Fused optimizers, which skip a step themselves.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     Optimizer._step_supports_amp_scaling    what GradScaler looks at
 """

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_graph.errors import OverflowAbort
-from amp_graph.modules import are_still
 from amp_graph.training.caution import Caution, Exposed, Factors, are_wanted
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.engine import OUTSIDE, backward_pass, is_captured, sent
@@ -34,6 +33,7 @@ from amp_graph.training.outcome import Outcome
 from amp_graph.training.readback import Readback
 from amp_graph.training.spills import Held, Spills
 from amp_graph.watched import FirstNonfinite
+from amp_graph.weak_references import are_still
 
 _serials = itertools.count()
 LISTS = 16  # of parameters, about which answers are kept

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from amp_graph.modules import are_still
 from amp_graph.training.crossing import enter_unscaled, leave_scaled_, not_captured
 from amp_graph.training.engine import has_process_group
 from amp_graph.training.inner_scaling import Inside
 from amp_graph.training.picker import picker
 from amp_graph.training.scale import ModelScale, Scale
 from amp_graph.training.transforms import applied, are_plain
+from amp_graph.weak_references import are_still
 
 _grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 _device, _dtype, _is_leaf = map(attrgetter, ("device", "dtype", "is_leaf"))

@@ -4,7 +4,7 @@ Micikevicius et al., "Mixed Precision Training" (2018), section 3.2, in the dyna
 `torch.amp.GradScaler` made usual, with the bounds that it lacks: its scale can reach exactly 0
 (seen in torch 2.13), after which the next finite step writes NaN into the parameters.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._amp_update_scale_    the rule of GradScaler, on the device
 """

@@ -1,6 +1,6 @@
 """Which tensors share their memory, and whether it lives.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch.UntypedStorage._cdata, _weak_ref, _expired, _free_weak_ref
     torch.Tensor._base, _view_func

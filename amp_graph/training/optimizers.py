@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.errors import AmpGraphError, in_brief
-from amp_graph.modules import living
 from amp_graph.training.blame import overflowed
 from amp_graph.training.closures import closure_of
 from amp_graph.training.found_inf import parameters_of
@@ -28,6 +27,7 @@ from amp_graph.training.step_guard import StepGuard
 from amp_graph.training.step_hooks import hear_steps
 from amp_graph.training.step_record import STATE_KEY, StepCounts
 from amp_graph.uncaptured import not_compiled
+from amp_graph.weak_references import living
 
 _scales: weakref.WeakValueDictionary[int, GraphScale] = weakref.WeakValueDictionary()
 _guards: weakref.WeakKeyDictionary[Optimizer, StepGuard] = weakref.WeakKeyDictionary()

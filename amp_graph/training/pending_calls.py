@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from amp_graph.modules import living
 from amp_graph.training.engine import call_before, keeps_graph
 from amp_graph.uncaptured import never_captured
+from amp_graph.weak_references import living
 
 
 class PendingCalls:

@@ -21,10 +21,10 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from amp_graph.modules import living
 from amp_graph.training.engine import current_streams
 from amp_graph.training.entering import Call, enter_first, enter_later
 from amp_graph.training.scale import Scale
+from amp_graph.weak_references import living
 
 CALLS = 64  # whose aliases stand, those that no backward pass came for among them
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from types import FrameType
 
 from torch.optim import Optimizer
+
+from amp_graph.callers import calling
 
 # What PyTorch calls steps and their hooks by.
 HOOKED_STEP = Optimizer.profile_hook_step(Optimizer.step).__code__
@@ -12,10 +15,11 @@ HOOKED_STEP = Optimizer.profile_hook_step(Optimizer.step).__code__
 
 def steps_around(frame: FrameType | None, enough: int = 1) -> int:
     """How many there are, of whichever optimizers; it counts up to `enough`."""
-    found = 0
-    while frame is not None and found < enough:
-        found += frame.f_code.co_filename == HOOKED_STEP.co_filename and (
-            HOOKED_STEP.co_name in frame.f_code.co_name  # Dynamo changes both code and name
-        )
-        frame = frame.f_back
-    return found
+    steps = filter(_is_step, calling(frame))
+    return sum(1 for _ in islice(steps, enough))
+
+
+def _is_step(frame: FrameType) -> bool:
+    code = frame.f_code
+    # Dynamo changes both code and name.
+    return code.co_filename == HOOKED_STEP.co_filename and HOOKED_STEP.co_name in code.co_name

@@ -7,7 +7,7 @@
   makes passes without having got a closure (`inner_passes`), may meet an overflow in the middle of
   its work: parameters and state are put back when it is done.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch.optim.optimizer._global_optimizer_pre_hooks    those that run before ours
     Optimizer._opt_called                                what schedulers look at
@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from amp_graph.modules import weak_method
 from amp_graph.training.blame import overflowed
 from amp_graph.training.bound_steps import bound_step
 from amp_graph.training.closures import GuardedClosure, closure_of, guarding_closure
@@ -43,6 +42,7 @@ from amp_graph.training.step_frames import steps_around
 from amp_graph.training.step_record import StepRecord
 from amp_graph.training.undo import Undo
 from amp_graph.uncaptured import around_compiled, not_compiled
+from amp_graph.weak_references import weak_method
 
 InUse = Callable[[], Iterable[GraphScale]]
 

@@ -1,6 +1,6 @@
 """Tensors inside of the transforms of torch.func, and of the older vmap.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
+Private names of PyTorch used here:
 
     torch._C._are_functorch_transforms_active
     torch._C._functorch.is_batchedtensor, is_legacy_batchedtensor, get_unwrapped

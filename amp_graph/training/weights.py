@@ -23,19 +23,19 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from amp_graph.graphs.aten import SET_GRAD_ENABLED
-from amp_graph.modules import are_still, living
-from amp_graph.training.copies import Copy, Key, is_plain, memory_for
 from amp_graph.training.engine import copy_all_
+from amp_graph.training.low_precision_weight import Key, LowPrecisionWeight, is_plain, memory_for
 from amp_graph.training.memory import address, addresses
 from amp_graph.training.pending_calls import PendingCalls
 from amp_graph.training.picker import picker
 from amp_graph.training.traces import Traces
+from amp_graph.weak_references import are_still, living
 
 _version, _shape = attrgetter("_version"), attrgetter("shape")
 
 
 class LowPrecisionWeights:
-    """The low-precision copies of one model's parameters, shared by all its graphs.
+    """Those of one model's parameters, shared by all its graphs.
 
     kept: whether they are written anew only where a parameter may have changed.
     choosing: held by the one of several threads that looks for those of a graph, or makes them.
@@ -46,31 +46,33 @@ class LowPrecisionWeights:
         self.kept = kept
         self.choosing = threading.Lock()
         self.pending = PendingCalls()
-        self._copies: dict[Key, Copy] = {}
+        self._weights: dict[Key, LowPrecisionWeight] = {}
 
-    def of(self, parameters: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Copy]:
-        """The copy of each in its dtype, made where there is none that fits, or the one there is
+    def of(
+        self, parameters: Sequence[Tensor], dtypes: Sequence[torch.dtype]
+    ) -> list[LowPrecisionWeight]:
+        """That of each in its dtype, made where there is none that fits, or the one there is
         was made of other memory and may be needed as it is, for a backward pass."""
         keys = [(id(p), dtype) for p, dtype in zip(parameters, dtypes, strict=True)]
         now = dict(zip(keys, map(_address, parameters), strict=True))
-        copies = self._copies  # and not itself: what a copy refers to is kept by it
+        weights = self._weights  # and not itself: what a weight refers to is kept by it
         missing = {
             key: parameter
             for key, parameter in zip(keys, parameters, strict=True)
-            if key not in copies
-            or not copies[key].fits(parameter)
-            or (self.pending and copies[key].address != now[key])
+            if key not in weights
+            or not weights[key].fits(parameter)
+            or (self.pending and weights[key].address != now[key])
         }
         with torch.inference_mode(False):
             for key, low in memory_for(missing).items():
-                copies[key] = Copy(missing[key], low, _forgetting(copies, key))
+                weights[key] = LowPrecisionWeight(missing[key], low, _forgetting(weights, key))
         for key in keys:
-            copies[key].address = now[key]
-        return [copies[key] for key in keys]
+            weights[key].address = now[key]
+        return [weights[key] for key in keys]
 
 
-def _forgetting(copies: dict[Key, Copy], key: Key) -> Callable[[Any], object]:
-    return lambda _: copies.pop(key, None)
+def _forgetting(weights: dict[Key, LowPrecisionWeight], key: Key) -> Callable[[Any], object]:
+    return lambda _: weights.pop(key, None)
 
 
 def _address(parameter: Tensor) -> int:
@@ -79,7 +81,7 @@ def _address(parameter: Tensor) -> int:
 
 class GraphWeights:
     """Those of them that one graph computes with, for as long as its parameters are the same: a
-    copy in each of `dtypes`, of the first of `parameters`; of the others it has none.
+    weight in each of `dtypes`, of the first of `parameters`; of the others it has none.
     """
 
     def __init__(
@@ -89,15 +91,15 @@ class GraphWeights:
         parameters: Sequence[Tensor],
     ):
         copied = parameters[: len(dtypes)]
-        copies = store.of(copied, dtypes)
-        first = {id(copy): k for k, copy in reversed([*enumerate(copies)])}
-        # Else a copy stands further in front, and is written.
-        self._are_first = [first[id(copy)] == k for k, copy in enumerate(copies)]
-        self._written = [copy.written for copy in compress(copies, self._are_first)]
-        self._lows = [copy.low for copy in copies]
-        self._unrecorded = [copy.unrecorded for copy in copies]
-        self._copies = copies
-        self._ids = frozenset(map(id, copies))
+        weights = store.of(copied, dtypes)
+        first = {id(weight): k for k, weight in reversed([*enumerate(weights)])}
+        # Else a weight stands further in front, and is written.
+        self._are_first = [first[id(weight)] == k for k, weight in enumerate(weights)]
+        self._written = [weight.written for weight in compress(weights, self._are_first)]
+        self._lows = [weight.low for weight in weights]
+        self._unrecorded = [weight.unrecorded for weight in weights]
+        self._weights = weights
+        self._ids = frozenset(map(id, weights))
         self._pending = store.pending
         self._parameters = [*map(weakref.ref, parameters)]
         self._shapes = [*map(_shape, parameters)]
@@ -107,7 +109,7 @@ class GraphWeights:
         self._traces = Traces() if store.kept and all(map(_leaves_traces, copied)) else None
 
     def are_of(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether the copies are of these: the same objects, of the same shapes, in the same memory
+        """Whether they are of these: the same objects, of the same shapes, in the same memory
         (`p.data = x`). A graph is for one device, and for strides that follow from the shapes."""
         return (
             are_still(self._parameters, parameters)
@@ -118,20 +120,20 @@ class GraphWeights:
     def refreshed(self, parameters: Sequence[Tensor], recorded: bool) -> list[Tensor]:
         """Return each parameter in its dtype, as of now, for a call that autograd records or not.
 
-        Unless copies are kept, one is written anew even if nothing is known to have changed. Its
+        Unless weights are kept, one is written anew even if nothing is known to have changed. Its
         version counts up only if the parameter's did, so that autograd objects to a backward pass
         through weights that were stepped meanwhile exactly where it would object in float32.
         """
-        if not self._copies:
+        if not self._weights:
             return []
-        parameters = [*parameters[: len(self._copies)]]
+        parameters = [*parameters[: len(self._weights)]]
         try:
             versions = [*map(_version, parameters)]
         except RuntimeError:  # Inference tensors count no versions, nor does autograd record them.
             versions = [0 if p.is_inference() else p._version for p in parameters]
         if versions != self._versions:
-            changed = zip(self._copies, versions, strict=True)
-            increment_version([copy.low for copy, version in changed if copy.follow(version)])
+            changed = zip(self._weights, versions, strict=True)
+            increment_version([weight.low for weight, version in changed if weight.follow(version)])
             self._versions = versions
         if self._traces is None:
             self._write(parameters)
@@ -143,12 +145,12 @@ class GraphWeights:
 
     def await_backward(self, results: Sequence[Any]) -> None:
         """A recorded call has returned these, from which gradients may come."""
-        if self._copies:
+        if self._weights:
             self._pending.add(results, self._ids, self._write_again)
 
     def _write_again(self) -> None:
-        parameters = living(self._parameters[: len(self._copies)])
-        if len(parameters) == len(self._copies):
+        parameters = living(self._parameters[: len(self._weights)])
+        if len(parameters) == len(self._weights):
             self._write(parameters)
 
     def _write(self, parameters: list[Tensor]) -> None:
@@ -164,15 +166,15 @@ class GraphWeights:
     def _write_if_stale(
         self, traces: Traces, parameters: list[Tensor], versions: Sequence[int]
     ) -> None:
-        """Write the copies if a parameter may have changed since this graph last did, or another
+        """Write the weights if a parameter may have changed since this graph last did, or another
         graph wrote them since, perhaps from other memory that was a parameter's meanwhile."""
         seen = traces.look(parameters, versions)
-        if not traces.are_new(seen) and all(copy.writer is traces for copy in self._copies):
+        if not traces.are_new(seen) and all(weight.writer is traces for weight in self._weights):
             return
         self._write(parameters)
         traces.keep(seen, parameters)
-        for copy in self._copies:
-            copy.writer = traces
+        for weight in self._weights:
+            weight.writer = traces
 
 
 def _leaves_traces(parameter: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Copies of parameters in low precision, and the memory that they lie in."""
+"""One low-precision weight, and the memory that several lie in."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Key = tuple[int, torch.dtype]  # of a parameter, by `id`, in a low precision
 SPARE = 1.1  # how much larger than all parameters in it memory may be that is copied as a whole
 
 
-class Copy:
-    """One parameter in one dtype. It belongs to a parameter object, not to what is in it: a
-    parameter may be resized or moved between two calls (`model.to`, `parameter.data = ...`).
+class LowPrecisionWeight:
+    """The copy of one parameter in one dtype. It belongs to a parameter object, not to what is in
+    it: a parameter may be resized or moved between two calls (`model.to`, `parameter.data = ...`).
 
     `written` is the memory of `low` with a version of its own, so that to write there does not
     count as a change. `unrecorded` is the same memory once more, as a leaf that requires a
@@ -31,7 +31,7 @@ class Copy:
     __slots__ = ("address", "low", "parameter", "unrecorded", "version", "writer", "written")
 
     def __init__(self, parameter: Tensor, low: Tensor, when_gone: Callable[[Any], object]):
-        self.address = 0  # of the memory that the parameter had when a graph last took this copy
+        self.address = 0  # of the memory that the parameter had when a graph last took this
         self.low = low
         self.written = low.data
         self.unrecorded = low.data.requires_grad_()

@@ -1,0 +1,42 @@
+"""The frames that a call came through, and whose their code is: this package's, PyTorch's,
+Python's, or the user's, as which libraries count too."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+OURS, PYTORCHS = (f"{Path(file).parent}{os.sep}" for file in (__file__, str(torch.__file__)))
+PYTHONS = f"{sysconfig.get_path('stdlib')}{os.sep}"
+
+
+def is_ours(file: str) -> bool:
+    return file.startswith(OURS)
+
+
+def is_users(file: str) -> bool:
+    is_pythons = file.startswith(PYTHONS) and "-packages" not in file  # site-, or Debian's dist-
+    return not is_pythons and not file.startswith((OURS, PYTORCHS))
+
+
+def calling(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that it was called from, the innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def depth_of_user(frame: FrameType) -> int:
+    """How many frames above this one the user's first is; of the outermost, if there is none."""
+    files = [caller.f_code.co_filename for caller in calling(frame)]
+    return next((i for i, file in enumerate(files) if is_users(file)), len(files) - 1)
+
+
+def place(file: str, line: int | None) -> str:
+    """As "net.py:12"."""
+    return f"{Path(file).name}:{line}"
