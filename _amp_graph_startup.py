@@ -1,10 +1,9 @@
 """Starts amp_graph once torch is imported. Loaded by amp_graph_startup.pth, and only where
-AMP_GRAPH_ENABLE is set; imports nothing of the package before that.
+AMP_GRAPH_ENABLE is set; before that it imports nothing that Python has not imported by then, so
+that a script which never needs torch does not wait for it.
 """
 
 import atexit
-import contextlib
-import importlib.util
 import sys
 
 
@@ -18,6 +17,8 @@ class _AfterTorch:
     def find_spec(self, name, path=None, target=None):
         if name not in ("torch", "amp_graph") or self.is_asking_the_others:
             return None
+        import importlib.util
+
         self.is_asking_the_others = True
         try:
             spec = importlib.util.find_spec(name)
@@ -43,6 +44,8 @@ def _end_as_interrupted():
     as our dump does, and Dynamo's where tabulate is installed; and is reminded in the same way."""
     is_interactive = hasattr(sys, "ps1")  # there, the error of a line that is long over
     if getattr(sys, "last_type", None) is KeyboardInterrupt and not is_interactive:
+        import contextlib
+
         with contextlib.suppress(KeyboardInterrupt):
             exec("raise KeyboardInterrupt")
 

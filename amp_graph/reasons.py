@@ -72,29 +72,43 @@ def why_nothing_is_low(plans: Sequence[Plan]) -> str:
     return f"its operators on the allow list are not ({reason})"
 
 
-def chain(
-    plan: Plan, name: str, listings: Mapping[str, Listing], spelled: Mapping[str, str]
-) -> tuple[Reason, ...]:
-    """The reasons for a node's precision, its own first. `listings` has the list entries of the
-    nodes, `spelled` the names to show."""
-    return tuple(_steps(plan, name, listings, spelled))
+class Chains:
+    """The reasons for the precision of each node of a plan, its own first. `listings` has the list
+    entries of the nodes, `spelled` the names to show."""
 
+    def __init__(self, plan: Plan, listings: Mapping[str, Listing], spelled: Mapping[str, str]):
+        self._plan, self._listings, self._spelled = plan, listings, spelled
+        self._known: dict[str, tuple[Reason, ...]] = {}  # of many nodes the next is the same
 
-def _steps(
-    plan: Plan, name: str, listings: Mapping[str, Listing], spelled: Mapping[str, str]
-) -> Iterator[Reason]:
-    if plan.otherwise is not None:
-        yield Reason(name, f"the whole graph {plan.otherwise}")
-    seen: set[str] = set()
-    while name in plan.paints and name not in seen:
-        seen.add(name)
-        paint = plan.paints[name]
-        yield Reason(name, _text(plan, name, paint, listings, spelled))
-        if paint.rule in OPEN and name in listings:
-            yield Reason(name, _on_list(listings[name].color, listings[name]))
-        if not names_a_node(paint) or paint.because not in plan.facts:
-            return
-        name = paint.because
+    def of(self, name: str) -> tuple[Reason, ...]:
+        whole = self._plan.otherwise
+        first = () if whole is None else (Reason(name, f"the whole graph {whole}"),)
+        return first + self._from(name)
+
+    def _from(self, name: str) -> tuple[Reason, ...]:
+        """From a node to what nothing else decided, or in a circle to where it closes."""
+        path: dict[str, None] = {}
+        while name in self._plan.paints and name not in self._known and name not in path:
+            path[name] = None
+            name = self._next(name)
+        found = self._known.get(name, ())
+        for node in reversed(path):
+            found = (*self._own(node), *found)
+            if name not in path:
+                self._known[node] = found
+        return found
+
+    def _next(self, name: str) -> str:
+        """The node that decided, if one did; else "", which is none."""
+        paint = self._plan.paints[name]
+        return paint.because if names_a_node(paint) and paint.because in self._plan.facts else ""
+
+    def _own(self, name: str) -> Iterator[Reason]:
+        paint = self._plan.paints[name]
+        yield Reason(name, _text(self._plan, name, paint, self._listings, self._spelled))
+        if paint.rule in OPEN and name in self._listings:
+            listing = self._listings[name]
+            yield Reason(name, _on_list(listing.color, listing))
 
 
 def _text(

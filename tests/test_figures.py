@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import warnings
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import amp_graph
 from amp_graph import ConversionWarning
+from amp_graph.inspection import flops as by_formula
 from amp_graph.inspection.flops import FORMULAS
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -93,6 +95,26 @@ def flops_of_steps(layer: nn.Module, given: Any) -> int:
     with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False), counter:
         layer(given)
     return counter.get_total_flops()
+
+
+def test_layers_that_repeat_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is as deep takes as long, but for the first of each kind; and others are apart."""
+    counted: list[Any] = []
+    count = by_formula._counted
+    monkeypatch.setattr(by_formula, "_counted", lambda node: counted.append(node) or count(node))
+
+    def total(sizes: list[int]) -> int:
+        counted.clear()
+        layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+        model = amp_graph.convert(nn.Sequential(*layers), policy="bfloat16")
+        model(torch.randn(3, sizes[0]))
+        return amp_graph.explain(model).data.modules[0].figures.flops.total
+
+    assert total([8, 8, 8, 8]) == 3 * 2 * 3 * 8 * 8
+    few = len(counted)
+    assert total([8] * 12) == 11 * 2 * 3 * 8 * 8
+    assert len(counted) == few
+    assert total([8, 8, 4, 8]) == 2 * 3 * (8 * 8 + 8 * 4 + 4 * 8)
 
 
 @pytest.mark.parametrize("name", RECURRENT)

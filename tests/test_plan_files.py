@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import typing
 import warnings
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,15 @@ def test_the_schema_document_is_the_one_of_the_code() -> None:
         SCHEMA.write_text(text)
     assert SCHEMA.read_text() == text, "EXPECTTEST_ACCEPT=1 renews docs/plan.schema.json"
     jsonschema.Draft202012Validator.check_schema(plan_schema())
+
+
+def test_the_types_of_fields_are_looked_up_once(saved: Path, monkeypatch: Any) -> None:
+    """Python evaluates their text each time, which took most of the time of reading a plan."""
+    asked: list[Any] = []
+    look_up = typing.get_type_hints
+    monkeypatch.setattr(typing, "get_type_hints", lambda kind: asked.append(kind) or look_up(kind))
+    amp_graph.load_plan(saved)
+    assert len(asked) == len(set(asked))
 
 
 def test_a_node_is_one_line(saved: Path) -> None:

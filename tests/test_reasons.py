@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import torch
+
 import amp_graph
-from amp_graph.ir import Color, Paint
+from amp_graph.ir import Color, NodeFacts, Paint, Plan
+from amp_graph.reasons import Chains
 from amp_graph.rules import WORDS, Rule
 
 FILES = [*Path(amp_graph.__file__).parent.rglob("*.py")]
@@ -33,3 +36,25 @@ def test_no_rule_is_spelled_where_it_is_used() -> None:
 def test_rules_are_plain_text_in_files_and_in_print() -> None:
     paint, same = Paint(Color.DENY, Rule.UNLISTED), Paint(Color.DENY, "on no list")
     assert paint == same and repr(paint) == repr(same) and WORDS["on no list"] == WORDS[paint.rule]
+
+
+def chains(**because: str) -> Chains:
+    """Those of nodes that follow one another."""
+    paints = {name: Paint(Color.DENY, Rule.PROMOTED, other) for name, other in because.items()}
+    facts = {name: NodeFacts(name, "aten.add.Tensor") for name in because}
+    return Chains(Plan(torch.bfloat16, facts, paints), {}, {})
+
+
+def test_reasons_are_written_once_for_all_nodes_that_have_them() -> None:
+    """In a stream, which may be as long as the model is deep, every node has those before it."""
+    found = chains(a="", b="a", c="b")
+    last, before, *_ = found.of("c")
+    assert [last.node, before.node] == ["c", "b"]
+    assert before is found.of("b")[0]
+    assert [r.node for r in found.of("c")] == ["c", "b", "a"]
+
+
+def test_reasons_that_go_in_a_circle_end_where_it_closes() -> None:
+    found = chains(a="b", b="a", c="a")
+    order = {name: [r.node for r in found.of(name)] for name in "cab"}
+    assert order == {"c": ["c", "a", "b"], "a": ["a", "b"], "b": ["b", "a"]}

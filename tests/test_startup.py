@@ -94,6 +94,13 @@ print(nn.Module.__dict__["_compiled_call_impl"])
     assert done.out.splitlines() == ["trained False", "[]", "[]", "None"]
 
 
+def test_a_script_that_needs_no_torch_waits_for_no_import():
+    code = "import sys; before = {*sys.modules}; import _amp_graph_startup; "
+    code += "print(*sorted({*sys.modules} - before))"
+    ended = run(python("-S", "-c", code), cwd=ROOT, AMP_GRAPH_ENABLE="1", PYTHONPATH=str(ROOT))
+    assert ended.out.split() == ["_amp_graph_startup", "atexit"]
+
+
 def test_no_and_off_leave_everything_alone_too(script):
     done = run(python(script()), AMP_GRAPH_ENABLE="off", AMP_GRAPH_DTYPE="float8")
     assert (done.code, done.err, done.out) == (0, "", "trained True\n")

@@ -29,14 +29,13 @@ from amp_graph.graphs.aten import (
     tensors_of,
 )
 from amp_graph.graphs.grad_modes import is_switch
-from amp_graph.inspection.flops import flops_of
+from amp_graph.inspection.flops import FlopCounts
 from amp_graph.inspection.spelling import byte_count, input_kind, module_of, shapes
 from amp_graph.inspection.spelling import op_name as short_op
 from amp_graph.ir import Cast, NodeFacts, Plan
-from amp_graph.listing import Listing
 from amp_graph.oplists import OpLists
 from amp_graph.passes.annotate import tensor_facts
-from amp_graph.reasons import Reason, chain, short_reason, unlisted
+from amp_graph.reasons import Chains, Reason, short_reason, unlisted
 
 
 @dataclass(frozen=True)
@@ -112,14 +111,14 @@ class AnnotatedGraph:
 
 
 def annotated_graph(
-    name: str, plan: Plan, emitted: fx.GraphModule | None, lists: OpLists
+    name: str, plan: Plan, emitted: fx.GraphModule | None, lists: OpLists, flops: FlopCounts
 ) -> AnnotatedGraph:
     """A plan and the graph that was emitted by it. Without a graph only `fallback` is known."""
     if emitted is None or not plan.facts:
         return AnnotatedGraph(name, dtype_name(plan.dtype), fallback=plan.otherwise)
-    writer = _Writer(plan, emitted, lists)
+    writer = _Writer(plan, emitted, lists, flops)
     bodies = {
-        n: annotated_graph(f"{name}.{n}", body, _body(emitted, n), lists)
+        n: annotated_graph(f"{name}.{n}", body, _body(emitted, n), lists, flops)
         for n, body in plan.bodies.items()
     }
     nodes = tuple(writer.node(n) for n in emitted.graph.nodes)
@@ -128,14 +127,15 @@ def annotated_graph(
     return AnnotatedGraph(name, dtype, nodes, bodies, *why_not)
 
 
-def captured_graph(name: str, plan: Plan, captured: fx.GraphModule | None) -> AnnotatedGraph:
+def captured_graph(
+    name: str, plan: Plan, captured: fx.GraphModule | None, flops: FlopCounts
+) -> AnnotatedGraph:
     """The graph as it was before, with nothing decided."""
     if captured is None or not plan.facts:
         return AnnotatedGraph(name, dtype_name(plan.dtype), fallback=plan.otherwise)
-    before = Plan(plan.dtype, plan.facts)
-    writer = _Writer(before, captured, OpLists({}, {}))
+    writer = _Writer(Plan(plan.dtype, plan.facts), captured, OpLists({}, {}), flops)
     bodies = {
-        n: captured_graph(f"{name}.{n}", body, _body(captured, n))
+        n: captured_graph(f"{name}.{n}", body, _body(captured, n), flops)
         for n, body in plan.bodies.items()
     }
     nodes = tuple(writer.node(n) for n in captured.graph.nodes)
@@ -150,14 +150,13 @@ def _body(module: fx.GraphModule, name: str) -> fx.GraphModule | None:
 class _Writer:
     """What all nodes of one graph have in common."""
 
-    def __init__(self, plan: Plan, module: fx.GraphModule, lists: OpLists):
-        self.plan = plan
+    def __init__(self, plan: Plan, module: fx.GraphModule, lists: OpLists, flops: FlopCounts):
+        self.plan, self.flops = plan, flops
         self.labels = {name: facts.label for name, facts in plan.facts.items()}
-        self.listings: dict[str, Listing] = {}
-        for node in module.graph.nodes:
-            found = lists.lookup(node.target) if is_operator(node) else None
-            if found is not None:
-                self.listings[node.name] = found
+        operators = filter(is_operator, module.graph.nodes)
+        found = ((n.name, lists.lookup(n.target)) for n in operators)
+        listings = {name: listing for name, listing in found if listing is not None}
+        self.chains = Chains(plan, listings, self.labels)
         self.casts: dict[tuple[str, torch.dtype], list[Cast]] = defaultdict(list)
         for cast in plan.casts:
             self.casts[cast.value, cast.dtype].append(cast)
@@ -201,7 +200,7 @@ class _Writer:
             rule=paint.rule if paint else "",
             because=paint.because if paint else "",
             why=short_reason(plan, name),
-            chain=chain(plan, name, self.listings, self.labels),
+            chain=self.chains.of(name),
             operands=_names(node.all_input_nodes),
             readers=_names(node.users),
             numbers=facts.scalars,
@@ -209,7 +208,7 @@ class _Writer:
             is_float=facts.has_precision,
             bytes=own,
             traffic=2 * (facts.numel + operands) if computes else 0,
-            flops=flops_of(node),
+            flops=self.flops.of(node),
         )
 
     def _math(self, node: fx.Node, facts: NodeFacts) -> str:

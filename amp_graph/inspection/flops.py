@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from amp_graph.dynamo_changes.logs import quiet_logs
 from amp_graph.graphs.aten import FLEX_ATTENTION, is_operator
-from amp_graph.graphs.fake import concrete
+from amp_graph.graphs.fake import concrete, size_hint
 
 aten = torch.ops.aten
 
@@ -47,10 +47,38 @@ FORMULAS: dict[Any, Callable[..., int]] = {
 }
 
 
-def flops_of(node: fx.Node) -> int:
-    """How many floating-point operations one run of the node takes; 0 if it cannot be said."""
-    if not is_operator(node):
-        return 0
+class FlopCounts:
+    """How many floating-point operations one run of a node takes; 0 if it cannot be said. Layers
+    repeat: operators that are given the same are counted once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, int] = {}
+
+    def of(self, node: fx.Node) -> int:
+        if not is_operator(node):
+            return 0
+        named = tuple((name, _given(value)) for name, value in node.kwargs.items())
+        given = node.target, _given(node.args), named
+        if given not in self._known:
+            self._known[given] = _counted(node)
+        return self._known[given]
+
+
+def _given(argument: Any) -> Hashable:
+    """What of an argument decides how much is computed: of a tensor the sizes seen when captured,
+    dtype and device."""
+    if isinstance(argument, fx.Node):
+        argument = argument.meta.get("val")
+    if isinstance(argument, torch.Tensor):
+        return tuple(map(size_hint, argument.shape)), argument.dtype, argument.device
+    if isinstance(argument, list | tuple):
+        return tuple(map(_given, argument))
+    if isinstance(argument, torch.SymInt):
+        return size_hint(argument)
+    return (type(argument), argument) if isinstance(argument, Hashable) else id(argument)
+
+
+def _counted(node: fx.Node) -> int:
     counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
     # Sizes that depend on data are assumed, each by itself, and may not fit one another.
     with FakeTensorMode(), quiet_logs(), contextlib.suppress(Exception), torch.no_grad():

@@ -11,6 +11,7 @@ from amp_graph.capture.breaks import each_once
 from amp_graph.dtypes import dtype_name
 from amp_graph.errors import AmpGraphError
 from amp_graph.inspection.annotated import AnnotatedGraph, annotated_graph, captured_graph
+from amp_graph.inspection.flops import FlopCounts
 from amp_graph.ir import Plan
 from amp_graph.oplists import OpLists, load_lists
 from amp_graph.plans.pins import Saved
@@ -44,14 +45,14 @@ def annotated_model(model: nn.Module) -> AnnotatedModel:
     if not places:
         name = type(model).__name__
         raise AmpGraphError(f"no graph of {name} is captured; call it once")
-    plans, before, after = [], [], []
+    plans, before, after, flops = [], [], [], FlopCounts()
     for place in places:
         name, plan = f"graph{place}", compiler.plans[place]
         captured, emitted = compiler.graphs[place] or (None, None)
         emitted = captured if plan.fallback is not None else emitted
         plans.append(plan)
-        before.append(captured_graph(name, plan, captured))
-        after.append(annotated_graph(name, plan, emitted, compiler.lists))
+        before.append(captured_graph(name, plan, captured, flops))
+        after.append(annotated_graph(name, plan, emitted, compiler.lists, flops))
     return AnnotatedModel(
         type(model).__name__,
         dtype_name(dtype_of(plans)),

@@ -9,6 +9,7 @@ is wrong: `plans[0].paints.linear.color: 'denny' is none of allow, deny, ...`.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import types
 import typing
@@ -26,14 +27,18 @@ T = TypeVar("T")
 DTYPES = {
     dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
+PLAIN = (str, int, bool, type(None))  # as they are
 NOT_FINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def encode(value: Any) -> Any:
     """The value as JSON objects, arrays, strings, numbers and nulls."""
+    if type(value) in PLAIN:
+        return value
     if is_dataclass(value):
-        given = ((f, getattr(value, f.name)) for f in fields(value))
-        return {f.name: encode(v) for f, v in given if _required(f) or v != _default(f)}
+        kind: Any = type(value)
+        given = ((n, getattr(value, n), default) for n, default in _defaults(kind).items())
+        return {n: encode(v) for n, v, default in given if default is MISSING or v != default}
     if isinstance(value, torch.dtype):
         return dtype_name(value)
     if isinstance(value, enum.Enum):
@@ -69,15 +74,22 @@ def decode(kind: Any, value: Any, where: str) -> Any:
 
 def _decode_fields(kind: Any, value: Any, where: str) -> Any:
     table = _plain(dict, value, where)
-    hints = typing.get_type_hints(kind)
-    known = {f.name: f for f in fields(kind) if f.init}
+    known = _types(kind)
     for key in table:
         if key not in known:
             raise PlanError(f"{where}: unknown key {key!r}.{did_you_mean(key, known)}")
-    for name, field in known.items():
-        if _required(field) and name not in table:
+    for name, (_, is_required) in known.items():
+        if is_required and name not in table:
             raise PlanError(f"{where}: {name!r} is missing")
-    return kind(**{k: decode(hints[k], v, f"{where}.{k}") for k, v in table.items()})
+    return kind(**{k: decode(known[k][0], v, f"{where}.{k}") for k, v in table.items()})
+
+
+@functools.cache
+def _types(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """Of the fields of a class the type, and whether a value has to be given. Python evaluates the
+    text of annotations anew each time it is asked."""
+    hints = typing.get_type_hints(kind)
+    return {f.name: (hints[f.name], _required(f)) for f in fields(kind) if f.init}
 
 
 def _decode_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
@@ -121,6 +133,12 @@ def _one_of(table: Mapping[str, T], value: Any, where: str) -> T:
 
 def _required(field: Field[Any]) -> bool:
     return field.default is MISSING and field.default_factory is MISSING
+
+
+@functools.cache
+def _defaults(kind: Any) -> dict[str, Any]:
+    """Of the fields of a class the defaults; MISSING where a value has to be given."""
+    return {f.name: _default(f) for f in fields(kind)}
 
 
 def _default(field: Field[Any]) -> Any:
