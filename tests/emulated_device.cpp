@@ -3,6 +3,7 @@
 // where tensors of several devices meet. Every operator runs the CPU's kernel on the same memory.
 // Written against PyTorch's documentation of PrivateUse1; see emulated_device.py.
 
+#include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -14,7 +15,8 @@
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/extension.h>
+#include <pybind11/pybind11.h>
+#include <torch/library.h>
 
 #include <atomic>
 #include <cstdlib>

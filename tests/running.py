@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +72,26 @@ def run(
         for file in folder.glob("counts-0-*.json"):
             counts.update(json.loads(file.read_text()))
     return Run(done.returncode, done.stdout, done.stderr, report, counts)
+
+
+@functools.cache
+def forks() -> subprocess.Popen[str]:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(python(TESTS / "forked_runs.py"), env=environment(), text=True, **pipes)
+
+
+def run_plain(command: list[str], cwd: Path) -> Run:
+    """Run a script that has nothing to do with amp_graph, by a process that has imported torch."""
+    if command[1].startswith("-"):
+        return run(command, cwd=cwd)
+    asked, answered = forks().stdin, forks().stdout
+    assert asked is not None and answered is not None
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        files = {"cwd": str(cwd), "out": str(out), "err": str(err)}
+        print(json.dumps({"arguments": command[1:], **files}), file=asked, flush=True)
+        code = int(answered.readline())
+        return Run(code, out.read_text(), err.read_text(), None, Counter())
 
 
 def python(*arguments: object) -> list[str]:

@@ -8,8 +8,12 @@ the whole tensor's norm, or within a few times the change that rounding the inpu
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+
 import pytest
 import torch
+from torch import Tensor, fx
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -21,9 +25,18 @@ from amp_graph.oplists import load_lists
 
 SAMPLES = 3
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
-OPS = [op for op in op_db if torch.float32 in op.supported_dtypes("cpu")]
-OPS = [op for op in OPS if not op.name.startswith("jiterator")]  # compiled by NVRTC: CUDA only
 
+
+def entry_id(op) -> str:
+    return f"{op.name}-{op.variant_test_name}" if op.variant_test_name else op.name
+
+
+OPS = {
+    entry_id(op): op
+    for op in op_db
+    if torch.float32 in op.supported_dtypes("cpu")
+    and not op.name.startswith("jiterator")  # compiled by NVRTC: CUDA only
+}
 NOT_TRACEABLE = {  # fake tensors have no data to decide on; Dynamo breaks the graph there instead
     "allclose": "returns a Python bool that depends on data",
     "equal": "returns a Python bool that depends on data",
@@ -62,34 +75,60 @@ FORCE = Override("allow", where=lambda f: f.color in (Color.INFER, Color.CLEAR))
 POLICIES = {"as listed": (), "made low": (FORCE,)}
 
 
-def entry_id(op) -> str:
-    return f"{op.name}-{op.variant_test_name}" if op.variant_test_name else op.name
+@dataclass(eq=False)
+class Captured:
+    """A sample's tensors, and its graph, or None if it cannot be captured."""
+
+    inputs: list[Tensor]
+    graph: fx.GraphModule | None
+
+    @functools.cached_property
+    def reference(self):
+        return outcome(self.graph, self.inputs)
+
+    def limit(self, dtype: torch.dtype):
+        """What comes of inputs that are rounded."""
+        inputs = [t.to(dtype).to(t.dtype) if t.dtype is torch.float32 else t for t in self.inputs]
+        found = outcome(self.graph, inputs)
+        return self.reference if isinstance(found, Exception) else found  # out of its domain
+
+
+@functools.lru_cache(maxsize=1)  # both dtypes of an operator come after one another
+def captured_samples(name: str) -> tuple[int, list[Captured]]:
+    """How many samples there are, and those for this build of PyTorch."""
+    torch.manual_seed(0)
+    op = OPS[name]
+    samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=False))[:SAMPLES]
+    found = []
+    for function, inputs in (as_function(op, sample) for sample in samples):
+        if isinstance(outcome(function, inputs, is_differentiated=False), Exception):
+            continue  # there is nothing to compare
+        try:
+            found.append(Captured(inputs, trace(function, clones(inputs))))
+        except Exception:
+            found.append(Captured(inputs, None))
+    return len(samples), found
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("op", OPS, ids=entry_id)
-def test_same_result_and_gradient(op, dtype):
-    torch.manual_seed(0)
-    samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=False))[:SAMPLES]
-    compared = 0
+@pytest.mark.parametrize("name", OPS)
+def test_same_result_and_gradient(name, dtype):
+    count, samples = captured_samples(name)
+    op, compared = OPS[name], 0
     for sample in samples:
-        function, inputs = as_function(op, sample)
-        if raises(function, inputs):
-            continue  # the sample is not for this build of PyTorch; there is nothing to compare
-        try:
-            captured = trace(function, clones(inputs))
-        except Exception:
-            assert op.name in NOT_TRACEABLE, f"{entry_id(op)} cannot be captured"
+        if sample.graph is None:
+            assert op.name in NOT_TRACEABLE, f"{name} cannot be captured"
             continue
-        for name, overrides in POLICIES.items():
+        limit = sample.limit(dtype) if is_comparable(op, dtype) else None
+        for kind, overrides in POLICIES.items():
             policy, lists = Policy(dtype=dtype, overrides=overrides), load_lists()
-            split = split_where_wide(captured, policy, lists)
+            split = split_where_wide(sample.graph, policy, lists)
             emitted, plan = rewrite(split, policy, lists)
             assert plan.fallback is None
-            if is_comparable(op, dtype) and not reordered(op, name):
-                check(captured, emitted, inputs, dtype, f"{entry_id(op)} {name}")
+            if is_comparable(op, dtype) and not reordered(op, kind):
+                check(sample, emitted, limit, TOLERANCE[dtype], f"{name} {kind}")
             compared += 1
-    assert compared or not samples or op.name in NOT_TRACEABLE, "no sample was compared"
+    assert compared or not count or op.name in NOT_TRACEABLE, "no sample was compared"
 
 
 def is_comparable(op, dtype: torch.dtype) -> bool:
@@ -116,46 +155,32 @@ def as_function(op, sample):
     return function, [leaves[i] for i in places]
 
 
-def raises(function, inputs) -> bool:
+def outcome(module, inputs, is_differentiated=True):
+    """What `run` gives, or what it raises."""
     try:
-        function(*clones(inputs))
-    except Exception:
-        return True
-    return False
-
-
-def failure(module, inputs) -> Exception | None:
-    try:
-        run(module, inputs)
+        return run(module, inputs) if is_differentiated else module(*clones(inputs))
     except Exception as error:
         return error
-    return None
 
 
 def clones(tensors):
     return [t.detach().clone() for t in tensors]
 
 
-def check(captured, emitted, inputs, dtype, where):
-    original = failure(captured, inputs)
-    if original is not None:
-        assert type(failure(emitted, inputs)) is type(original), where
+def check(sample, emitted, limit, tolerance, where):
+    if isinstance(sample.reference, Exception):
+        assert type(outcome(emitted, sample.inputs)) is type(sample.reference), where
         return
-    reference, reference_grads = run(captured, inputs)
-    result, grads = run(emitted, inputs)
-    assert_same(run(eager(emitted), inputs), (result, grads), where)
-    rounded = [t.to(dtype).to(t.dtype) if t.dtype is torch.float32 else t for t in inputs]
-    try:
-        limit, limit_grads = run(captured, rounded)
-    except Exception:  # rounding left the operator's domain
-        limit, limit_grads = reference, reference_grads
-    for ours, theirs, rough in zip(result, reference, limit, strict=True):
+    reference, reference_grads = sample.reference
+    result, grads = run(emitted, sample.inputs)
+    assert_same(run(eager(emitted), sample.inputs), (result, grads), where)
+    for ours, theirs, rough in zip(result, reference, limit[0], strict=True):
         assert ours.dtype == theirs.dtype, where
-        assert_close(ours, theirs, rough, TOLERANCE[dtype], where)
-    for ours, theirs, rough in zip(grads, reference_grads, limit_grads, strict=True):
+        assert_close(ours, theirs, rough, tolerance, where)
+    for ours, theirs, rough in zip(grads, reference_grads, limit[1], strict=True):
         assert (ours is None) == (theirs is None), f"{where}: gradient"
         if ours is not None:
-            assert_close(ours, theirs, rough, TOLERANCE[dtype], f"{where}: gradient")
+            assert_close(ours, theirs, rough, tolerance, f"{where}: gradient")
 
 
 def run(module, inputs):

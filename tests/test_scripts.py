@@ -10,11 +10,12 @@ import functools
 import json
 import re
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from running import SCRIPTS, Run, python, run
+from running import SCRIPTS, Run, python, run, run_plain
 
 # Rounding to bfloat16 is off by 2**-9 at most. The loss of most scripts goes astray by less than
 # that; it may by four times as much. Two differ by more: LBFGS (0.008), whose line of steps parts
@@ -90,7 +91,7 @@ def in_float32(tmp_path_factory):
     @functools.cache
     def reference(name: str) -> Run:
         folder = tmp_path_factory.mktemp(name)
-        return run(command(name, EXPECTED[name], folder), cwd=folder)
+        return run_plain(command(name, EXPECTED[name], folder), folder)
 
     return reference
 
@@ -175,7 +176,7 @@ def test_each_spawned_rank_reports_by_itself(tmp_path):
     file, dump = SCRIPTS / "spawned_ranks.py", tmp_path / "dump"
     for folder in ("high", "low"):  # of the file by which ranks find each other
         (tmp_path / folder).mkdir()
-    high = run(python(file, tmp_path / "high"))
+    high = run_plain(python(file, tmp_path / "high"), tmp_path)
     low = run(python(file, tmp_path / "low"), dump, AMP_GRAPH_ENABLE="1")
     assert high.code == low.code == 0, low.err
     assert low.words == high.words
@@ -192,17 +193,24 @@ def test_each_spawned_rank_reports_by_itself(tmp_path):
         assert (model["model"], model["converted"], model["runs"]) == ("Sequential", True, runs)
 
 
+def killed_and_resumed(run: Callable[..., Run], folder: Path, dump: Path | None = None) -> Run:
+    command = python(SCRIPTS / "resume.py", folder / "checkpoint.pt")
+    killed = run(command, cwd=folder)
+    assert killed.code == -signal.SIGKILL and killed.out == "killed\n" and not killed.said
+    resumed = run(command, cwd=folder, **({"folder": dump} if dump else {}))
+    assert resumed.code == 0, resumed.err
+    assert resumed.out.startswith("resumed at step 12\n")
+    return resumed
+
+
+@pytest.fixture(scope="module")
+def resumed_in_float32(tmp_path_factory):
+    return killed_and_resumed(run_plain, tmp_path_factory.mktemp("resume"))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_killed_script_goes_on_from_its_checkpoint(dtype, tmp_path):
-    file = SCRIPTS / "resume.py"
-    losses = []
-    for variables in ({}, {"AMP_GRAPH_ENABLE": "1", "AMP_GRAPH_DTYPE": dtype}):
-        checkpoint, dump = tmp_path / f"{len(losses)}.pt", tmp_path / "dump"
-        killed = run(python(file, checkpoint), **variables)
-        assert killed.code == -signal.SIGKILL and killed.out == "killed\n" and not killed.said
-        resumed = run(python(file, checkpoint), dump if variables else None, **variables)
-        assert resumed.code == 0, resumed.err
-        assert resumed.out.startswith("resumed at step 12\n")
-        losses.append(resumed.final_loss)
-    assert losses[1] == pytest.approx(losses[0], rel=TOLERANCE)
+def test_a_killed_script_goes_on_from_its_checkpoint(dtype, tmp_path, resumed_in_float32):
+    mixed = functools.partial(run, AMP_GRAPH_ENABLE="1", AMP_GRAPH_DTYPE=dtype)
+    resumed = killed_and_resumed(mixed, tmp_path, tmp_path / "dump")
+    assert resumed.final_loss == pytest.approx(resumed_in_float32.final_loss, rel=TOLERANCE)
     check_figures(Script(), resumed)

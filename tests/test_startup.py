@@ -12,7 +12,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from running import Run, python, run
+from running import Run, python, run, run_plain
 
 ROOT = Path(__file__).parent.parent
 PIP = "-m pip -q --disable-pip-version-check install --no-deps --no-build-isolation"
@@ -239,9 +239,9 @@ def own_traceback(done: Run) -> list[str]:
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_script_ends_in_its_own_way(script, end):
+def test_a_script_ends_in_its_own_way(script, tmp_path, end):
     ending, code = ENDS[end]
-    before = run(python(script(ending)))
+    before = run_plain(python(script(ending)), tmp_path)
     after = run(python(script(ending)), AMP_GRAPH_ENABLE="1")
     assert before.code == after.code == code
     assert before.out == "trained False\n" and after.out == "trained True\n"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from . import perception, plain, text, unusual
 from .case import Case
+from .pretrained import shallow
 
-__all__ = ["Case", "cases"]
+__all__ = ["Case", "cases", "shallow"]
 
 
 def cases() -> tuple[Case, ...]:

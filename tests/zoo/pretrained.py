@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -84,6 +85,35 @@ def rows_to_cases(family: str, rows: Iterable[Row]) -> list[Case]:
         return Case(name, family, partial(from_config, name, model, over), batch, loss)
 
     return [case(*row) for row in rows]
+
+
+# Two layers that differ, share weights, or hand on more than a hidden state; one of each family.
+DEEP = frozenset(
+    """
+    gpt2 gpt_neo llama gemma2 recurrent_gemma bert albert deberta_v2 modernbert t5 vit wav2vec2 clip
+    """.split()
+)
+LAYERS = "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers".split()
+
+
+def shallow(case: Case) -> Case:
+    """With one layer in place of two alike, unless it is in DEEP: half as much to capture."""
+    build = case.make
+    if case.name in DEEP or not isinstance(build, partial) or build.func is not from_config:
+        return case
+    name, model, overrides = build.args
+    return replace(case, make=partial(from_config, name, model, with_one_layer(overrides)))
+
+
+def with_one_layer(overrides: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: with_one_layer(value)
+        if isinstance(value, dict)
+        else 1
+        if key in LAYERS and value == 2
+        else value
+        for key, value in overrides.items()
+    }
 
 
 def shape(size: int, length: int = 10) -> tuple[int, int]:
