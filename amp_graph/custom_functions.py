@@ -9,8 +9,9 @@ is off there is not a region of the model's own: graphs that are captured inside
 rewritten as elsewhere. What the function writes into an argument reaches the one that its caller
 has. What a checkpoint in such code runs again, in a backward pass, does all this again.
 
-Not documented by PyTorch, and used here; seen to work on 2.11, 2.13 and 2.14: that `Function.apply`
-may be replaced, and that what `custom_fwd` returns is a closure with a `device_type`. Private:
+Not documented by PyTorch, and used here; seen to work on 2.11 and 2.13 to 2.15: that
+`Function.apply` may be replaced, and that what `custom_fwd` returns is a closure with a
+`device_type`. Private:
 
     torch.utils.checkpoint._checkpoint_without_reentrant_generator (2.14: ..._impl)
                                                         is given what runs again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch._dynamo.variables import TorchInGraphFunctionVariable
 
 from amp_graph import dynamo_changes
 from amp_graph.dynamo_changes import in_force
+
+NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 def methods() -> list[Any]:
@@ -35,6 +38,16 @@ def test_all_that_a_file_lists_is_in_force() -> None:
         assert getattr(module, "CALLS", {}).items() <= in_force.CALLS.items(), part
         assert getattr(module, "FINDS", {}).items() <= in_force.FINDS.items(), part
         assert all(entries in in_force.ENTRIES for entries in getattr(module, "ENTRIES", ())), part
+
+
+def test_a_change_takes_all_that_the_method_takes() -> None:
+    """What may be left out also by name, as other versions of Dynamo give what is new in them."""
+    for kind, name, change in in_force.CHANGES:
+        method = inspect.unwrap(getattr(kind, name))
+        takes = [p for p in inspect.signature(method).parameters.values() if p.kind in NAMED]
+        required = [p.name for p in takes if p.default is p.empty and p.kind is not NAMED[1]]
+        by_name = {p.name: None for p in takes if p.name not in required}
+        inspect.signature(change).bind(method, *required, **by_name)
 
 
 def test_calls_of_functions_are_changed_at_one_place() -> None:

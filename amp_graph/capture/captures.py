@@ -6,7 +6,7 @@
 Dynamo's guards say what a model has to be like, not which one it is. So one that is new is called
 by what was captured of others first: capturing takes seconds, in which a small one may be trained.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here; seen to work on 2.11 and 2.13 to 2.15:
 
     torch._dynamo.callback.on_compile_start, callback_handler, CallbackArgs, CallbackTrigger
                                                                  when Dynamo begins

@@ -5,7 +5,7 @@
 Run under it, a graph would do it twice. The mode of a default device stays: it only fills in what
 a graph has not said.
 
-Private names of PyTorch used here; seen to work on 2.11 and 2.13:
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
     torch._C._len_torch_function_stack, torch.overrides._pop_mode, _push_mode
     torch.utils._device.DeviceContext    the mode of `torch.set_default_device`

@@ -53,8 +53,8 @@ TAKING = {"backward", "retain_grad"}
 LIBRARIES = ("torch", "numpy", "builtins")  # take no gradient by a value of the model's
 MANY = 1000  # functions that are looked at
 CHANGES = existing(  # to capture what is around such a call, for `compile_in_parts`
-    (of_tensors, "_contains_graph_intermediate", lambda *_: False),
-    (InstructionTranslatorBase, "has_live_graph_intermediate", lambda *_: False),
+    (of_tensors, "_contains_graph_intermediate", lambda *_, **__: False),
+    (InstructionTranslatorBase, "has_live_graph_intermediate", lambda *_, **__: False),
 )
 
 

@@ -25,11 +25,13 @@ REASONS = "get_and_maybe_log_recompilation_reasons"
 OF_OTHERS = "BACKEND_MATCH"  # so begins a reason of another callback
 
 
-def _of_own(find: Any, entries: Any, frame: Any, backend: Any, *rest: Any) -> list[str]:
+def _of_own(
+    find: Any, entries: Any, frame: Any, backend: Any, *rest: Any, **more: Any
+) -> list[str]:
     if not isinstance(entries, list):
-        return find(entries, frame, backend, *rest)  # type: ignore[no-any-return]
+        return find(entries, frame, backend, *rest, **more)  # type: ignore[no-any-return]
     own = [e for e in entries if getattr(e, "backend", backend) == backend]
-    return find(own, frame, backend, *rest) if own else []
+    return find(own, frame, backend, *rest, **more) if own else []
 
 
 CHANGES: tuple[Change, ...] = existing((convert_frame, REASONS, _of_own))

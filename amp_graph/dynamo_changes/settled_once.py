@@ -22,8 +22,10 @@ NAMES = {"problem_type"}
 OF_TRANSFORMERS = "transformers.configuration_utils"
 
 
-def _store(method: Any, effects: Any, item: Any, name: str, value: Any, *how: Any) -> None:
-    method(effects, item, name, value, *how)
+def _store(
+    method: Any, effects: Any, item: Any, name: str, value: Any, *how: Any, **more: Any
+) -> None:
+    method(effects, item, name, value, *how, **more)
     config = getattr(item, "value", None)
     if name in NAMES and _is_config(config) and value.is_python_constant():
         if getattr(config, name) is None:

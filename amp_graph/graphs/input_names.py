@@ -5,7 +5,7 @@
 
 Dynamo names each by where it found it, in letters that an identifier may have.
 
-Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.14:
+Private names of PyTorch used here; seen to work on 2.11 and 2.13 to 2.15:
 
     Node._dynamo_source, its name    where Dynamo found an input (a method before 2.13)
 """

@@ -1,4 +1,4 @@
-"""Convolutions that CPUs get wrong in bfloat16, through oneDNN; torch 2.11 to 2.14.
+"""Convolutions that CPUs get wrong in bfloat16, through oneDNN; torch 2.11 to 2.15 (AMX: 2.14).
 
     a conv3d with a kernel deeper       with AVX512-BF16 the gradient of its weight reads and writes
     than its input, at several depths   other memory: it is NaN, or the process dies
