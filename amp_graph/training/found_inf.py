@@ -19,6 +19,7 @@ from amp_graph.training.engine import (
     look_at_,
     sent,
 )
+from amp_graph.training.shards import agree_, are_sharded
 
 _grad, _layout = attrgetter("grad"), attrgetter("layout")
 _device, _dtype = attrgetter("device"), attrgetter("dtype")
@@ -45,9 +46,19 @@ def found_inf(
 
     With `inverse` (1/S) the gradients are unscaled in the same pass; those that were `checked` when
     they were made are not read again. Ranks that hold shards of the same gradients (FSDP) get the
-    same answer.
+    same answer, also one whose shards have none; each of them has to ask.
     """
     parameters = [*parameters]
+    found = _found_here(parameters, inverse, checked)
+    if not is_alone() and (sharded := are_sharded(parameters)):
+        agree_(found, sharded)
+    return found
+
+
+def _found_here(
+    parameters: Sequence[Tensor], inverse: Tensor | None, checked: CheckedGradients | None
+) -> Tensor:
+    """As far as this rank knows, and those that hold parts of the same DTensors."""
     gradients = [gradient for gradient in map(_grad, parameters) if gradient is not None]
     if not gradients:
         device = next((p.device for p in parameters if not p.is_meta), None)
