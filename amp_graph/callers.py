@@ -19,9 +19,12 @@ def is_ours(file: str) -> bool:
     return file.startswith(OURS)
 
 
+def is_pythons(file: str) -> bool:
+    return file.startswith(PYTHONS) and "-packages" not in file  # site-, or Debian's dist-
+
+
 def is_users(file: str) -> bool:
-    is_pythons = file.startswith(PYTHONS) and "-packages" not in file  # site-, or Debian's dist-
-    return not is_pythons and not file.startswith((OURS, PYTORCHS))
+    return not is_pythons(file) and not file.startswith((OURS, PYTORCHS))
 
 
 def calling(frame: FrameType | None) -> Iterator[FrameType]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,12 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import amp_graph
+from amp_graph.convert import record_of
 
 STEPS, OVERFLOW_AT = 4, 2
 WAYS = ("adam", "fused", "closure", "by hand", "grad scaler", "convert inside")
 NO_PART = "a rank without a gradient"
+TOLD = "what to pass is told, and no place in Python's library"
 
 
 class Net(nn.Module):
@@ -44,8 +47,25 @@ class One(nn.Module):
         return self.inner(x)
 
 
-def sharded(net: nn.Module) -> nn.Module:
-    return FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
+def sharded(net: nn.Module, use_orig_params: bool = True) -> nn.Module:
+    return FullyShardedDataParallel(
+        net, use_orig_params=use_orig_params, device_id=torch.device("cpu")
+    )
+
+
+def tell_of_flat() -> None:
+    """Of models of one class, first with parameters of which Dynamo captures nothing."""
+    for is_captured in (False, True):
+        model = amp_graph.convert(sharded(Net(), is_captured), policy="bfloat16")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", amp_graph.ConversionWarning)
+            for _ in range(3):
+                sum(each.sum() for each in model(torch.ones(4, 16))).backward()
+        told = " ".join([str(w.message) for w in caught] + record_of(model).breaks)
+        assert ("pass use_orig_params=True" in told) is not is_captured, told
+        assert any(plan.low for plan in amp_graph.plans(model)) is is_captured
+        assert not any(file in told for file in ("typing.py", "weakref.py")), told
+    print(TOLD, flush=True)
 
 
 def train(way: str, policy: amp_graph.Policy) -> None:
@@ -112,6 +132,7 @@ def main() -> None:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     policy = amp_graph.Policy("float16", loss_scale=amp_graph.LossScale(2.0**10))
+    tell_of_flat()
     for way in WAYS:
         train(way, policy)
     train_one(policy)

@@ -226,6 +226,10 @@ def train_in_parts(dtype: str, backend: str) -> None:
             assert (whole(p.grad) - q.grad).norm() / q.grad.norm() < 0.02
             q.grad = None
     assert optimizer.step()
+    (plan,) = amp_graph.plans(model)
+    assert plan.otherwise == (
+        "runs under autocast: DTensors, as of tensor and sequence parallelism, are not captured"
+    )
     print(IN_PARTS, flush=True)
 
 

@@ -240,6 +240,23 @@ def test_what_is_the_same_of_several_graphs_is_said_once(start):
     assert line.endswith("graphs)")
 
 
+class Differentiating(nn.Module):
+    """The only graph of it is left to autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(torch.func.grad(lambda rows: rows.square().sum())(x))
+
+
+def test_runs_of_graphs_that_are_left_to_autocast_are_none_of_captured_ones(start):
+    installation, model = start(), Differentiating()
+    model(X)
+    assert "Differentiating: no captured graph ran" in report_of(installation)
+
+
 class BreakingToo(Breaking):
     def forward(self, x):
         x = self.two(self.one(x))

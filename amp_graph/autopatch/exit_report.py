@@ -80,9 +80,10 @@ def describe(model: Model) -> dict[str, Any]:
     }
     if model.record is None:
         return named | {"converted": False, "why": model.left_alone}
-    low = total = casts = moved = unsized = 0
+    ran = low = total = casts = moved = unsized = 0
     for graph, plan in enumerate(model.record.plans):
         runs = model.record.runs[graph]
+        ran += runs if plan.facts or not plan.fallback else 0  # what is left to autocast has none
         for part in plan.parts():
             operators = [f.name for f in part.facts.values() if f.has_precision]
             low += runs * sum(name in part.low for name in operators)
@@ -94,7 +95,7 @@ def describe(model: Model) -> dict[str, Any]:
         "converted": any(plan.converts for plan in model.record.plans),
         "dtype": dtype_name(dtype_of(model.record.plans)) if model.record.plans else "",
         "graphs": len(model.record.plans),
-        "runs": model.record.runs.total(),
+        "runs": ran,
         "operators": total,
         "operators_low": low,
         "casts": casts,

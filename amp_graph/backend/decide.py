@@ -85,7 +85,7 @@ def decide(
     except MISTAKES:
         raise
     except Exception as error:
-        reason = f"not retraced to ATen ({in_words(error)})"
+        reason = _why_not_retraced(error, traced.inputs)
         dtype = policy.dtype_for(devices_of_inputs(traced.inputs))
         return Decision(Plan(dtype, fallback=reason, autocast=True))
     pins = saved_pins(captured, saved, policy, lists)
@@ -100,6 +100,12 @@ def decide(
         return Decision(plan, Graphs(captured, captured))
     plan = with_lifted(plan) if lifted.weights else plan
     return Decision(plan, Graphs(captured, emitted), lifted)
+
+
+def _why_not_retraced(error: Exception, inputs: Sequence[Any]) -> str:
+    if any(hasattr(x, "device_mesh") for x in inputs):
+        return "DTensors, as of tensor and sequence parallelism, are not captured"
+    return f"not retraced to ATen ({in_words(error)})"
 
 
 def _lifted(

@@ -16,6 +16,7 @@ from amp_graph.calls.alike import Kind, captures_for, keep, kind_of
 from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.capture.captures import Caller, Captures, GuardsFail
 from amp_graph.capture.dynamo import BREAK_AT_DATA, EACH_SIZE_APART
+from amp_graph.capture.frames import try_flat_again
 from amp_graph.modules import Forwards, Run
 from amp_graph.outer_autocast import without_autocast
 from amp_graph.training.engine import OUTSIDE, backward_pass
@@ -120,6 +121,7 @@ class Chosen:
     def _capture(self) -> None:
         """Capture anew, from the next call on."""
         with self._choosing:
+            try_flat_again(self._graphs.entry.module)
             caller = self.new_caller()
             self._call_by(caller, caller)
             self._compiler.record.cost.models = 1

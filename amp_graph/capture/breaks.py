@@ -22,6 +22,7 @@ from amp_graph.graphs.lines import place_of, without_modes
 
 REQUIRES = "a value that is computed there is told to require a gradient"
 ON_NUMBERS = "Python branches on a number or a size that depends on the numbers in a tensor"
+FLAT = "FSDP with use_orig_params=False"
 # How what it says begins, where that is but a name or of a setting that the user did not choose.
 IN_WORDS = {
     "step_unsupported": "something in it cannot be captured, TORCH_LOGS=graph_breaks tells what",
@@ -48,6 +49,7 @@ IN_WORDS = {
     ),
     "requires_grad_() intermediate leaked as output": REQUIRES,
     "Unsupported Tensor.requires_grad_() call": REQUIRES,  # as torch 2.11 has it
+    FLAT: f"{FLAT} (pass use_orig_params=True)",
     "Tensor.retain_grad() with AOTDispatcher": "the gradient of a value is kept there",
 }
 ADVICE = "Consider annotating your code using torch._check*(). "  # which may stand before that

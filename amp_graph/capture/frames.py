@@ -31,8 +31,8 @@ from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._dynamo.utils import counters, get_compilation_metrics
 
-from amp_graph.callers import is_ours, place
-from amp_graph.capture.breaks import MODEL, in_other_words
+from amp_graph.callers import is_ours, is_pythons, place
+from amp_graph.capture.breaks import FLAT, MODEL, in_other_words
 from amp_graph.dynamo_changes.recapture_reasons import OF_OTHERS
 
 MAX_CAPTURES = 16  # so many calls that captured something, and are not repaid, are too many
@@ -133,7 +133,7 @@ class Frames:
             said = [*(counters["graph_break"] - breaks), *new]
             if said:
                 self.said = in_other_words(said[-1])
-            if said and attempt.is_left:
+            if said and attempt.is_left and not is_pythons(code.co_filename):
                 _left[code] = _told(code, said[-1])
                 self.skipped.append(_left[code])
 
@@ -206,9 +206,22 @@ def _failed_guard() -> str:
 def skipped_before(model: nn.Module) -> list[str]:
     """Why Dynamo skips the `forward` of some of these modules, as it said of the first model that
     had one of their class; it does not say so again."""
+    return [_left[code] for code in _left_codes(model)]
+
+
+def try_flat_again(model: nn.Module) -> None:
+    """Have Dynamo try those again that it skips because FSDP held the parameters of another model
+    flat, as it may not those of this one."""
+    for code in _left_codes(model):
+        if FLAT in _left[code]:
+            del _left[code]
+            set_code_exec_strategy(code, AS_EVER)
+
+
+def _left_codes(model: nn.Module) -> list[CodeType]:
     forwards = (inspect.getattr_static(type(m), "forward", None) for m in model.modules())
     codes = dict.fromkeys(getattr(forward, "__code__", None) for forward in forwards)
-    return [_left[code] for code in codes if code is not None and code in _left]
+    return [code for code in codes if code is not None and code in _left]
 
 
 def _told(code: CodeType, reason: str) -> str:
