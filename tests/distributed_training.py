@@ -32,6 +32,7 @@ WAYS = (
     "convert around fsdp",
 )
 BY_HAND = "by hand: all skip"
+IN_FRONT = "a plain model in front: all skip"
 IN_PARTS = "tensor parallel: true gradients"
 BY_METHOD = "fsdp, entered by a method: true gradients"
 CHECKS = ("gradients agree", "skipped together", "converted, one scale", "ranks agree")
@@ -119,6 +120,7 @@ def main(dtype: str, backend: str) -> None:
         print(f"{way}:", flush=True)
         train(way, dtype, backend)
     train_by_hand(dtype, backend)
+    train_in_front(dtype, backend)
     train_in_parts(dtype, backend)
     train_by_method(dtype, backend)
     # gloo may hang in a last collective if its peer is gone right after (torch 2.13).
@@ -205,6 +207,26 @@ def train_by_hand(dtype: str, backend: str) -> None:
         assert bool(optimizer.step()) is not overflows
         assert all(bool(p.isfinite().all()) for p in model.parameters())
     print(BY_HAND, flush=True)
+
+
+def train_in_front(dtype: str, backend: str) -> None:
+    """What overflows in a converted model on one rank spills into a plain one, which all ranks get
+    the sums of."""
+    rank = dist.get_rank()
+    device = f"cuda:{rank % torch.cuda.device_count()}" if backend == "nccl" else "cpu"
+    policy = amp_graph.Policy(dtype, loss_scale=amp_graph.LossScale(2.0**10))
+    torch.manual_seed(0)
+    plain = DistributedDataParallel(nn.Linear(16, 16).to(device))
+    behind = DistributedDataParallel(amp_graph.convert(Net().to(device), policy=policy))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    for overflows in (False, True, False):
+        optimizer.zero_grad()
+        loss = behind(plain(torch.ones(4, 16, device=device))).square().mean()
+        (loss * 1e9 if overflows and rank == 0 else loss).backward()
+        optimizer.step()
+        if dtype == "float16":
+            assert all(bool(p.isfinite().all()) for p in plain.parameters())
+    print(IN_FRONT, flush=True)
 
 
 def train_in_parts(dtype: str, backend: str) -> None:

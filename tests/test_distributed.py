@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_training import BY_HAND, BY_METHOD, CHECKS, IN_PARTS, WAYS
+from distributed_training import BY_HAND, BY_METHOD, CHECKS, IN_FRONT, IN_PARTS, WAYS
 
 SCRIPT = Path(__file__).with_name("distributed_training.py")
 
@@ -20,7 +20,7 @@ def assert_ranks_agree(dtype: str, backend: str, ranks: int = 2) -> None:
     assert result.returncode == 0, result.stdout + result.stderr[-6000:]
     for check in CHECKS:
         assert result.stdout.count(check) == ranks * len(WAYS), result.stdout
-    for check in (BY_HAND, IN_PARTS, BY_METHOD):
+    for check in (BY_HAND, IN_FRONT, IN_PARTS, BY_METHOD):
         assert result.stdout.count(check) == ranks, result.stdout
 
 

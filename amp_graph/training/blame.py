@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.training.engine import any_of, sent
-from amp_graph.training.found_inf import found_inf
+from amp_graph.training.found_inf import found_inf, is_alone
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.spills import Held
 
@@ -33,7 +33,8 @@ def overflowed(
 
     owners: for each scale, those of the parameters that are of its model.
     held: as for `Spills`. Not None if no parameter has a scale; an overflow then counts only if one
-        of the scales has spilled.
+        of the scales has spilled. Where ranks train together it counts in any case: it may have
+        been spilled on another one, and come from there with the gradients that they share.
     """
     for scale in owners:
         scale.begin_step(by)
@@ -51,7 +52,7 @@ def overflowed(
     any_spilled = _any_spilled(shares)
     for share in shares:
         share.blame(of_all, any_spilled, by)
-    if held is not None and any_spilled is not None:
+    if held is not None and any_spilled is not None and is_alone():
         return of_all * sent(any_spilled, of_all.device)
     return of_all
 
