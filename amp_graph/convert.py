@@ -188,7 +188,7 @@ def has_finite_gradients(model: nn.Module) -> bool:
     """Whether to go on with an update of one's own: no gradient of the model overflowed.
 
     For training without a `torch.optim.Optimizer`, which would ask by itself. Call it once per
-    update: the loss scale is adjusted accordingly.
+    update, under FSDP on every rank: the loss scale is adjusted accordingly.
     """
     scale = scale_of(model)  # which raises for what is no converted model
     return not overflowed_by_hand([*model.parameters()], scale, by=model)
