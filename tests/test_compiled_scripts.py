@@ -169,6 +169,40 @@ def test_what_is_to_be_one_graph_raises_for_a_model_that_was_converted_by_hand()
         a_function(model)(X)
 
 
+STANCES = {
+    "fail": {"stance": "fail_on_recompile"},
+    "as captured": {"stance": "eager_on_recompile"},
+    "later": {"stance": "eager_then_compile"},
+    "another backend": {"stance": "default", "force_backend": "eager"},
+}
+
+
+@pytest.mark.parametrize("stance", STANCES)
+def test_a_stance_is_for_what_the_script_compiles(stance) -> None:
+    model = amp_graph.convert(Net(8, 3), policy="bfloat16")
+    with torch.compiler.set_stance(**STANCES[stance]):
+        model(X)
+        assert [plan.autocast for plan in amp_graph.plans(model)] == [False]
+        assert low_share(model, X) == 1
+        if stance == "fail":  # the script's own goes on by it
+            with pytest.raises(RuntimeError, match="Detected recompile"):
+                torch.compile(torch.sin, backend="eager")(X)
+
+
+def test_calls_that_are_to_be_eager_run_under_autocast_and_later_ones_are_captured() -> None:
+    plain = Net(8, 3)
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    with pytest.warns(amp_graph.ConversionWarning, match="Net runs under autocast: its calls un"):
+        for _ in range(2):
+            with torch.compiler.set_stance("force_eager"), torch.autocast("cpu"):
+                expected = plain(X).float()
+            with torch.compiler.set_stance("force_eager"):
+                assert torch.equal(model(X), expected)
+    model(X)
+    assert [plan.autocast for plan in amp_graph.plans(model)] == [True, False]
+    assert amp_graph.plans(model)[1].converts
+
+
 def test_a_script_of_which_all_is_compiled_is_told_so(start, capsys) -> None:
     installation = start()
     step = torch.compile(nn.functional.linear, backend="eager")

@@ -18,6 +18,7 @@ from amp_graph.calls.compiled_by_others import AROUND, come_to, is_left, tell_of
 from amp_graph.calls.copies import StandIn, put_in, take_out
 from amp_graph.calls.uncalled import await_call
 from amp_graph.capture.captures import captured_module_id, captured_policy_id
+from amp_graph.capture.dynamo import is_forced_eager
 from amp_graph.capture.surroundings import can_capture, is_exporting, wants_plain_code
 from amp_graph.errors import AmpGraphError, in_brief, warn
 from amp_graph.graphs.fake import is_estimate
@@ -42,6 +43,7 @@ from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.optimizers import attach, detach, drop_scale, use_scale
 from amp_graph.uncaptured import capturing, never_captured, passed_over
 
+FORCED_EAGER = 'its calls under torch.compiler.set_stance("force_eager") are not captured'
 T = TypeVar("T")
 ById: TypeAlias = weakref.WeakValueDictionary[int, T]  # threads may add to one while others read it
 
@@ -222,6 +224,8 @@ class Conversion(Entered):
             self._end_waiting()
         if not can_capture():
             result = self._calls[method].own_code.run_uncaptured(*args, **kwargs)
+        elif is_forced_eager():
+            result = self._calls[method].own_code.run_told_of(FORCED_EAGER, *args, **kwargs)
         else:
             if self.scale is not None and torch.is_grad_enabled():
                 self.scale.begin_forward(module.training)
