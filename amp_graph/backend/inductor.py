@@ -21,26 +21,35 @@ Names of PyTorch used here that are not documented; seen to work on 2.11, 2.13 a
         how Dynamo tells AOTAutograd where inputs come from, to guard that they are distinct, and
         which stay at one address (CUDA graphs)
     torch._dynamo.source.ConstantSource       where an input of ours comes from
+    CompiledFunction, CompiledFunctionBackward
+        the custom autograd functions that AOTAutograd makes for a forward and for its backward
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
+from torch.autograd.graph import Node
 
 from amp_graph.backend.decide import Lifted, Traced
 from amp_graph.dynamo_changes.replaced import method_inside
-from amp_graph.errors import CaptureError
+from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.graphs.aten import RECURRENT, has_any_inside, set_data
 from amp_graph.modules import Run, without_autocast
 
 # All casts are in the graph, those of its backward as well. And a backward that cannot be compiled
 # is to fail at once, where there is a way back.
 SETTINGS = {"backward_pass_autocast": "off", "force_non_lazy_backward_lowering": True}
+
+NO_SECOND_DERIVATIVE = (
+    "a compiled graph has no second derivative, as a gradient penalty (create_graph=True) takes "
+    'it; set compiler="eager", or AMP_GRAPH_COMPILER=eager in the environment'
+)
 
 STATIC = {"_dynamo_static_input_type": "unguarded"}  # marks an input that stays at its address
 
@@ -81,9 +90,37 @@ def compile_graph(
     def run_on_what_is_read(*args: Any) -> Any:
         if any(args[i].requires_grad for i in frozen):  # seen in 2.11: Dynamo does not notice
             return eager(*args)
-        return run(*[args[i] for i in read])
+        return _differentiable_once(run(*[args[i] for i in read]))
 
     return run_on_what_is_read
+
+
+def _differentiable_once(results: Any) -> Any:
+    """Results of what AOTAutograd made: their second derivative is an error that says what to do,
+    in the place of PyTorch's own."""
+    if torch.is_grad_enabled() and (node := _compiled_node(results)) is not None:
+        node.register_hook(_refuse_another_derivative)
+    return results
+
+
+def _refuse_another_derivative(gradients: Any, _: Any) -> None:
+    """After a backward pass."""
+    if torch.is_grad_enabled() and (node := _compiled_node(gradients)) is not None:
+        node.register_prehook(_raise_no_derivative)
+
+
+def _raise_no_derivative(_: Any) -> None:
+    raise AmpGraphError(NO_SECOND_DERIVATIVE)
+
+
+def _compiled_node(tensors: Iterable[Any]) -> Node | None:
+    """The one by which a tensor was made, or what it is a view of, if it is AOTAutograd's."""
+    for tensor in tensors:
+        node = tensor.grad_fn if isinstance(tensor, Tensor) else None
+        for found in (node, *(before for before, _ in (node.next_functions if node else ()))):
+            if found is not None and found.name().startswith("CompiledFunction"):
+                return found
+    return None
 
 
 def inductor(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
