@@ -5,7 +5,8 @@ Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
     torch._dynamo.eval_frame.OptimizedModule    what `torch.compile(model)` is
     Module._compiled_call_impl                  what `model.compile()` sets
-    get_compiler_config                         an attribute of functions that it returned
+    get_compiler_config                         of functions that it returned (works on 2.13, there
+                                                in 2.15, which calls it public)
     torch.nn.modules.module._global_backward_hooks, _global_backward_pre_hooks
                                                 those for all modules
 """

@@ -23,6 +23,7 @@ Names of PyTorch used here that are not documented; seen to work on 2.11, 2.13 a
     torch._dynamo.source.ConstantSource       where an input of ours comes from
     CompiledFunction, CompiledFunctionBackward
         the custom autograd functions that AOTAutograd makes for a forward and for its backward
+        (seen to work on 2.13); by other names a second derivative is PyTorch's own error
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What is asked, and told, when somebody else's Dynamo comes to a converted model.
 
-Private names of PyTorch used here; seen to work on 2.13 and 2.15:
+Private names of PyTorch used here; seen to work on 2.13, and there in 2.15:
 
     torch._dynamo.symbolic_convert.InstructionTranslator.current_tx, one_graph
                                                      whether what it captures is to be one graph

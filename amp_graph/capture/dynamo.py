@@ -16,7 +16,7 @@ Private names of PyTorch used here; all were seen to work on 2.11, 2.13 and 2.15
     torch._C._dynamo.eval_frame._FrameAction, _FrameExecStrategy
                                              what is left to Python with all that it calls
     torch._dynamo.eval_frame._stance, DynamoStance
-                                             what `torch.compiler.set_stance` sets
+                                             (work on 2.13, there in 2.15) what `set_stance` sets
     torch.utils.checkpoint._CheckpointedFunction            (since 2.14) so is a decorated function
 """
 
