@@ -136,7 +136,8 @@ def convert_at_first_call(model: nn.Module, policy: Policy) -> None:
     where the parts that are trained without the whole are converted by themselves."""
     check_model(model)
     _convert(model, policy, None, None)
-    conversion_of(model).is_awaited = False
+    conversion = conversion_of(model)
+    conversion.is_awaited, conversion.gives_way = False, True
 
 
 def _convert(

@@ -4,6 +4,8 @@ Private names of PyTorch used here:
 
     torch._dynamo.eval_frame.OptimizedModule    what `torch.compile(model)` is
     Module._compiled_call_impl                  what `model.compile()` sets
+    get_compiler_config                         of functions that it returned (works on 2.13, there
+                                                in 2.15, which calls it public)
     torch.nn.modules.module._global_backward_hooks, _global_backward_pre_hooks
                                                 those for all modules
 """
@@ -41,9 +43,21 @@ def below_compile(module: nn.Module) -> nn.Module:
 
 
 def is_compiled(module: nn.Module) -> bool:
+    """Whether it is what `torch.compile` returned, or was compiled by its `compile()`; or its class
+    or its `forward` was compiled by `torch.compile`."""
+    return is_compiled_around(module) or has_compiled_forward(module)
+
+
+def is_compiled_around(module: nn.Module) -> bool:
     """Whether it is what `torch.compile` returned, or was compiled by its `compile()`."""
     is_around = isinstance(module, OptimizedModule)
     return is_around or module.__dict__.get("_compiled_call_impl") is not None
+
+
+def has_compiled_forward(module: nn.Module) -> bool:
+    """Whether `torch.compile` returned its `forward`, or was given its class."""
+    own = getattr(module, "forward", None), getattr(type(module), CALL, None)
+    return any(hasattr(function, "get_compiler_config") for function in own)
 
 
 class Entry:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,44 @@ def in_a_function() -> nn.Module:
     return Step()
 
 
+def by_its_forward() -> nn.Module:
+    """As transformers has it."""
+    model = Whole()
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def by_the_forward_of_a_part() -> nn.Module:
+    model = Whole()
+    model.part.forward = torch.compile(model.part.forward, backend="eager")
+    return model
+
+
+class Decorated(Whole):
+    @torch.compile(backend="eager")
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("make", [by_its_forward, by_the_forward_of_a_part, Decorated])
+def test_a_model_whose_forward_is_compiled_is_left_as_it_is(make, start, capsys) -> None:
+    counters.clear()
+    make()(X)
+    frames = counters["frames"]["total"]
+    assert frames
+    torch._dynamo.reset()
+    counters.clear()
+    start()
+    model = make()
+    for _ in range(3):
+        model(X)
+    assert counters["frames"]["total"] == frames
+    assert not any(amp_graph.is_converted(m) for m in model.modules())
+    assert capsys.readouterr().err.splitlines() == [
+        f"amp_graph: {type(model).__name__} is left as it is: the script uses torch.compile"
+    ]
+
+
 @pytest.mark.parametrize("make", [compiled_in_place, bare_container, in_a_function])
 def test_what_a_script_compiles_is_left_as_it_is(make, start, capsys) -> None:
     plain = make()
@@ -85,6 +124,83 @@ def test_what_a_script_compiles_is_left_as_it_is(make, start, capsys) -> None:
     assert said == [
         "amp_graph: what the script compiles is left as it is: the script uses torch.compile"
     ]
+
+
+class Net(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+def whole(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    model.compile(backend="eager", fullgraph=True)
+    return model
+
+
+def a_function(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return torch.compile(lambda x: model(x).square(), backend="eager", fullgraph=True)
+
+
+def without_breaks_in_it(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    def loss(x: Tensor) -> Tensor:
+        with torch._dynamo.error_on_graph_break(True):
+            return model(x).square()
+
+    return torch.compile(loss, backend="eager")
+
+
+@pytest.mark.parametrize("compiled", [whole, a_function, without_breaks_in_it])
+def test_what_is_to_be_one_graph_has_the_plain_model_in_it(compiled, start, capsys) -> None:
+    plain = Net(8, 3)
+    expected = compiled(copy.deepcopy(plain))(X)
+    torch._dynamo.reset()
+    start()
+    for model in (plain, copy.deepcopy(plain)):  # a copy's conversion is a copy
+        model(X)
+        assert amp_graph.is_converted(model)
+        assert torch.equal(compiled(model)(X), expected)
+    assert capsys.readouterr().err.splitlines() == [
+        "amp_graph: what the script compiles is left as it is: the script uses torch.compile"
+    ]
+
+
+def test_what_is_to_be_one_graph_raises_for_a_model_that_was_converted_by_hand() -> None:
+    model = amp_graph.convert(Net(8, 3), policy="bfloat16")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="converted by amp_graph"):
+        a_function(model)(X)
+
+
+STANCES = {
+    "fail": {"stance": "fail_on_recompile"},
+    "as captured": {"stance": "eager_on_recompile"},
+    "later": {"stance": "eager_then_compile"},
+    "another backend": {"stance": "default", "force_backend": "eager"},
+}
+
+
+@pytest.mark.parametrize("stance", STANCES)
+def test_a_stance_is_for_what_the_script_compiles(stance) -> None:
+    model = amp_graph.convert(Net(8, 3), policy="bfloat16")
+    with torch.compiler.set_stance(**STANCES[stance]):
+        model(X)
+        assert [plan.autocast for plan in amp_graph.plans(model)] == [False]
+        assert low_share(model, X) == 1
+        if stance == "fail":  # the script's own goes on by it
+            with pytest.raises(RuntimeError, match="Detected recompile"):
+                torch.compile(torch.sin, backend="eager")(X)
+
+
+def test_calls_that_are_to_be_eager_run_under_autocast_and_later_ones_are_captured() -> None:
+    plain = Net(8, 3)
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    with pytest.warns(amp_graph.ConversionWarning, match="Net runs under autocast: its calls un"):
+        for _ in range(2):
+            with torch.compiler.set_stance("force_eager"), torch.autocast("cpu"):
+                expected = plain(X).float()
+            with torch.compiler.set_stance("force_eager"):
+                assert torch.equal(model(X), expected)
+    model(X)
+    assert [plan.autocast for plan in amp_graph.plans(model)] == [True, False]
+    assert amp_graph.plans(model)[1].converts
 
 
 def test_a_script_of_which_all_is_compiled_is_told_so(start, capsys) -> None:

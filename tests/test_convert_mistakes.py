@@ -30,6 +30,15 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
     return model
 
 
+def compiled_forward(model: nn.Module) -> nn.Module:
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+class Compiled(nn.Linear):
+    forward = torch.compile(nn.Linear.forward, backend="eager")
+
+
 class Asynchronous(nn.Linear):
     async def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)
@@ -55,8 +64,13 @@ def test_what_is_asked_of_a_model_around_a_converted_one_says_which_it_is():
         (Asynchronous(2, 2), "asynchronous"),
         (compiled_in_place(nn.Linear(2, 2)), "Linear is compiled by torch.compile"),
         (torch.compile(nn.Linear(2, 2), backend="eager"), "is compiled by torch.compile"),
+        (compiled_forward(nn.Linear(2, 2)), "Linear is compiled by torch.compile"),
+        (Compiled(2, 2), "Compiled is compiled by torch.compile"),
     ],
-    ids="not_a_module no_parameters half double scripted asynchronous in_place compiled".split(),
+    ids=(
+        "not_a_module no_parameters half double scripted asynchronous in_place compiled "
+        "compiled_forward compiled_in_class"
+    ).split(),
 )
 def test_what_cannot_be_converted(model: Any, message: str) -> None:
     with pytest.raises(AmpGraphError, match=message):

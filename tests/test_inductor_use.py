@@ -205,6 +205,30 @@ def test_a_graph_may_be_kept_for_another_backward_pass(dtype: str) -> None:
     assert not plan.uncompiled
 
 
+def penalty_of_input(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (gradient.norm(dim=1) - 1).square().mean()
+
+
+def penalty_of_weights(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    found = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss + sum(gradient.square().sum() for gradient in found)
+
+
+@pytest.mark.parametrize("penalty", [penalty_of_input, penalty_of_weights])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_second_derivative_is_an_error_that_says_what_to_set(dtype, penalty, traced) -> None:
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Unflatten(1, (2, 4)))
+    model = amp_graph.convert(plain, policy=Policy(dtype, compiler="inductor"))
+    x = X8.clone().requires_grad_()
+    value = penalty(model, x)
+    assert value.isfinite()
+    with pytest.raises(amp_graph.AmpGraphError, match='set compiler="eager"'):
+        value.backward()
+    model(x).sum().backward()  # goes on
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -156,16 +156,51 @@ def test_a_model_that_is_float32_at_last_is_converted_then(start, way):
     assert amp_graph.is_converted(model) and amp_graph.plans(model)[0].converts
 
 
+def around(model):
+    return torch.compile(model, backend="eager")
+
+
+def in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+def forward(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("compiled", [around, in_place, forward])
 @pytest.mark.parametrize("make", [net, Net])
-def test_what_is_compiled_around_a_converted_model_is_told_of(start, capsys, make):
+def test_what_is_compiled_around_a_converted_model_is_told_of(start, capsys, make, compiled):
     installation, model = start(), make()
     model(X)
-    around = torch.compile(model, backend="eager")
+    called = compiled(model)
     for _ in range(2):
-        assert torch.equal(around(X), model(X))
+        assert torch.equal(called(X), model(X))
     assert [m.left_alone for m in installation.models.seen] == [""]
     assert not installation.models.compiles
     assert installation.models.seen[0].record.runs.total() == 5
     told = f"{type(model).__name__} runs in mixed precision already; torch.compile around it"
     assert capsys.readouterr().err.splitlines() == [f"amp_graph: {told} does nothing"]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("compiled", [around, in_place, forward])
+@pytest.mark.parametrize("make", [net, Net])
+def test_what_is_compiled_around_a_model_converted_by_hand_warns_once(make, compiled):
+    model = amp_graph.convert(make(), policy="bfloat16")
+    model(X)
+    called = compiled(model)
+    with pytest.warns(amp_graph.ConversionWarning, match="torch.compile around it does") as told:
+        for _ in range(2):
+            called(X)
+    assert len(told) == 1 and told[0].filename == __file__
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_what_compiles_more_than_a_converted_model_does_not_warn(recwarn):
+    model = amp_graph.convert(net(), policy="bfloat16")
+    torch.compile(lambda x: model(x).square(), backend="eager")(X)
+    assert not recwarn.list

@@ -21,10 +21,8 @@ from amp_graph.autopatch.dry_runs import is_dry_run, parameters_by_now
 from amp_graph.autopatch.left_alone import (
     AUTOCAST,
     COMPILED,
-    COMPILED_AROUND,
-    LEFT_COMPILED,
     ON_META,
-    converted_inside,
+    is_around_converted,
     is_in_float32,
     is_on_meta,
     is_under_autocast,
@@ -33,6 +31,7 @@ from amp_graph.autopatch.left_alone import (
 )
 from amp_graph.autopatch.script_models import Model, folded, model_of, owed
 from amp_graph.callers import calling
+from amp_graph.calls.compiled_by_others import LEFT, compiled_around
 from amp_graph.calls.conversion import found_conversion, restore_all
 from amp_graph.calls.convertible import why_not_at_once
 from amp_graph.calls.copies import is_copy, take_out_of_copy
@@ -103,15 +102,17 @@ class Models:
             model = model_of(inner)
             model.left_alone = COMPILED
             self._keep(model, module, inner)
-            self._say(LEFT_COMPILED)
+            self._say(LEFT)
 
     def on_compiling(self) -> None:
         """The script compiles something, perhaps models that it calls there. Of what it compiles
-        inside of a model's call the model is told."""
-        if self.is_inside():
+        inside of a model's call the model is told; of a converted one that it compiles as a whole
+        it is told once Dynamo comes to that."""
+        model = compiled_around(sys._getframe())
+        if self.is_inside() or (model is not None and is_converted(model)):
             return
         self.compiles = True
-        self._say(LEFT_COMPILED)
+        self._say(LEFT)
 
     def _outermost_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if is_rerouted(module):
@@ -196,9 +197,8 @@ class Models:
 
     def _first_call(self, module: nn.Module, inner: nn.Module) -> None:
         """Convert a model or leave it alone; the latter whatever goes wrong."""
-        if (converted := converted_inside(inner)) is not None:
+        if is_around_converted(inner):  # of which is told once Dynamo comes to that
             self._parts[module] = None
-            self._say(f"{type(converted).__name__} {COMPILED_AROUND}")
             return
         model = model_of(inner)
         if has_process_group():

@@ -11,14 +11,12 @@ from torch import nn
 from amp_graph.convert import is_converted
 from amp_graph.dtypes import dtype_name
 from amp_graph.graphs.fake import held_otherwise
-from amp_graph.modules import below_compile, is_compiled, unwrapped
+from amp_graph.modules import below_compile, is_compiled
 from amp_graph.training.explicit_scalers import is_grad_scaler_around
 
 AUTOCAST = "the script uses torch.autocast"
 COMPILED = "the script uses torch.compile"
-LEFT_COMPILED = f"what the script compiles is left as it is: {COMPILED}"
 DECORATED = torch.autocast("cpu")(lambda: None).__code__  # of all that it decorates
-COMPILED_AROUND = "runs in mixed precision already; torch.compile around it does nothing"
 ON_META = "its parameters are on the meta device"
 
 
@@ -58,10 +56,10 @@ def is_in_float32(module: nn.Module) -> bool:
     return all(p.dtype is torch.float32 for p in module.parameters() if p.is_floating_point())
 
 
-def converted_inside(module: nn.Module) -> nn.Module | None:
-    """The converted model that `torch.compile` was put around, if it was."""
+def is_around_converted(module: nn.Module) -> bool:
+    """Whether `torch.compile` put it around a converted model."""
     inside = below_compile(module)
-    return unwrapped(inside) if inside is not module and is_converted(inside) else None
+    return inside is not module and is_converted(inside)
 
 
 def _begins_autocast(module: nn.Module) -> bool:

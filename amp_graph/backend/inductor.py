@@ -21,20 +21,25 @@ Names of PyTorch used here that are not documented:
         how Dynamo tells AOTAutograd where inputs come from, to guard that they are distinct, and
         which stay at one address (CUDA graphs)
     torch._dynamo.source.ConstantSource       where an input of ours comes from
+    CompiledFunction, CompiledFunctionBackward, and _forward_cls of their nodes
+        the custom autograd functions that AOTAutograd makes for a forward and for its backward
+        (seen to work on 2.13); by other names a second derivative is PyTorch's own error
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
+from torch.autograd.graph import Node
 
 from amp_graph.backend.decide import Lifted, Traced
 from amp_graph.dynamo_changes.replaced import method_inside
-from amp_graph.errors import CaptureError
+from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.graphs.aten import RECURRENT, has_any_inside, set_data
 from amp_graph.modules import Run
 from amp_graph.outer_autocast import without_autocast
@@ -42,6 +47,11 @@ from amp_graph.outer_autocast import without_autocast
 # All casts are in the graph, those of its backward as well. And a backward that cannot be compiled
 # is to fail at once, where there is a way back.
 SETTINGS = {"backward_pass_autocast": "off", "force_non_lazy_backward_lowering": True}
+
+NO_SECOND_DERIVATIVE = (
+    "a compiled graph has no second derivative, as a gradient penalty (create_graph=True) takes "
+    'it; set compiler="eager", or AMP_GRAPH_COMPILER=eager in the environment'
+)
 
 STATIC = {"_dynamo_static_input_type": "unguarded"}  # marks an input that stays at its address
 
@@ -70,9 +80,10 @@ def compile_graph(
         inputs.append(_example(node.meta["val"], is_trained))
     read = _without_unread_parameters(module.graph)
     module.recompile()
-    run = without_autocast(inductor, lifted.devices)(
+    compiled = without_autocast(inductor, lifted.devices)(
         module, [inputs[i] for i in read], config_patches=dict(settings)
     )
+    run = _differentiable_once(compiled)
     frozen = [
         i
         for i, (node, value) in enumerate(zip(placeholders, inputs, strict=True))
@@ -85,6 +96,50 @@ def compile_graph(
         return run(*[args[i] for i in read])
 
     return run_on_what_is_read
+
+
+def _differentiable_once(run: Run) -> Run:
+    """Of what AOTAutograd made: a second derivative is an error that says what to do, in the place
+    of PyTorch's own."""
+    is_known = False
+
+    def run_once_known(*args: Any) -> Any:
+        nonlocal is_known
+        results = run(*args)
+        if not is_known and torch.is_grad_enabled():
+            node: Any = _compiled_node(results)
+            if node is not None:
+                is_known, kind = True, node._forward_cls
+                kind.backward = staticmethod(_refusing_another(kind.backward))
+        return results
+
+    return run_once_known
+
+
+def _refusing_another(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward pass of a custom function, with what it returns, if it is recorded."""
+
+    def differentiable_once(ctx: Any, *gradients: Any) -> Any:
+        found = backward(ctx, *gradients)
+        if torch.is_grad_enabled() and (node := _compiled_node(found)) is not None:
+            node.register_prehook(_raise_no_derivative)
+        return found
+
+    return differentiable_once
+
+
+def _raise_no_derivative(_: Any) -> None:
+    raise AmpGraphError(NO_SECOND_DERIVATIVE)
+
+
+def _compiled_node(tensors: Iterable[Any]) -> Node | None:
+    """The one by which a tensor was made, or what it is a view of, if it is AOTAutograd's."""
+    for tensor in tensors:
+        node = tensor.grad_fn if isinstance(tensor, Tensor) else None
+        for found in (node, *(before for before, _ in (node.next_functions if node else ()))):
+            if found is not None and found.name().startswith("CompiledFunction"):
+                return found
+    return None
 
 
 def inductor(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:

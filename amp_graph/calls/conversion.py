@@ -15,11 +15,13 @@ from torch.optim import Optimizer
 from amp_graph.backend.compiler import Compiler
 from amp_graph.batches import Batch, call_with
 from amp_graph.calls.captured_calls import CapturedCalls
+from amp_graph.calls.compiled_by_others import AROUND, come_to, is_left, tell_of_compile_around
 from amp_graph.calls.copies import StandIn, put_in, take_out
 from amp_graph.calls.uncalled import await_call
 from amp_graph.capture.captures import captured_module_id, captured_policy_id
+from amp_graph.capture.dynamo import is_forced_eager
 from amp_graph.capture.surroundings import can_capture, is_exporting, wants_plain_code
-from amp_graph.errors import AmpGraphError, in_brief
+from amp_graph.errors import AmpGraphError, in_brief, warn
 from amp_graph.graphs.fake import is_estimate
 from amp_graph.kept import unchanged
 from amp_graph.modules import CALL, Entry, Run, is_rerouted, plain_code, unwrapped
@@ -29,9 +31,10 @@ from amp_graph.policy import Policy, PolicySource, as_policy
 from amp_graph.results import map_tensors
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.optimizers import attach, detach, drop_scale, use_scale
-from amp_graph.uncaptured import never_captured, passed_over
+from amp_graph.uncaptured import capturing, never_captured, passed_over
 from amp_graph.weak_references import living, weak_method
 
+FORCED_EAGER = 'its calls under torch.compiler.set_stance("force_eager") are not captured'
 T = TypeVar("T")
 ById: TypeAlias = weakref.WeakValueDictionary[int, T]  # threads may add to one while others read it
 
@@ -47,6 +50,8 @@ class Entered(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Dynamo may read these lines, for `torch.export` or to capture a model that this is in.
         if not torch.compiler.is_dynamo_compiling():
+            if capturing() is not None:
+                tell_of_compile_around()
             copied = self.called_copy(sys._getframe(1))
             if copied is not None:
                 if self.kept is not None:  # its `__dict__` was copied deeply
@@ -55,12 +60,14 @@ class Entered(StandIn):
         if is_exporting():
             return plain_code(self.module, self.name)(*args, **kwargs)
         ours = self.conversion
-        if torch.compiler.is_dynamo_compiling() and (
-            captured_policy_id() == ours.policy_id or captured_module_id() == ours.module_id
-        ):
-            if torch.is_grad_enabled():
-                ours.is_awaited = False
-            return plain_code(self.module, self.name)(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            whose = captured_policy_id(), captured_module_id()
+            is_ours = whose[0] == ours.policy_id or whose[1] == ours.module_id
+            if is_ours or (ours.gives_way and is_left()):
+                if torch.is_grad_enabled():
+                    ours.is_awaited = False
+                return plain_code(self.module, self.name)(*args, **kwargs)
+            come_to()
         return ours.mixed_call(self.name, *args, **kwargs)
 
 
@@ -93,6 +100,8 @@ class Conversion(Entered):
 
     methods: others that run in mixed precision, too.
     policy_id: in captures of which other models it is captured with the rest; None: of none.
+    gives_way: whether its model runs its own code where somebody else's Dynamo is to raise if it
+        does not: the script has not converted it by itself.
     copied_from: those whose models its model is a deep copy of, directly or by other copies.
     """
 
@@ -112,6 +121,7 @@ class Conversion(Entered):
         self.policy_id = None if is_alone else self._calls[CALL].policy_id
         self.module_id = id(module)
         self.is_awaited = True  # its first call in which autograd records
+        self.gives_way = self._is_told_of_compile = False
         self.copied_from: tuple[weakref.ref[Conversion], ...] = ()
 
     @property
@@ -181,10 +191,17 @@ class Conversion(Entered):
     def convert_too(self, copied: nn.Module) -> None:
         """Convert a deep copy of the model alike; its loss scale goes on by itself."""
         conversion = Conversion(copied, self.policy, self.compiler.saved, self.methods)
+        conversion.gives_way = self.gives_way
         conversion.copied_from = (weakref.ref(self), *filter(operator.call, self.copied_from))
         if self.scale is not None:
             conversion._use(self.scale.copy(copied.parameters))
         conversion.open()
+
+    def tell_of_compile(self) -> None:
+        """Around it."""
+        if not self._is_told_of_compile:
+            self._is_told_of_compile = True
+            warn(f"{type(self.module).__name__} {AROUND}")
 
     @never_captured(reason="a model converted by amp_graph captures its own graphs")
     def mixed_call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -198,6 +215,8 @@ class Conversion(Entered):
             self._end_waiting()
         if not can_capture():
             result = self._calls[method].own_code.run_uncaptured(*args, **kwargs)
+        elif is_forced_eager():
+            result = self._calls[method].own_code.run_told_of(FORCED_EAGER, *args, **kwargs)
         else:
             if self.scale is not None and torch.is_grad_enabled():
                 self.scale.begin_forward(module.training)

@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from amp_graph.backend.build import Built, written_inputs
 from amp_graph.backend.compiler import Compiler
+from amp_graph.calls.compiled_by_others import AROUND
 from amp_graph.calls.outside import Outside
 from amp_graph.capture.captures import Assembled, captured_names
 from amp_graph.capture.frames import Frames
@@ -22,7 +23,7 @@ from amp_graph.capture.own_regions import is_in_none
 from amp_graph.custom_functions import behind_functions
 from amp_graph.errors import warn
 from amp_graph.ir import Plan
-from amp_graph.modules import Entry, has_backward_hooks
+from amp_graph.modules import Entry, has_backward_hooks, has_compiled_forward
 from amp_graph.outer_autocast import autocast_devices, without_autocast
 from amp_graph.policy import Policy
 
@@ -66,6 +67,7 @@ class ModelGraphs:
         self.own = CallsOfThread()
         self._compiler = compiler
         self._were_too_small = False
+        self._is_told = False  # that its `forward`, which is captured with it, was compiled
 
     @property
     def module(self) -> nn.Module:
@@ -126,6 +128,9 @@ class ModelGraphs:
 
     def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Graph:
         self.hooks.guard_new()
+        if self.entry.is_call and has_compiled_forward(self.module) and not self._is_told:
+            self._is_told = True
+            warn(f"{self.entry.name} {AROUND}")
         names, widened = captured_names(self.entry), widen_inputs(graph)
         inputs = [x.float() if i in widened else x for i, x in enumerate(example_inputs)]
         build = without_autocast(self._compiler.build)

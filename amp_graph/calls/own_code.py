@@ -27,6 +27,7 @@ class OwnCode:
         self._policy = policy
         self._record = record
         self._for_copies: int | None = None  # the plan that stands for them, once there are any
+        self._is_told = False  # see `run_told_of`
         self._uncaptured: tuple[Any, Run] | None = None  # see `run_uncaptured`
 
     def dtype(self) -> torch.dtype:
@@ -53,6 +54,14 @@ class OwnCode:
         if self._uncaptured is None or self._uncaptured[0] != place:
             self._uncaptured = place, self._run(None)
         return self._uncaptured[1](*args, **kwargs)
+
+    def run_told_of(self, reason: str, *args: Any, **kwargs: Any) -> Any:
+        """The same, where the reason is to be told, once."""
+        if not self._is_told:
+            self._is_told = True
+            index = self.stand_in(reason)
+            warn(f"{self._entry.name} {self._record.plans[index].otherwise}")
+        return self.run_uncaptured(*args, **kwargs)
 
     def run(self, index: int) -> Run:
         """What runs it for what cannot be captured, and plan `index` stands for."""

@@ -15,12 +15,15 @@ Private names of PyTorch used here:
     torch._C._len_torch_dispatch_stack       whether there are dispatch modes
     torch._C._dynamo.eval_frame._FrameAction, _FrameExecStrategy
                                              what is left to Python with all that it calls
+    torch._dynamo.eval_frame._stance, DynamoStance
+                                             (work on 2.13, there in 2.15) what `set_stance` sets
     torch.utils.checkpoint._CheckpointedFunction            (since 2.14) so is a decorated function
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import traceback
 import types
 import weakref
@@ -33,8 +36,8 @@ import torch
 import torch._dynamo.config as dynamo_config
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, reset_code
-from torch._dynamo import convert_frame, disallow_in_graph
-from torch._dynamo.eval_frame import cached_backends
+from torch._dynamo import convert_frame, disallow_in_graph, eval_frame
+from torch._dynamo.eval_frame import DynamoStance, cached_backends
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.types import ConvertFrameReturn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -139,6 +142,9 @@ class CapturedCode:
         return code is self._code and not self._is_sharded
 
     def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if eval_frame._stance is not DEFAULT and eval_frame._stance != DEFAULT:
+            with _stance_aside:
+                return self(module, *args, **kwargs)
         if self._is_sharded:
             alone = partial(self._without_hooks, module)
             with with_entries(module.__dict__, {"forward": alone}):
@@ -150,6 +156,35 @@ class CapturedCode:
     def _without_hooks(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         with under_dispatch_modes():
             return self._compiled(module, *args, **kwargs)
+
+
+class _StanceAside:
+    """While it is entered, by however many threads, the stance is the default one: that which a
+    script sets is for what it compiles, and what is captured here is none of that."""
+
+    def __init__(self) -> None:
+        self._entering, self._depth, self._before = threading.Lock(), 0, DEFAULT
+
+    def __enter__(self) -> None:
+        with self._entering:
+            if eval_frame._stance != DEFAULT:
+                self._before, eval_frame._stance = eval_frame._stance, DEFAULT
+            self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._entering:
+            self._depth -= 1
+            if not self._depth and eval_frame._stance is DEFAULT:  # else the model has set another
+                self._before, eval_frame._stance = DEFAULT, self._before
+
+
+DEFAULT = eval_frame._stance if eval_frame._stance == DynamoStance() else DynamoStance()
+_stance_aside = _StanceAside()
+
+
+def is_forced_eager() -> bool:
+    """Whether nothing that the script compiles is to run: it is to see plain PyTorch."""
+    return eval_frame._stance.stance == "force_eager"
 
 
 def is_off() -> bool:
