@@ -31,7 +31,7 @@ from amp_graph.autopatch.left_alone import (
     other_dtypes,
     why_not,
 )
-from amp_graph.autopatch.script_models import Model, folded, model_of, owed
+from amp_graph.autopatch.script_models import Model, calls_of_captured, folded, model_of, owed
 from amp_graph.calls.conversion import found_conversion, restore_all
 from amp_graph.calls.convertible import why_not_at_once
 from amp_graph.calls.copies import is_copy, take_out_of_copy
@@ -48,8 +48,8 @@ from amp_graph.uncaptured import never_captured, passed_over
 TRIALS = 3  # calls of a part in the constructor of a module, or to see what it computes
 PATIENCE = MAX_CAPTURES * REPAID_BY  # calls of a model whose like did not live long
 SHORT_LIVED = (
-    f"models of this name are made and captured anew, and called too seldom to repay that; each is "
-    f"converted once it was called {PATIENCE} times"
+    "models of this name are made and captured anew, and called too seldom to repay that; each is "
+    "converted once it was called {} times"
 )
 
 
@@ -173,14 +173,19 @@ class Models:
         live long. One that is called again and again is in use."""
         if _is_being_built() or self._is_looked_at(part):
             enough = TRIALS
-        elif owed(self.seen, name := type(part).__name__) >= MAX_CAPTURES:
-            enough = PATIENCE
-            self._say(f"{name} is left as it is: {SHORT_LIVED}")
+        elif enough := self._patience(type(part).__name__):
+            self._say(f"{type(part).__name__} is left as it is: {SHORT_LIVED.format(enough)}")
         else:
             return False
         trials: int = self._trials.get(part, 0) + 1
         self._trials[part] = trials
         return trials <= enough
+
+    def _patience(self, name: str) -> int:
+        """How many calls of one of this name are awaited, as its like did not live long."""
+        if calls := calls_of_captured(self.seen, name):
+            return max(PATIENCE, calls)
+        return PATIENCE if owed(self.seen, name) >= MAX_CAPTURES else 0
 
     def _is_looked_at(self, part: nn.Module) -> bool:
         """Whether it is part of a model that lives, and not trained by itself, as by a step that
