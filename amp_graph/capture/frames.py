@@ -32,7 +32,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._dynamo.utils import counters, get_compilation_metrics
 
-from amp_graph.capture.breaks import MODEL, in_other_words
+from amp_graph.capture.breaks import MODEL, each_once, in_other_words
 from amp_graph.dynamo_changes.recapture_reasons import OF_OTHERS
 
 PACKAGE = Path(__file__).parents[1]
@@ -186,6 +186,11 @@ class Frames:
             advice += f"; before the last it was {self.changed}"
         return advice
 
+    def why_nothing(self, model: nn.Module) -> str:
+        """Why nothing of a call of the model was captured."""
+        self.skipped = self.skipped or _skipped_before(model)
+        return "; ".join(each_once(self.skipped)) or self.said or "Dynamo does not say why"
+
     def take_skipped(self) -> list[str]:
         """Those that were skipped since this was last asked."""
         skipped, self.skipped = self.skipped, []
@@ -204,7 +209,7 @@ def _failed_guard() -> str:
     return f"`{guard}` ({line.rpartition('/')[2]})" if line else f"`{guard}`"
 
 
-def skipped_before(model: nn.Module) -> list[str]:
+def _skipped_before(model: nn.Module) -> list[str]:
     """Why Dynamo skips the `forward` of some of these modules, as it said of the first model that
     had one of their class; it does not say so again."""
     forwards = (inspect.getattr_static(type(m), "forward", None) for m in model.modules())
