@@ -33,7 +33,9 @@ class Target(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.target is None:
-            self.make_target()
+            self.target = copy.deepcopy(self.online)
+            for parameter in self.target.parameters():
+                parameter.requires_grad = False
         return self.online(x) - self.target(x)
 
 
