@@ -105,12 +105,25 @@ class Kept:
         self._containers = KeptContainers(
             v for m in model.modules() for name, v in [*vars(m).items()] if name not in OF_MODULES
         )
-        self._random = KeptRandomState()
+        self._parts = [*model.modules()], [*model.parameters()]
+        self._model, self._random = model, KeptRandomState()
 
     def has_other_attributes(self) -> bool:
         """Whether an attribute of a module is another object than it was."""
         return any(
             held.keys() != kept.keys() or any(held[name] is not kept[name] for name in kept)
+            for held, kept in self._held
+        )
+
+    def was_set_up(self) -> bool:
+        """Whether the model has other parts or parameters than it had, or attributes of other
+        values, of which counts of calls and the like are none."""
+        now = [*self._model.modules()], [*self._model.parameters()]
+        if [[*map(id, each)] for each in now] != [[*map(id, each)] for each in self._parts]:
+            return True
+        return any(
+            held.keys() != kept.keys()
+            or any(held[n] is not kept[n] and type(held[n]) not in (int, float) for n in kept)
             for held, kept in self._held
         )
 

@@ -249,3 +249,52 @@ def test_not_more_are_kept_than_so_many() -> None:
     assert len(alike._kept) == alike.KEPT
     last = amp_graph.convert(Net(slope / 10 + 0.01), policy="bfloat16")
     assert captured(lambda: step(last)) == 0
+
+
+class Counting(Net):
+    """It counts its calls, as those that are given to a solver of differential equations."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def wrapped_step(net: nn.Module) -> list[Tensor]:
+    """By a wrapper that is made for it, whose first input needs no gradient, and whose second
+    does."""
+    wrapper = amp_graph.convert(Wrapper(net), policy="bfloat16")
+    return step(wrapper, wrapper(X).detach().requires_grad_())
+
+
+def test_a_number_that_changes_from_one_to_the_next_is_a_symbol_in_the_end() -> None:
+    net = Counting()
+    for _ in range(alike.SEVERAL + 1):
+        wrapped_step(net)
+    results: list[list[Tensor]] = []
+    fresh = copy.deepcopy(net)
+    assert captured(lambda: results.append(wrapped_step(net))) == 0
+    assert captured(lambda: [wrapped_step(copy.deepcopy(net)) for _ in range(8)]) == 0
+    assert net.calls == fresh.calls + 2
+    alike.forget()
+    assert_same(results[0], wrapped_step(fresh))
+
+
+def test_sizes_of_parameters_do_not_make_symbols_of_numbers() -> None:
+    """Those of a search over widths are as they would be alone."""
+    for width in range(alike.SEVERAL + 2):
+        model = nn.Sequential(nn.Linear(8, width + 1), nn.LeakyReLU(0.1 * (width + 1)))
+        expected = alone(model)
+        assert_same(step(amp_graph.convert(model, policy="bfloat16")), expected)
+        (plan,) = amp_graph.plans(model)
+        assert "Sym" not in amp_graph.render(plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import amp_graph
 from amp_graph import Policy
+from amp_graph.calls.model_graphs import _how_few
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -64,10 +66,15 @@ def test_graphs_in_which_nothing_is_low_do_not_count(kind: type[Suppresses], rec
         assert model(x).shape == plain(x).shape == (20,)
     assert low_share(model, x) == 1
     said = [str(w.message) for w in recwarn.list if "no longer captured" in str(w.message)]
-    assert (
-        len(said) == 1
-        and "operators for each, counting graphs in which something is low" in said[0]
-    )
+    assert len(said) == 1
+    few = r"nothing in them is in low precision|have (less than one|\d\.\d) operators? for each"
+    assert re.search(few, said[0])
+
+
+def test_how_few_operators_there_are_is_said_in_words_where_it_is_none() -> None:
+    assert _how_few(0) == "nothing in them is in low precision"
+    assert " less than one operator for each" in _how_few(0.01)
+    assert " 1.5 operators for each" in _how_few(1.5)
 
 
 DENIES = {"allow": ["exp"], "deny": ["linear"]}

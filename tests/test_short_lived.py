@@ -41,7 +41,7 @@ def test_models_that_do_not_live_long_are_captured_no_more(start, capsys):
     start()
     converted = [is_converted(run(1)) for _ in range(2 * MAX_CAPTURES + 8)]
     assert converted.index(False) > MAX_CAPTURES and not any(converted[converted.index(False) :])
-    line = f"amp_graph: Net is left as it is: {SHORT_LIVED}\n"
+    line = f"amp_graph: Net is left as it is: {SHORT_LIVED.format(PATIENCE)}\n"
     assert capsys.readouterr().err.count(line) == 1
 
 
@@ -66,6 +66,26 @@ def test_long_captures_count_for_several(start, monkeypatch):
     monkeypatch.setattr("amp_graph.autopatch.script_models.SECONDS", 1e-6)
     start()
     assert [is_converted(run(1)) for _ in range(4)] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_calls_repay_no_captures_that_take_most_of_the_time(start, monkeypatch, is_busy):
+    """Else a wrapper that is made anew at each step may be captured for ever."""
+    clock = SimpleNamespace(process_time=lambda: (1e6 if is_busy else 1.0) * time.process_time())
+    monkeypatch.setattr("amp_graph.autopatch.script_models.LONG", 1e-6)
+    monkeypatch.setattr("amp_graph.autopatch.script_models.time", clock)
+    start()
+    converted = [is_converted(run(2 * PATIENCE)) for _ in range(4)]
+    assert converted == [True, True, *[is_busy] * 2]
+
+
+def test_one_that_lives_longer_than_all_of_them_is_captured(start, monkeypatch):
+    monkeypatch.setattr("amp_graph.autopatch.script_models.LONG", 1e-6)
+    start()
+    while is_converted(run(PATIENCE)):
+        pass
+    assert not is_converted(run(2 * PATIENCE))
+    assert is_converted(run(2 * PATIENCE + 1))
 
 
 class Fold(nn.Linear):

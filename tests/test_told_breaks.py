@@ -118,6 +118,20 @@ class KeepsAGradient(TwoLayers):
         return self.second(hidden)
 
 
+class DrawsHowOften(TwoLayers):
+    def forward(self, x: Tensor, turns: int | None = None) -> Tensor:
+        for _ in range(turns or random.randint(1, 3)):
+            x = self.first(x)
+        return x
+
+
+def test_a_number_that_is_drawn_in_front_of_all_is_told() -> None:
+    model = amp_graph.convert(DrawsHowOften(), policy="bfloat16")
+    model(torch.randn(4, 8))
+    (told,) = amp_graph.explain(model).data.breaks
+    assert "in forward: Python goes by what cannot be captured, such as a number" in told
+
+
 AT = {
     BranchesOnABuffer: "if self.is_scaled: Python branches on the numbers in a tensor",
     AsksForAGradient: "hidden.requires_grad_(): a value that is computed there is told to require",

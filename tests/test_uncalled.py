@@ -187,3 +187,109 @@ def test_a_copy_of_a_model_that_was_called_is_told_of(recwarn: pytest.WarningsRe
     copied = copy.deepcopy(model)
     train(copied, copied.forward, steps=3)
     assert told(recwarn) == ["Coder"]
+
+
+FEW = "was called with gradients enabled for few of 64 steps"
+
+
+def said_of(recwarn, words: str) -> list[str]:
+    return [str(w.message) for w in recwarn.list if words in str(w.message)]
+
+
+def test_one_that_was_called_but_is_trained_by_something_else_is_told_of_once(recwarn):
+    model = amp_graph.convert(Coder(), policy="bfloat16")
+    train(model, model, steps=2)
+    train(model, model.forward, steps=63)
+    assert not said_of(recwarn, "is trained")
+    train(model, model.forward, steps=256)
+    (said,) = said_of(recwarn, "is trained, but")
+    assert FEW in said
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda model, whole: whole,
+        lambda model, whole: nn.Sequential(nn.Identity(), model),
+        lambda model, whole: lambda x: model.decode(x[:, :2]),
+        lambda model, whole: copy.deepcopy(model),
+        lambda model, whole: torch.compile(lambda x: model(x), backend="eager"),
+    ],
+    ids=["inside", "in a container", "method", "copies", "compiled"],
+)
+def test_one_whose_calls_are_another_s_is_not(way, recwarn):
+    model = Coder()
+    whole = amp_graph.convert(nn.Sequential(nn.Linear(4, 4), model), policy="bfloat16")
+    amp_graph.convert(model, policy="bfloat16", methods=("decode",))
+    train(model, model, steps=1)
+    run, optimizer = way(model, whole), torch.optim.SGD(model.parameters(), 0.01)
+    for _ in range(130):
+        optimizer.zero_grad()
+        loss = run(torch.randn(3, 4)).square().mean()
+        loss.backward()
+        for parameter in model.parameters():  # of a copy it has none
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    assert not said_of(recwarn, "is trained")
+
+
+def test_one_of_many_heads_under_one_optimizer_is_not(recwarn):
+    heads = [amp_graph.convert(Coder(), policy="bfloat16") for _ in range(20)]
+    optimizer = torch.optim.SGD([p for head in heads for p in head.parameters()], 0.01)
+    for step in range(150):
+        optimizer.zero_grad()
+        heads[step % 20](torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+    assert not said_of(recwarn, "with gradients enabled for few")
+
+
+class Forward(nn.Linear):
+    """Of a class of its own: models of one name are told of once."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+
+def test_a_model_of_a_script_that_was_trained_before_its_first_call_is_told_of(start, capsys):
+    start()
+    models = [Forward(), Forward()]
+    optimizers = [torch.optim.Adam(model.parameters()) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for _ in range(3):
+            model.forward(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+    for model in models:
+        with torch.no_grad():
+            model(torch.randn(3, 4))
+    assert capsys.readouterr().err.count("is trained, but had not been called before") == 1
+
+
+def test_those_of_a_script_that_others_answer_for_are_not(start, capsys):
+    """A part that is called alone once the whole was trained, and one under a scaler."""
+    start()
+    model, scaled = Coder(), nn.Sequential(nn.Linear(4, 4))
+    train(model, model, steps=3)
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(scaled.parameters(), 0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(scaled(torch.randn(3, 4)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    with torch.no_grad():
+        for part in (model.encoder, nn.Sequential(model.encoder), *scaled, scaled):
+            for _ in range(5):
+                part(torch.randn(3, 4))
+    assert "is trained, but" not in capsys.readouterr().err
+
+
+def test_one_that_is_called_late_though_its_optimizer_steps_others_is_not(start, capsys):
+    start()
+    first, late = nn.Linear(4, 4), Forward()
+    optimizer = torch.optim.SGD([*first.parameters(), *late.parameters()], 0.01)
+    for step in range(6):
+        optimizer.zero_grad()
+        hidden = first(torch.randn(3, 4))
+        (late(hidden) if step > 3 else hidden).square().mean().backward()
+        optimizer.step()
+    assert "is trained, but" not in capsys.readouterr().err

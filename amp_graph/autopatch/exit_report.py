@@ -140,8 +140,9 @@ def _lines(
             least = "at least " if m["casts_of_unknown_size"] else ""
             yield (
                 f"{_name(m)}: {m['operators_low']} of {m['operators']} operators on "
-                f"{m['dtype'].removeprefix('torch.')} tensors, {m['casts']} casts moving {least}"
-                f"{byte_count(m['cast_bytes'])}, in {m['runs']} {plural(m['runs'], 'run')} of "
+                f"{m['dtype'].removeprefix('torch.')} tensors, {m['casts']} "
+                f"{plural(m['casts'], 'cast')} moving {least}{byte_count(m['cast_bytes'])}, "
+                f"in {m['runs']} {plural(m['runs'], 'run')} of "
                 f"{m['graphs']} {plural(m['graphs'], 'graph')}"
             )
         for fallback, graphs in Counter(m["fallbacks"]).items():

@@ -29,12 +29,13 @@ from amp_graph.autopatch.left_alone import (
     other_dtypes,
     why_not,
 )
-from amp_graph.autopatch.script_models import Model, folded, model_of, owed
+from amp_graph.autopatch.script_models import Model, calls_of_captured, folded, model_of, owed
 from amp_graph.callers import calling
 from amp_graph.calls.compiled_by_others import LEFT, compiled_around
 from amp_graph.calls.conversion import found_conversion, restore_all
 from amp_graph.calls.convertible import why_not_at_once
 from amp_graph.calls.copies import is_copy, take_out_of_copy
+from amp_graph.calls.uncalled import tell_if_trained
 from amp_graph.capture.captures import in_a_call
 from amp_graph.capture.frames import MAX_CAPTURES, REPAID_BY
 from amp_graph.capture.surroundings import can_capture, is_compiling_here, wants_plain_code
@@ -49,8 +50,8 @@ from amp_graph.uncaptured import never_captured, passed_over
 TRIALS = 3  # calls of a part in the constructor of a module, or to see what it computes
 PATIENCE = MAX_CAPTURES * REPAID_BY  # calls of a model whose like did not live long
 SHORT_LIVED = (
-    f"models of this name are made and captured anew, and called too seldom to repay that; each is "
-    f"converted once it was called {PATIENCE} times"
+    "models of this name are made and captured anew, and called too seldom to repay that; each is "
+    "converted once it was called {} times"
 )
 
 
@@ -176,14 +177,19 @@ class Models:
         live long. One that is called again and again is in use."""
         if _is_being_built() or self._is_looked_at(part):
             enough = TRIALS
-        elif owed(self.seen, name := type(part).__name__) >= MAX_CAPTURES:
-            enough = PATIENCE
-            self._say(f"{name} is left as it is: {SHORT_LIVED}")
+        elif enough := self._patience(type(part).__name__):
+            self._say(f"{type(part).__name__} is left as it is: {SHORT_LIVED.format(enough)}")
         else:
             return False
         trials: int = self._trials.get(part, 0) + 1
         self._trials[part] = trials
         return trials <= enough
+
+    def _patience(self, name: str) -> int:
+        """How many calls of one of this name are awaited, as its like did not live long."""
+        if calls := calls_of_captured(self.seen, name):
+            return max(PATIENCE, calls)
+        return PATIENCE if owed(self.seen, name) >= MAX_CAPTURES else 0
 
     def _is_looked_at(self, part: nn.Module) -> bool:
         """Whether it is part of a model that lives, and not trained by itself, as by a step that
@@ -200,7 +206,7 @@ class Models:
         if is_around_converted(inner):  # of which is told once Dynamo comes to that
             self._parts[module] = None
             return
-        model = model_of(inner)
+        model, was_called = model_of(inner), self._was_called(inner)
         if has_process_group():
             self.rank = torch.distributed.get_rank()  # asked now: at exit the group may be gone
         try:
@@ -220,6 +226,15 @@ class Models:
             self._say(f"{model.name} is left as it is: {model.left_alone}")
         elif self._verbose:
             self._say(f"{model.name} runs in mixed precision")
+        conversion = found_conversion(inner)
+        if conversion is not None and not (model.left_alone or was_called or self.compiles):
+            tell_if_trained(conversion, inner)
+
+    def _was_called(self, inner: nn.Module) -> bool:
+        """Whether it may have been, or its parts, or one like it that it stands for: a clone."""
+        if any(m.name == type(inner).__name__ for m in self.seen):
+            return True
+        return any(part in self._parts or part in self._trials for part in inner.modules())
 
     def _keep(self, model: Model, module: nn.Module, inner: nn.Module) -> None:
         whole = self._parts.get(inner)

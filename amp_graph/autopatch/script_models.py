@@ -7,14 +7,15 @@ how often they ran and what became of the scale; models that were alike are one.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from amp_graph.backend.record import Record
-from amp_graph.capture.frames import REPAID_BY
+from amp_graph.capture.frames import LONG, REPAID_BY
 from amp_graph.errors import line_of_user
 from amp_graph.modules import below_compile
 from amp_graph.training.outcome import Outcome
@@ -35,6 +36,8 @@ class Model:
     parts: the names of those that are models by themselves, as they were called by themselves.
     stands_for: how many models, once they are gone, or told of in one line.
     outcomes: of the loss scales of those that are gone.
+    began, lived: when it was called first, and for how long from then on, once it is gone; in
+        seconds of the processor's, which a busy machine leaves as they are.
     """
 
     name: str
@@ -47,6 +50,8 @@ class Model:
     parts: tuple[str, ...] = ()
     stands_for: int = 0
     outcomes: tuple[Outcome, ...] = ()
+    began: float = field(default_factory=time.process_time, compare=False)
+    lived: float = field(default=0.0, compare=False)
 
     def let_go(self) -> None:
         """Of a model that is gone, let go of the loss scale, which each step of every optimizer
@@ -54,6 +59,7 @@ class Model:
 
         Called by Python's collector, hence at any time, in any thread, under any mode: it computes
         nothing and takes no lock."""
+        self.lived = self.lived or time.process_time() - self.began
         record = self.record
         scale = None if record is None else record.scale
         if record is not None and scale is not None:
@@ -79,13 +85,31 @@ def owed(models: Iterable[Model], name: str) -> float:
     """Of how many captures those that went by this name, and are gone, have not repaid the cost by
     calls, as `Frames` has it of one model. Long ones count for several. 0 if all but one were
     called by what was captured of others: so may be the next one, at no cost."""
-    gone = (m for m in models if m.name == name and m.module() is None)
-    records = [m.record for m in gone if m.record is not None]
-    if sum(r.cost.models for r in records) < AGAIN:
-        return 0.0
+    records = [record for record, _ in _gone(models, name)]
     cost = sum(max(r.cost.captures, r.cost.work / SECONDS) for r in records)
-    calls = sum(max(record.runs.values(), default=0) for record in records)
-    return cost - calls / REPAID_BY
+    return cost - _calls(records) / REPAID_BY
+
+
+def calls_of_captured(models: Iterable[Model], name: str) -> int:
+    """How many calls those of this name, which are gone, had, if they were being captured for most
+    of the time in which they lived, and that long: no number of calls as small repaid it. Else 0.
+    """
+    gone = _gone(models, name)
+    work = sum(record.cost.work for record, _ in gone)
+    is_too_long = work > LONG and 2 * work > sum(lived for _, lived in gone)
+    return _calls(record for record, _ in gone) if is_too_long else 0
+
+
+def _gone(models: Iterable[Model], name: str) -> list[tuple[Record, float]]:
+    """The records of those of this name that are gone, and how long they lived; none before some
+    were captured again."""
+    gone = (model for model in models if model.name == name and model.module() is None)
+    found = [(model.record, model.lived) for model in gone if model.record is not None]
+    return found if sum(record.cost.models for record, _ in found) >= AGAIN else []
+
+
+def _calls(records: Iterable[Record]) -> int:
+    return sum(max(record.runs.values(), default=0) for record in records)
 
 
 def folded(models: Iterable[Model]) -> list[Model]:
@@ -137,4 +161,7 @@ def _together(one: Model, other: Model) -> Model:
     outcomes = (*one.scales(), *other.scales())
     number = max(1, one.stands_for) + max(1, other.stands_for)
     parts = (*dict.fromkeys(one.parts + other.parts),)
-    return replace(one, record=record, parts=parts, stands_for=number, outcomes=outcomes)
+    lived = one.lived + other.lived
+    return replace(
+        one, record=record, parts=parts, stands_for=number, outcomes=outcomes, lived=lived
+    )

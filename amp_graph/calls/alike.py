@@ -7,11 +7,11 @@ They are kept when their model is gone, the latest ones: graphs, and no tensor o
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Size, nn
 
 from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.copies import converted_parts
@@ -21,6 +21,7 @@ from amp_graph.oplists import OpLists
 from amp_graph.policy import Policy
 
 KEPT = 8
+SEVERAL = 3  # of a kind, none of which holds: the next one goes on where they left off
 
 _lock = threading.Lock()
 _kept: list[tuple[Kind, Captures]] = []  # the latest first
@@ -28,14 +29,16 @@ _kept: list[tuple[Kind, Captures]] = []  # the latest first
 
 @dataclass(frozen=True)
 class Kind:
-    """What Dynamo does not guard of a model and how it is converted.
+    """What Dynamo does not guard of a model, or never takes for a symbol, and how it is converted.
 
     code: the class, its `forward` or what else it is entered by, and the `forward` of its parts.
     ties: of each module, parameter and buffer, in order, which one of them it is.
+    shapes: of its parameters.
     """
 
     code: tuple[Any, ...]
     ties: tuple[int, ...]
+    shapes: tuple[Size, ...]
     policy: Policy
     lists: OpLists
 
@@ -50,7 +53,8 @@ def kind_of(entry: Entry, compiler: Compiler) -> Kind | None:
         return None
     if converted_parts(module) or any("parametrizations" in m._modules for m in module.modules()):
         return None
-    return Kind(Forwards(entry).all, _ties(module), compiler.policy, compiler.lists)
+    shapes = (*(parameter.shape for parameter in module.parameters()),)
+    return Kind(Forwards(entry).all, _ties(module), shapes, compiler.policy, compiler.lists)
 
 
 def _ties(module: nn.Module) -> tuple[int, ...]:
@@ -64,11 +68,17 @@ def _ties(module: nn.Module) -> tuple[int, ...]:
     return tuple(first.setdefault(key, n) for n, key in enumerate(held))
 
 
-def captures_for(kind: Kind) -> Iterator[Captures]:
+def captures_for(kind: Kind) -> list[Captures]:
     """Those of models of this kind, the latest first."""
     with _lock:
-        found = [captures for known, captures in _kept if known == kind]
-    return iter(found)
+        return [captures for known, captures in _kept if known == kind]
+
+
+def number_for(hosts: Sequence[Captures]) -> int | None:
+    """Under which number one is captured that is like these, and for which none of them holds: if
+    they are several, that of the latest, so that Dynamo knows which numbers and sizes change from
+    one to the next (a counter in a part that they share) and takes them for symbols."""
+    return hosts[0].number if len(hosts) >= SEVERAL else None
 
 
 def keep(kind: Kind, captures: Captures) -> None:

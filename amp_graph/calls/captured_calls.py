@@ -23,7 +23,7 @@ from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.calls.or_else import or_else
 from amp_graph.calls.outside import Outside, Watches, is_ours
 from amp_graph.calls.own_code import OwnCode
-from amp_graph.capture.breaks import depends_on_data, each_once, why_not_captured
+from amp_graph.capture.breaks import depends_on_data, why_not_captured
 from amp_graph.capture.captures import Caller
 from amp_graph.capture.dynamo import (
     CAPTURED_TOO_OFTEN,
@@ -32,7 +32,6 @@ from amp_graph.capture.dynamo import (
     is_of_capture,
     is_off,
 )
-from amp_graph.capture.frames import skipped_before
 from amp_graph.errors import MISTAKES, warn
 from amp_graph.kept import Kept
 from amp_graph.modes import BeginAt
@@ -75,8 +74,7 @@ class CapturedCalls:
         if (own_code := chosen.own_code) is not None and not chosen.is_stale:
             return own_code(*args, **kwargs)
         frames, runs, uncaptured = self._frames.own.begun, self._graphs.own.runs, None
-        charged, way = self._frames.charged, chosen.way
-        records = torch.is_grad_enabled()
+        charged, way, records = self._frames.charged, chosen.way, torch.is_grad_enabled()
         kept = Kept(self._entry.module, parameters=False) if self._is_new else None
         watch = self._watches.take()
         run = chosen.run if watch is None else self._graphs.watched_by(watch)(chosen.run)
@@ -98,7 +96,7 @@ class CapturedCalls:
         has_captured = self._frames.own.begun != frames
         is_counted = self._frames.unpaid or self._frames.failed
         if has_captured or is_counted or self._is_new or watch is not None:
-            self._look_back(watch, has_captured, charged, runs)
+            self._look_back(watch, kept, has_captured, charged, runs)
         return result
 
     def _begin_again(self, has_captured: bool = True) -> None:
@@ -106,10 +104,12 @@ class CapturedCalls:
         self._frames.end_failed_call(has_captured)
         self._stop_if_too_many()
 
-    def _look_back(self, watch: Outside | None, has_captured: bool, charged: int, ran: int) -> None:
+    def _look_back(
+        self, watch: Outside | None, kept: Kept | None, has_captured: bool, charged: int, ran: int
+    ) -> None:
         """After a call: whether all that was asked for happened, and whether to go on so. Before it
         so many calls were `charged`, see `Frames`, and so many graphs of this thread had run."""
-        says_little = watch is not None and self._says_little(watch)
+        says_little = watch is not None and self._says_little(watch, kept)
         if watch is not None and not says_little:
             self._judge(watch)
         is_of_first = watch is not None or self._chosen.own_code is not None
@@ -118,17 +118,20 @@ class CapturedCalls:
         self._frames.end_call(has_captured, charged)
         if has_captured or says_little:
             self._watches.add()
-            ran = self._graphs.own.runs
-        if self._chosen.is_stale:  # others are to be captured
+        if has_captured or says_little or self._chosen.is_stale:  # others are to be captured
             ran = self._graphs.own.runs
         self._stop_if_too_many(self._graphs.own.runs - ran)
 
-    def _says_little(self, watch: Outside) -> bool:
-        """Whether later calls go otherwise: they find the hooks that this one has set up, or may be
-        without those for all modules, a FLOP counter's, that the first one was under."""
+    def _says_little(self, watch: Outside, kept: Kept | None) -> bool:
+        """Whether later calls go otherwise: they find what this one has set up, hooks or, where it
+        is not captured, parts; or may be without the hooks for all modules, a FLOP counter's."""
         if watch.adds_hooks:
             return True
-        is_first = self._may_set_itself_up and self._hooks.are_for_all()
+        sets_up = watch.found and kept is not None and kept.was_set_up()
+        is_first = self._may_set_itself_up and bool(sets_up or self._hooks.are_for_all())
+        if is_first and sets_up:
+            self._frames.take_skipped()
+            self._chosen.is_stale = True  # where Dynamo left code to Python
         self._may_set_itself_up &= not is_first
         return is_first
 
@@ -159,14 +162,14 @@ class CapturedCalls:
         found = ", ".join(sorted(watch.found))
         reason = f"code between graphs ({found}) is not captured"
         if not self._has_run():
-            self._frames.skipped = self._frames.skipped or skipped_before(self._entry.module)
-            where = "; ".join(each_once(self._frames.skipped)) or self._frames.said
-            reason = f"nothing is captured ({found}): {where or 'Dynamo does not say why'}"
+            what, since = "nothing is captured", ", from its next call on,"
+            if self._is_new and self._may_set_itself_up:
+                what, since = f"{what} of its first call", ", unless its later calls are captured,"
+            reason = f"{what} ({found}): {self._frames.why_nothing(self._entry.module)}"
         index = self.own_code.stand_in(reason, watch.met_sparse)
         plan = self._record.plans[index]
         if not self._has_run():
-            since = ", from its next call on," if plan.autocast else ""
-            warn(f"{self._entry.name}{since} {plan.otherwise}")
+            warn(f"{self._entry.name}{since if plan.autocast else ''} {plan.otherwise}")
         if plan.autocast:
             begin_at = None if watch.in_front else self._graphs.behind_first
             around, passed_on = weak_method(self._autocast_around), {*DYNAMO_ERRORS}
@@ -195,8 +198,7 @@ class CapturedCalls:
 
     def _leave_small_graphs(self, why: str) -> None:
         """Run the model's own code, until autocast fails in it: the graphs work."""
-        index = self.own_code.stand_in(why)
-        again = weak_method(self._run_small_graphs)
+        index, again = self.own_code.stand_in(why), weak_method(self._run_small_graphs)
         told = partial(weak_method(self._stay_with_small_graphs), index)
         self._chosen.leave_for(self.own_code.run_or_else(index, again, told))
         warn(f"{self._entry.name} is no longer captured and {self._record.plans[index].otherwise}")
@@ -284,7 +286,6 @@ class CapturedCalls:
         """A captured call, with the code between its graphs, for which plan `index` stands, under
         autocast if it can be; else it is captured without, and goes on so."""
         calls: Any = weakref.proxy(self)  # which keeps what is returned
-
         callers: list[Caller] = []
 
         def make_other() -> Run:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from amp_graph.backend.compiler import Compiler
-from amp_graph.calls.alike import Kind, captures_for, keep, kind_of
+from amp_graph.calls.alike import Kind, captures_for, keep, kind_of, number_for
 from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.capture.captures import Caller, Captures, GuardsFail
 from amp_graph.capture.dynamo import BREAK_AT_DATA, EACH_SIZE_APART
@@ -64,6 +64,7 @@ class Chosen:
         self.way = PLAINLY
         self._places_before: set[int] = set()
         self._kind: Kind | None = None
+        self._number = graphs.frames.number
         self._hosts: Iterator[Captures] = iter(())  # to be called by what was captured of them
         self._choosing = threading.RLock()
 
@@ -97,7 +98,9 @@ class Chosen:
             if not self._graphs.hooks.are_there():
                 self._kind = kind_of(self._graphs.entry, self._compiler)
             if self._kind is not None:
-                self._hosts = captures_for(self._kind)
+                hosts = captures_for(self._kind)
+                self._hosts, number = iter(hosts), number_for(hosts)
+                self._number = self._number if number is None else number
             self._be_guest()
 
     def _be_guest(self) -> None:
@@ -155,7 +158,7 @@ class Chosen:
 
     def new_caller(self) -> Caller:
         """What captures anew, for `run` to go on by, perhaps."""
-        captures = Captures(self._graphs.entry, self._graphs.frames.number, self.way.settings)
+        captures = Captures(self._graphs.entry, self._number, self.way.settings)
         return Caller(captures, self._graphs)
 
     def _call_by(self, caller: Caller, run: Run) -> None:

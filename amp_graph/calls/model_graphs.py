@@ -122,9 +122,7 @@ class ModelGraphs:
         if is_worth_it or not (low or is_low_between) or has_backward_hooks(self.module):
             return None
         self._were_too_small = True
-        each = f"{low / entered:.1f} operators for each"
-        counted = "counting graphs in which something is low"
-        return f"to enter {runs} graphs takes longer than it saves: there are {each}, {counted}"
+        return f"to enter {runs} graphs takes longer than it saves: {_how_few(low / entered)}"
 
     def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Graph:
         self.hooks.guard_new()
@@ -169,6 +167,14 @@ class ModelGraphs:
 
 def _operators(plan: Plan) -> int:
     return sum(facts.has_precision for part in plan.parts() for facts in part.facts.values())
+
+
+def _how_few(low: float) -> str:
+    """Operators in graphs in which something is low, for each graph that is entered."""
+    if not low:
+        return "nothing in them is in low precision"
+    many = f"{low:.1f} operators" if low >= 0.95 else "less than one operator"
+    return f"graphs in which something is in low precision have {many} for each that is entered"
 
 
 def _has_low(plan: Plan) -> bool:

@@ -47,6 +47,9 @@ IN_WORDS = {
     "unimplemented builtin op on tensor arguments": (
         "Python computes with a tensor, or a number that it drew, as cannot be captured"
     ),
+    "Unsupported python_type() call": (
+        "Python goes by what cannot be captured, such as a number that its `random` draws"
+    ),
     "requires_grad_() intermediate leaked as output": REQUIRES,
     "Unsupported Tensor.requires_grad_() call": REQUIRES,  # as torch 2.11 has it
     FLAT: f"{FLAT} (pass use_orig_params=True)",

@@ -164,12 +164,13 @@ class Captures:
     """The graphs of one model, as it is entered, in order of capture, each with what was built of
     it.
 
-    number: the model's, see `Frames`.
+    number: the model's, see `Frames`, or that of an earlier one of its kind: Dynamo goes on with
+        what it knows of that, see `CapturedCode`.
     own: settings of Dynamo, other than usual.
     """
 
     def __init__(self, entry: Entry, number: int, own: Mapping[str, Any] | None = None):
-        self._own = own or {}
+        self._own, self.number = own or {}, number
         self._logs, self._said_once = UnheardLogs(), SaidOnce()
         self._is_stale = False
         self.graphs: list[tuple[fx.GraphModule, Any]] = []

@@ -32,7 +32,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 from amp_graph.callers import is_ours, is_pythons, place
-from amp_graph.capture.breaks import FLAT, MODEL, in_other_words
+from amp_graph.capture.breaks import FLAT, MODEL, each_once, in_other_words
 from amp_graph.dynamo_changes.recapture_reasons import OF_OTHERS
 
 MAX_CAPTURES = 16  # so many calls that captured something, and are not repaid, are too many
@@ -185,6 +185,11 @@ class Frames:
             advice += f"; before the last it was {self.changed}"
         return advice
 
+    def why_nothing(self, model: nn.Module) -> str:
+        """Why nothing of a call of the model was captured."""
+        self.skipped = self.skipped or _skipped_before(model)
+        return "; ".join(each_once(self.skipped)) or self.said or "Dynamo does not say why"
+
     def take_skipped(self) -> list[str]:
         """Those that were skipped since this was last asked."""
         skipped, self.skipped = self.skipped, []
@@ -203,7 +208,7 @@ def _failed_guard() -> str:
     return f"`{guard}` ({line.rpartition('/')[2]})" if line else f"`{guard}`"
 
 
-def skipped_before(model: nn.Module) -> list[str]:
+def _skipped_before(model: nn.Module) -> list[str]:
     """Why Dynamo skips the `forward` of some of these modules, as it said of the first model that
     had one of their class; it does not say so again."""
     return [_left[code] for code in _left_codes(model)]

@@ -44,7 +44,8 @@ def annotated_model(model: nn.Module) -> AnnotatedModel:
     compiler, places = conversion.compiler, conversion.places_in_force()
     if not places:
         name = type(model).__name__
-        raise AmpGraphError(f"no graph of {name} is captured; call it once")
+        call = "call it once, or once more if its first call set it up"
+        raise AmpGraphError(f"no graph of {name} is captured; {call}")
     plans, before, after, flops = [], [], [], FlopCounts()
     for place in places:
         name, plan = f"graph{place}", compiler.plans[place]
