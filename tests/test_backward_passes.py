@@ -14,7 +14,8 @@ from training import FLOAT16, Mlp, X, assert_same_gradients, scaled, twins
 
 import amp_graph
 from amp_graph import LossScale
-from amp_graph.training.caution import bounded
+from amp_graph.training.caution import Caution, bounded
+from amp_graph.training.graph_scale import GraphScale
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_other_scales")
 
@@ -181,3 +182,28 @@ def test_a_gradient_that_nobody_watches_is_held_if_it_is_differentiated_again() 
     x = torch.zeros(1, 1, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     assert gradient.item() == 60000
+
+
+@pytest.mark.parametrize(
+    ("guarded", "of_gradient", "expected"),
+    [(2.0**16, False, 2.0**9), (2.0**16, True, 2.0**3), (2.0**-10, False, 1.0)],
+)
+def test_the_scale_of_a_pass_that_is_differentiated_again(
+    guarded: float, of_gradient: bool, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves room for the passes that follow, and is not lowered with that of the last one."""
+    scale = GraphScale(LossScale(guarded), nn.Linear(2, 2).parameters)
+    scale.has_optimizer = True
+    monkeypatch.setattr("amp_graph.training.caution.backward_pass", lambda: 7)
+    incoming = torch.full((4,), 2.0**-3)
+    assert Caution().factor(scale, incoming, again=True, of_gradient=of_gradient) == expected
+
+
+def test_scales_of_the_oldest_passes_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody steps no round ends, and they would pile up."""
+    scale, caution = GraphScale(LossScale(), nn.Linear(2, 2).parameters), Caution()
+    monkeypatch.setattr("amp_graph.training.caution.PASSES", 2)
+    for number in range(4):
+        monkeypatch.setattr("amp_graph.training.caution.backward_pass", lambda n=number: n)
+        caution.factor(scale, torch.ones(4), again=False)
+    assert [*caution.chosen] == [2, 3]

@@ -5,6 +5,7 @@ The reference is a graph that gets everything anew at each call.
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import weakref
@@ -179,9 +180,39 @@ def test_a_model_that_is_gone_leaves_nothing(policy: Policy) -> None:
     assert [ref() for ref in gone] == [None] * len(gone)
 
 
+def test_calls_without_a_backward_pass_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standing, "CALLS", 4)
+    standing.let_go_of_all()
+    model = amp_graph.convert(Net(), policy=Policy("bfloat16"))
+    for _ in range(12):
+        loss(model)
+        assert all(len(each._entered) <= 4 for each in standing._all)
+
+
+class Both(nn.Module):
+    """Reads a parameter in low precision and in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight).sum() + self.weight.exp().sum()
+
+
+@by_policy
+def test_a_gradient_that_is_differentiated_again_comes_from_all_uses(policy: Policy) -> None:
+    plain = Both()
+    model = amp_graph.convert(copy.deepcopy(plain), policy=policy)
+    found, expected = (
+        torch.autograd.grad(each(X), each.weight, create_graph=True)[0] for each in (model, plain)
+    )
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
 def stands() -> bool:
     """Whether anything does."""
-    return any(each._entered for each in standing._all)
+    return any(each._entered or each._together is not None for each in standing._all)
 
 
 def test_another_stream_lets_go_of_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,3 +286,14 @@ def test_new_models_do_not_walk_all_objects_for_scalers(start: Any) -> None:
         late(X)
     assert amp_graph.is_converted(model) and not amp_graph.is_converted(late)
     del scaler
+
+
+def test_the_scale_that_a_grad_scaler_stands_in_for_stays_as_it_was() -> None:
+    model = Mlp()
+    optimizer, scaler = SGD(model.parameters(), lr=0.1), SCALERS[0](init_scale=4.0)
+    amp_graph.convert(model, optimizer, policy=scaled(2.0**8, growth_interval=1))
+    for _ in range(3):
+        scaler.scale(loss_of(model)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert amp_graph.scale_of(model).state_dict()["scale"] == 2.0**8

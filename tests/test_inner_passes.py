@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
-from training import FLOAT16, Mlp, X, distance, same, scaled, snapshot
+from training import FLOAT16, Mlp, X, distance, overflow, same, scaled, snapshot
 
 import amp_graph
 from amp_graph import StepCounts
@@ -75,6 +75,19 @@ class Ahead(Evaluating):
             p.sub_(0.01)
 
 
+class Beside(Evaluating):
+    """Has another optimizer step as well, for other parameters."""
+
+    def __init__(self, params: Any, other: Optimizer):
+        super().__init__(params)
+        self.other = other
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.other.step()
+
+
 class Curved(Optimizer):
     """As AdaHessian: divides by what it finds of the second derivative."""
 
@@ -92,10 +105,10 @@ class Curved(Optimizer):
 
 
 def evaluation(
-    model: nn.Module, optimizer: Optimizer, times: float, to_none: bool = True
+    model: nn.Module, of: Optimizer | nn.Module, times: float, to_none: bool = True
 ) -> Callable[[], None]:
     def evaluate() -> None:
-        optimizer.zero_grad(set_to_none=to_none)
+        of.zero_grad(set_to_none=to_none)
         (model(X).square().mean() * times).backward()
 
     return evaluate
@@ -149,6 +162,27 @@ def test_one_that_moves_the_weights_first_is_known_after_a_step() -> None:
         optimizer.evaluate = evaluation(model, optimizer, HUGE if overflows else 1)
         assert optimizer.step() is not overflows
         assert same(snapshot(model, optimizer), before) is overflows
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_two_that_step_together_skip_together(is_before: bool) -> None:
+    """Be it for a pass whose gradients are no more, or for those of the other one alone."""
+    model = Mlp()
+    other = AdamW(model.second.parameters(), lr=0.01)
+    optimizer = Beside(model.first.parameters(), other)
+    amp_graph.convert(model, [optimizer, other], policy=scaled(2.0**8))
+    for overflows in (False, True, False):
+
+        def evaluate(overflows: bool = overflows) -> None:
+            for times in (HUGE if overflows and is_before else 1, 1):
+                evaluation(model, model, times)()
+            if overflows and not is_before:
+                overflow(model.second)
+
+        before = snapshot(model, optimizer, other)
+        optimizer.evaluate = evaluate
+        assert optimizer.step() is not overflows
+        assert same(snapshot(model, optimizer, other), before) is overflows
 
 
 def test_a_curvature_beyond_float16_is_skipped() -> None:

@@ -293,5 +293,6 @@ def test_whose_gradients_are_wanted_but_for_a_step() -> None:
     amp_graph.convert(front, policy="float16")
     assert are_wanted([leaf]) and are_wanted([parameter, leaf])
     assert are_wanted([leaf * 2 + parameter]), "behind what a script does to it"
+    assert are_wanted([front(leaf), leaf * 2])
     assert not are_wanted([parameter]) and not are_wanted([parameter * 2]), "a prompt"
     assert not are_wanted([front(leaf)]) and not are_wanted([front(leaf) * 2]), "of a model"
