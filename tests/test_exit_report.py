@@ -81,6 +81,13 @@ def test_a_report_that_nothing_was_converted_says_why(start, tmp_path):
     assert "cannot write to" in report_of(installation, tmp_path / "file" / "folder")
 
 
+def test_a_script_that_converts_its_model_itself_is_no_cause_for_alarm(start):
+    installation, model = start(), net()
+    amp_graph.convert(model, policy="bfloat16")(X)
+    why = "nothing was converted here, because Sequential: the script converts it itself"
+    assert report_of(installation) == f"amp_graph: {why}\n"
+
+
 class Breaking(nn.Module):
     def __init__(self):
         super().__init__()

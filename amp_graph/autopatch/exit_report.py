@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from amp_graph.autopatch.left_alone import BY_SCRIPT
 from amp_graph.autopatch.script_models import Model, alike_together, folded
 from amp_graph.autopatch.standard_error import say
 from amp_graph.capture.breaks import each_once
@@ -126,7 +127,9 @@ def _lines(
         yield f"nothing was converted here, because {_why_none(compiles)}; {OF_CHILDREN}"
     elif not any(m["converted"] for m in models):
         whys = "; ".join(f"{_name(m)}: {m['why']}" for m in models) or _why_none(compiles)
-        yield f"NOTHING WAS CONVERTED, because {whys}"
+        is_well = models and all(m["why"] == BY_SCRIPT for m in models)
+        nothing = "nothing was converted here" if is_well else "NOTHING WAS CONVERTED"
+        yield f"{nothing}, because {whys}"
     else:  # what was left alone was told of when it was first called, and parts have own lines
         whole = (m for m in models if "graphs" in m and not m.get("parts"))
         tried = [m for m in whole if not m["converted"]]

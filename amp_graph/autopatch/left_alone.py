@@ -15,6 +15,7 @@ from amp_graph.modules import below_compile, is_compiled
 from amp_graph.training.explicit_scalers import is_grad_scaler_around
 
 AUTOCAST = "the script uses torch.autocast"
+BY_SCRIPT = "the script converts it itself"
 COMPILED = "the script uses torch.compile"
 DECORATED = torch.autocast("cpu")(lambda: None).__code__  # of all that it decorates
 ON_META = "its parameters are on the meta device"
@@ -23,7 +24,7 @@ ON_META = "its parameters are on the meta device"
 def why_not(module: nn.Module, inner: nn.Module) -> str:
     """Why a model is to be left alone, or ""."""
     if is_converted(inner):
-        return "the script converts it itself"
+        return BY_SCRIPT
     if is_compiled(module) or any(map(is_compiled, inner.modules())):
         return COMPILED
     if isinstance(inner, torch.jit.ScriptModule):
