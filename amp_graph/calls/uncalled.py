@@ -161,7 +161,10 @@ def _forget() -> None:
 
 @not_compiled
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    _steps.setdefault(optimizer, _Steps()).add(optimizer)
+    steps = _steps.get(optimizer)
+    if steps is None:
+        steps = _steps[optimizer] = _Steps()
+    steps.add(optimizer)
     if not _awaited:
         return
     _forget()

@@ -48,9 +48,9 @@ def found_inf(
     they were made are not read again. Ranks that hold shards of the same gradients (FSDP) get the
     same answer, also one whose shards have none; each of them has to ask.
     """
-    parameters = [*parameters]
-    found = _found_here(parameters, inverse, checked)
-    if not is_alone() and (sharded := are_sharded(parameters)):
+    parameters, alone = [*parameters], is_alone()
+    found = _found_here(parameters, inverse, checked if alone else None)
+    if not alone and (sharded := are_sharded(parameters)):
         agree_(found, sharded)
     return found
 
@@ -70,7 +70,7 @@ def _found_here(
         gradients = [*map(_numbers, gradients)]
     flags: list[Tensor] = []
     unknown = gradients
-    if checked is not None and is_alone():
+    if checked is not None:
         flags, unknown = checked.known(gradients)
     if unknown:
         flags = _look_into(unknown, inverse, flags)
