@@ -125,7 +125,7 @@ def convert(
             )
         _convert(inner, policy, saved, example_inputs, tuple(dict.fromkeys(methods)))
         if not is_called:
-            conversion_of(inner).wait_no_more()  # it was told of
+            conversion_of(inner).is_awaited = False  # it was told of
     for each in optimizers:
         conversion_of(inner).attach(each)
     return model if optimizer is None else (model, optimizer)

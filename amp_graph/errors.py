@@ -61,6 +61,10 @@ class OverflowAbort(AmpGraphError):
 NO_FAILURES = torch.OutOfMemoryError, _StopRecomputationError
 
 
+class DerivativeError(AmpGraphError, RuntimeError):
+    """A derivative that a compiled graph does not have; scripts catch PyTorch's RuntimeError."""
+
+
 class ConversionWarning(UserWarning):
     """Part of a model runs otherwise than asked, with the same results as before conversion; or all
     of it slower than before."""

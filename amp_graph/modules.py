@@ -43,9 +43,8 @@ def below_compile(module: nn.Module) -> nn.Module:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether it is what `torch.compile` returned, or was compiled by its `compile()`; or its class
-    or its `forward` was compiled by `torch.compile`."""
-    return is_compiled_around(module) or has_compiled_forward(module)
+    """Whether it is what `torch.compile` returned, or it or its own `forward` was compiled."""
+    return is_compiled_around(module) or _is_compiled(module.__dict__.get("forward"))
 
 
 def is_compiled_around(module: nn.Module) -> bool:
@@ -55,9 +54,13 @@ def is_compiled_around(module: nn.Module) -> bool:
 
 
 def has_compiled_forward(module: nn.Module) -> bool:
-    """Whether `torch.compile` returned its `forward`, or was given its class."""
-    own = getattr(module, "forward", None), getattr(type(module), CALL, None)
-    return any(hasattr(function, "get_compiler_config") for function in own)
+    """Whether `torch.compile` returned its `forward`, be it that of its class, or was given that.
+    A library's norm or rotary part may be so, of which the user of a model does not know."""
+    return any(map(_is_compiled, (getattr(module, "forward", None), getattr(type(module), CALL))))
+
+
+def _is_compiled(function: Any) -> bool:
+    return hasattr(function, "get_compiler_config")
 
 
 class Entry:

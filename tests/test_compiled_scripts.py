@@ -102,6 +102,20 @@ def test_a_model_whose_forward_is_compiled_is_left_as_it_is(make, start, capsys)
     ]
 
 
+class Norm(nn.LayerNorm):
+    """As a library has it, of which the user of a model does not know."""
+
+    forward = torch.compile(nn.LayerNorm.forward, backend="eager")
+
+
+def test_a_model_with_a_part_that_its_class_compiles_is_converted(start) -> None:
+    start()
+    model = nn.Sequential(nn.Linear(8, 8), Norm(8), nn.Linear(8, 3))
+    model(X)
+    assert amp_graph.is_converted(model)
+    assert sum(len(plan.low) for plan in amp_graph.plans(model)) >= 2
+
+
 @pytest.mark.parametrize("make", [compiled_in_place, bare_container, in_a_function])
 def test_what_a_script_compiles_is_left_as_it_is(make, start, capsys) -> None:
     plain = make()

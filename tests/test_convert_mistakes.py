@@ -65,16 +65,23 @@ def test_what_is_asked_of_a_model_around_a_converted_one_says_which_it_is():
         (compiled_in_place(nn.Linear(2, 2)), "Linear is compiled by torch.compile"),
         (torch.compile(nn.Linear(2, 2), backend="eager"), "is compiled by torch.compile"),
         (compiled_forward(nn.Linear(2, 2)), "Linear is compiled by torch.compile"),
-        (Compiled(2, 2), "Compiled is compiled by torch.compile"),
     ],
     ids=(
         "not_a_module no_parameters half double scripted asynchronous in_place compiled "
-        "compiled_forward compiled_in_class"
+        "compiled_forward"
     ).split(),
 )
 def test_what_cannot_be_converted(model: Any, message: str) -> None:
     with pytest.raises(AmpGraphError, match=message):
         amp_graph.convert(model)
+
+
+def test_what_its_class_compiles_is_converted_with_a_warning() -> None:
+    """There is no such model as it was before."""
+    model = amp_graph.convert(Compiled(2, 2), policy="bfloat16")
+    with pytest.warns(amp_graph.ConversionWarning, match="torch.compile around it does nothing"):
+        model(torch.randn(2, 2))
+    assert amp_graph.plans(model)[0].low
 
 
 @pytest.mark.parametrize(

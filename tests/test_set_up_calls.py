@@ -94,19 +94,6 @@ def test_what_is_never_captured_is_told_of_at_the_second_call() -> None:
     assert "from its next call on, runs under autocast: nothing is captured (" in said
 
 
-def test_averages_over_batches_are_the_first_call_s_matter() -> None:
-    """`update_bn` calls a model in a way in which nothing of it is captured, and later ones are."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    amp_graph.convert(model, policy="bfloat16")
-    said = said_in(lambda: torch.optim.swa_utils.update_bn([X, X], model))
-    assert said_in(lambda: model.eval()(X)) == []
-    fallbacks = [plan.fallback for plan in amp_graph.plans(model)]
-    assert fallbacks[-1] is None
-    for text in (*said, *filter(None, fallbacks)):
-        assert "nothing is captured of its first call (" in text
-    assert ["unless its later calls are captured" in text for text in said] == [True]
-
-
 class Counts(Forcing):
     """A count is no reason to wait."""
 

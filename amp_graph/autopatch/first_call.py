@@ -35,7 +35,6 @@ from amp_graph.calls.compiled_by_others import LEFT, compiled_around
 from amp_graph.calls.conversion import found_conversion, restore_all
 from amp_graph.calls.convertible import why_not_at_once
 from amp_graph.calls.copies import is_copy, take_out_of_copy
-from amp_graph.calls.uncalled import tell_if_trained
 from amp_graph.capture.captures import in_a_call
 from amp_graph.capture.frames import MAX_CAPTURES, REPAID_BY
 from amp_graph.capture.surroundings import can_capture, is_compiling_here, wants_plain_code
@@ -206,7 +205,7 @@ class Models:
         if is_around_converted(inner):  # of which is told once Dynamo comes to that
             self._parts[module] = None
             return
-        model, was_called = model_of(inner), self._was_called(inner)
+        model = model_of(inner)
         if has_process_group():
             self.rank = torch.distributed.get_rank()  # asked now: at exit the group may be gone
         try:
@@ -226,15 +225,6 @@ class Models:
             self._say(f"{model.name} is left as it is: {model.left_alone}")
         elif self._verbose:
             self._say(f"{model.name} runs in mixed precision")
-        conversion = found_conversion(inner)
-        if conversion is not None and not (model.left_alone or was_called or self.compiles):
-            tell_if_trained(conversion, inner)
-
-    def _was_called(self, inner: nn.Module) -> bool:
-        """Whether it may have been, or its parts, or one like it that it stands for: a clone."""
-        if any(m.name == type(inner).__name__ for m in self.seen):
-            return True
-        return any(part in self._parts or part in self._trials for part in inner.modules())
 
     def _keep(self, model: Model, module: nn.Module, inner: nn.Module) -> None:
         whole = self._parts.get(inner)

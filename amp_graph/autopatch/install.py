@@ -31,7 +31,6 @@ from amp_graph.autopatch.first_call import Models
 from amp_graph.autopatch.loaded_states import scales_are_loaded
 from amp_graph.autopatch.script_models import Model
 from amp_graph.autopatch.standard_error import say
-from amp_graph.calls.uncalled import hear_training
 from amp_graph.capture.captures import other_captures_heard
 from amp_graph.errors import AmpGraphError, PolicyError, did_you_mean, in_brief, in_words, telling
 from amp_graph.files import check_folder
@@ -154,7 +153,6 @@ class Installation:
         self._said: set[str] = set()  # once of parts that are alike
         self._original = getattr(nn.Module, SLOT)
         self._undone = contextlib.ExitStack()
-        hear_training()
         self._undone.enter_context(telling(self._say))
         self._undone.enter_context(scales_are_loaded())
         self._undone.enter_context(scales_expected(self._scales))

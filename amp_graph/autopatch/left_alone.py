@@ -11,7 +11,7 @@ from torch import nn
 from amp_graph.convert import is_converted
 from amp_graph.dtypes import dtype_name
 from amp_graph.graphs.fake import held_otherwise
-from amp_graph.modules import below_compile, is_compiled
+from amp_graph.modules import below_compile, has_compiled_forward, is_compiled
 from amp_graph.training.explicit_scalers import is_grad_scaler_around
 
 AUTOCAST = "the script uses torch.autocast"
@@ -25,7 +25,7 @@ def why_not(module: nn.Module, inner: nn.Module) -> str:
     """Why a model is to be left alone, or ""."""
     if is_converted(inner):
         return BY_SCRIPT
-    if is_compiled(module) or any(map(is_compiled, inner.modules())):
+    if is_compiled(module) or has_compiled_forward(inner) or any(map(is_compiled, inner.modules())):
         return COMPILED
     if isinstance(inner, torch.jit.ScriptModule):
         return "it is scripted"

@@ -39,7 +39,7 @@ from torch.autograd.graph import Node
 
 from amp_graph.backend.decide import Lifted, Traced
 from amp_graph.dynamo_changes.replaced import method_inside
-from amp_graph.errors import AmpGraphError, CaptureError
+from amp_graph.errors import CaptureError, DerivativeError
 from amp_graph.graphs.aten import RECURRENT, has_any_inside, set_data
 from amp_graph.modules import Run
 from amp_graph.outer_autocast import without_autocast
@@ -129,7 +129,7 @@ def _refusing_another(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _raise_no_derivative(_: Any) -> None:
-    raise AmpGraphError(NO_SECOND_DERIVATIVE)
+    raise DerivativeError(NO_SECOND_DERIVATIVE)
 
 
 def _compiled_node(tensors: Iterable[Any]) -> Node | None:

@@ -162,14 +162,13 @@ class CapturedCalls:
         found = ", ".join(sorted(watch.found))
         reason = f"code between graphs ({found}) is not captured"
         if not self._has_run():
-            what, since = "nothing is captured", ", from its next call on,"
-            if self._is_new and self._may_set_itself_up:
-                what, since = f"{what} of its first call", ", unless its later calls are captured,"
-            reason = f"{what} ({found}): {self._frames.why_nothing(self._entry.module)}"
+            why = self._frames.why_nothing(self._entry.module)
+            reason = f"nothing is captured ({found}): {why}"
         index = self.own_code.stand_in(reason, watch.met_sparse)
         plan = self._record.plans[index]
         if not self._has_run():
-            warn(f"{self._entry.name}{since if plan.autocast else ''} {plan.otherwise}")
+            since = ", from its next call on," if plan.autocast else ""
+            warn(f"{self._entry.name}{since} {plan.otherwise}")
         if plan.autocast:
             begin_at = None if watch.in_front else self._graphs.behind_first
             around, passed_on = weak_method(self._autocast_around), {*DYNAMO_ERRORS}

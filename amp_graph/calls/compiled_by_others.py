@@ -11,6 +11,7 @@ Private names of PyTorch used here; seen to work on 2.13, and there in 2.15:
 from __future__ import annotations
 
 import sys
+from itertools import islice
 from types import FrameType
 
 import torch
@@ -26,6 +27,7 @@ from amp_graph.uncaptured import never_captured
 LEFT = "what the script compiles is left as it is: the script uses torch.compile"
 AROUND = "runs in mixed precision already; torch.compile around it does nothing"
 
+DEPTH = 16  # frames between a model's stand-in and what was compiled around the model
 CALLING = nn.Module._wrapped_call_impl.__code__
 
 
@@ -59,7 +61,7 @@ def compiled_around(frame: FrameType | None) -> nn.Module | None:
     """The model with a stand-in before its call that is the innermost which Python calls from this
     frame on upwards, and was compiled as a whole, or in a wrapper of PyTorch's."""
     model = None
-    for caller in calling(frame):
+    for caller in islice(calling(frame), DEPTH):
         if caller.f_code is CALLING:
             called: nn.Module = caller.f_locals["self"]
             inner = unwrapped(below_compile(called))

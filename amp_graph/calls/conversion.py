@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import sys
 import weakref
@@ -18,7 +17,7 @@ from amp_graph.batches import Batch, call_with
 from amp_graph.calls.captured_calls import CapturedCalls
 from amp_graph.calls.compiled_by_others import AROUND, come_to, is_left, tell_of_compile_around
 from amp_graph.calls.copies import StandIn, put_in, take_out
-from amp_graph.calls.uncalled import MANY, await_call
+from amp_graph.calls.uncalled import await_call
 from amp_graph.capture.captures import captured_module_id, captured_policy_id
 from amp_graph.capture.dynamo import is_forced_eager
 from amp_graph.capture.surroundings import can_capture, is_exporting, wants_plain_code
@@ -66,7 +65,7 @@ class Entered(StandIn):
             is_ours = whose[0] == ours.policy_id or whose[1] == ours.module_id
             if is_ours or (ours.gives_way and is_left()):
                 if torch.is_grad_enabled():
-                    ours.wait_no_more()
+                    ours.is_awaited = False
                 return plain_code(self.module, self.name)(*args, **kwargs)
             come_to()
         return ours.mixed_call(self.name, *args, **kwargs)
@@ -122,7 +121,6 @@ class Conversion(Entered):
         self.policy_id = None if is_alone else self._calls[CALL].policy_id
         self.module_id = id(module)
         self.is_awaited = True  # its first call in which autograd records
-        self.recorded = 0.0  # calls in which it does
         self.gives_way = self._is_told_of_compile = False
         self.copied_from: tuple[weakref.ref[Conversion], ...] = ()
 
@@ -177,7 +175,7 @@ class Conversion(Entered):
 
     def close(self) -> None:
         """The model runs its own code again."""
-        self.wait_no_more()
+        self.is_awaited = False
         take_out(self.module)
         _open.pop(id(self), None)
         if self.scale is not None:
@@ -187,7 +185,7 @@ class Conversion(Entered):
 
     def of_copy(self, own_code: Run) -> Run:
         """What runs a copy of the model that `nn.DataParallel` made for one call on one GPU."""
-        self.wait_no_more()
+        self.is_awaited = False
         return self._calls[CALL].own_code.of_copy(own_code)
 
     def convert_too(self, copied: nn.Module) -> None:
@@ -213,8 +211,8 @@ class Conversion(Entered):
             return plain_code(module)(*args, **kwargs)
         if wants_plain_code() or is_estimate(module):
             return plain_code(module, method)(*args, **kwargs)
-        if torch.is_grad_enabled():
-            self._note_recorded()
+        if self.is_awaited and torch.is_grad_enabled():
+            self._end_waiting()
         if not can_capture():
             result = self._calls[method].own_code.run_uncaptured(*args, **kwargs)
         elif is_forced_eager():
@@ -227,19 +225,11 @@ class Conversion(Entered):
             return result
         return map_tensors(self._as_output, result)
 
-    def _note_recorded(self) -> None:
-        """Also for the models that this one was copied from: its gradients may be given to them, as
-        in federated or meta-learning. What is replayed as a CUDA graph is not called any more."""
-        for each in (self, *living(self.copied_from)) if self.copied_from else (self,):
+    def _end_waiting(self) -> None:
+        """Also of the models that this one was copied from: its gradients may be given to them, as
+        in federated or meta-learning."""
+        for each in (self, *living(self.copied_from)):
             each.is_awaited = False
-            each.recorded += 1
-        if self.recorded < MANY and torch.cuda.is_initialized():
-            if torch.cuda.is_current_stream_capturing():
-                self.wait_no_more()
-
-    def wait_no_more(self) -> None:
-        """For calls, nor count them."""
-        self.is_awaited, self.recorded = False, math.inf
 
     def capture_now(self, example_inputs: Batch) -> None:
         """Run the model once for its graphs; buffers and random state are put back."""
