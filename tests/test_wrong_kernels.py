@@ -55,6 +55,7 @@ def test_what_is_convolved_with_itself(has_bias):
     }
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("padding", [1, "same"])
 def test_a_conv3d_deeper_than_its_input_stays_in_float32(padding):
     """The gradient of its weight in bfloat16 would be NaN (torch 2.13, AVX512-BF16)."""
@@ -68,3 +69,22 @@ def test_a_conv3d_deeper_than_its_input_stays_in_float32(padding):
         torch.testing.assert_close(converted.weight.grad, model.weight.grad, rtol=0.1, atol=8.0)
         (plan,) = amp_graph.plans(converted)
         assert ("conv3d" in plan.low) is (depth != 2)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_conv3d_of_inputs_of_several_depths_stays_in_float32():
+    """One of which may be less than that of its kernel, though none was when it was captured."""
+    plain = nn.Conv3d(16, 16, 3, padding=1)
+    converted = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    for depth in (4, 3, 2):
+        x = torch.randn(2, 16, depth, 4, 4)
+        for model in (plain, converted):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        torch.testing.assert_close(converted.weight.grad, plain.weight.grad, rtol=0.1, atol=8.0)
+    first, second = amp_graph.plans(converted)
+    assert first.low and not second.low
+    flat = amp_graph.convert(nn.Conv3d(16, 16, (1, 3, 3)), policy="bfloat16")
+    for depth in (4, 3, 2):
+        flat(torch.randn(2, 16, depth, 4, 4))
+    assert all("conv3d" in plan.low for plan in amp_graph.plans(flat))

@@ -34,16 +34,18 @@ def without_wrong_kernel(f: NodeFacts, operands: Sequence[NodeFacts], dtype: tor
     shapes = [shape for o in operands[:2] if len(shape := o.tensors[0].shape) > 1]  # no bias
     of_input, of_kernel = shapes[0], shapes[-1]  # a node alone, if it is convolved with itself
     if f.op in CONV3D and _is_too_deep(f.tensors[0].shape[-3], of_input[-3], of_kernel[-3]):
-        return f"{f.op} deeper than its input"
+        is_known = isinstance(of_input[-3], int)
+        return f"{f.op} {'deeper than' if is_known else 'that may be deeper than'} its input"
     if has_amx() and _is_wrong_on_amx(of_kernel[1], of_kernel[-1]):
         return f"{f.op} that is right on AMX"
     return ""
 
 
 def _is_too_deep(depth: int | str, of_input: int | str, of_kernel: int | str) -> bool:
-    if isinstance(depth, str) or isinstance(of_input, str) or isinstance(of_kernel, str):
-        return False  # symbolic
-    return depth > 1 and of_input < of_kernel
+    """If some are symbolic: whether it may be, for another depth than that which was seen."""
+    if of_kernel == 1 or depth == 1:
+        return False
+    return isinstance(of_input, str) or isinstance(of_kernel, str) or of_input < of_kernel
 
 
 def _is_wrong_on_amx(channels: int | str, width: int | str) -> bool:
