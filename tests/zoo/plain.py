@@ -239,7 +239,7 @@ ROWS: list[Row] = [
     ("residual", residual, PICTURE),
     ("unet", UNet, PICTURE),
     ("depthwise", depthwise, tensor_batch(((4, 4, 12, 12), (2, 4, 16, 16)))),
-    ("conv3d", volumes, tensor_batch(((2, 1, 8, 8, 8), (3, 1, 10, 10, 10)))),
+    ("conv3d", volumes, tensor_batch(((2, 1, 8, 8, 8), (3, 1, 8, 10, 10)))),
     ("lstm", partial(Tagger, nn.LSTM, batch_first=True, num_layers=2), tokens),
     ("gru", partial(Tagger, nn.GRU, batch_first=True, bidirectional=True), tokens),
     ("rnn", partial(Tagger, nn.RNN), tokens),
