@@ -108,8 +108,10 @@ class Models:
         """The script compiles something, perhaps models that it calls there. Of what it compiles
         inside of a model's call the model is told; of a converted one that it compiles as a whole
         it is told once Dynamo comes to that."""
+        if self.is_inside():
+            return
         model = compiled_around(sys._getframe())
-        if self.is_inside() or (model is not None and is_converted(model)):
+        if model is not None and is_converted(model):
             return
         self.compiles = True
         self._say(LEFT)

@@ -224,6 +224,8 @@ def try_flat_again(model: nn.Module) -> None:
 
 
 def _left_codes(model: nn.Module) -> list[CodeType]:
+    if not _left:  # as nearly always, and there may be many modules
+        return []
     forwards = (inspect.getattr_static(type(m), "forward", None) for m in model.modules())
     codes = dict.fromkeys(getattr(forward, "__code__", None) for forward in forwards)
     return [code for code in codes if code is not None and code in _left]
