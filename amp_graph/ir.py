@@ -93,7 +93,7 @@ class NodeFacts:
     asked: whether the model's code asks it for float32 (`softmax(x, -1, dtype=torch.float32)`).
     recorded: whether autograd records it, as what leads to it needs a gradient. Layers of which the
         first gets no gradient are alike all the same.
-    scalars: the numbers that take part in its arithmetic.
+    scalars: the numbers that take part in its arithmetic; `unknown`: what holds those of a call.
     terms: of a product of matrices, how many products of two numbers an element is the sum of.
     called: of an input, what people call it: the path of a parameter or buffer in the model
         ("head.fc.weight"), the argument of the call.
@@ -129,6 +129,7 @@ class NodeFacts:
     asked: bool = False
     recorded: bool = field(default=False, compare=False)
     scalars: tuple[float, ...] = ()
+    unknown: tuple[str, ...] = ()
     terms: int | None = None
     sums: int = 1
     fixed: str = ""

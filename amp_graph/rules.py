@@ -71,7 +71,7 @@ class Rule(enum.StrEnum):
     )
     NOT_KNOWN = (
         "number not known",
-        "puts {node} among its numbers, which may be beyond the range of {dtype}",
+        "takes a number from {node} that may be beyond the range of {dtype}",
     )
     # From kernels, the model's code, and the user.
     NO_KERNEL = "no kernel", "there is no kernel for {because} in {dtype}"

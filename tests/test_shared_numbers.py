@@ -38,19 +38,54 @@ def test_numbers_beyond_a_range_are_known_in_each_of_many_models(dtype: str) -> 
         torch.testing.assert_close(result, expected, rtol=2e-2, atol=1000)
 
 
+class MeanOfRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layer(x)) / len(x)
+
+
+class Annealed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.sharpness, self.fill = nn.Linear(8, 2), 1.0, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.layer(x)) * self.sharpness
+        return y.masked_fill(y > self.sharpness / 4, self.fill - 1)
+
+
+@pytest.mark.parametrize(("sharpness", "fill"), [(1e-7, -1e-6), (2.0, 3.0), (1e6, -1e9)])
+def test_numbers_that_change_between_calls_are_in_range(sharpness: float, fill: float) -> None:
+    model, plain = amp_graph.convert(Annealed(), policy="float16"), Annealed()
+    plain.load_state_dict(model.state_dict())
+    for model.sharpness, model.fill in ((1.0, 0.0), (3.0, 2.0), (sharpness, fill)):
+        result = model(X)
+    plain.sharpness, plain.fill = sharpness, fill
+    torch.testing.assert_close(result, plain(X), rtol=1e-2, atol=1e-2 * sharpness)
+    assert len(amp_graph.plans(model)) == 2
+    assert {p.rule for p in amp_graph.plans(model)[1].paints.values()} >= {"number not known"}
+
+
+def test_a_size_that_changes_is_a_number_in_range() -> None:
+    model = amp_graph.convert(MeanOfRows(), policy="float16")
+    for rows in (2, 3, 4):
+        model(X[:rows])
+    assert amp_graph.plans(model)[-1].precision("div") == "float16"
+
+
 @pytest.mark.parametrize(
-    ("hosts", "dtype", "number"),
+    ("hosts", "number"),
     [
-        ([2, 1], torch.bfloat16, None),
-        ([3, 2, 1], torch.bfloat16, 3),
-        ([3, 3, 2, 1], torch.bfloat16, 3),
-        ([3, 3, 3, 2, 1], torch.bfloat16, None),  # tried, and of no use
-        ([6, 3, 3, 3, 2, 1], torch.bfloat16, None),
-        ([3, 2, 1], torch.float16, None),
+        ([2, 1], None),
+        ([3, 2, 1], 3),
+        ([3, 3, 2, 1], 3),
+        ([3, 3, 3, 2, 1], None),  # tried, and of no use
+        ([6, 3, 3, 3, 2, 1], None),
     ],
 )
-def test_number_of_the_latest_is_shared(
-    hosts: list[int], dtype: torch.dtype, number: int | None
-) -> None:
+def test_number_of_the_latest_is_shared(hosts: list[int], number: int | None) -> None:
     captures: Any = [SimpleNamespace(number=host) for host in hosts]
-    assert number_for(captures, dtype) == number
+    assert number_for(captures) == number

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Size, nn
 
 from amp_graph.backend.compiler import Compiler
@@ -76,14 +75,12 @@ def captures_for(kind: Kind) -> list[Captures]:
         return [captures for known, captures in _kept if known == kind]
 
 
-def number_for(hosts: Sequence[Captures], dtype: torch.dtype) -> int | None:
+def number_for(hosts: Sequence[Captures]) -> int | None:
     """Under which number one is captured that is like these, and for which none of them holds: if
     they are several, that of the latest, so that Dynamo knows which numbers and sizes change from
     one to the next (a counter in a part that they share) and takes them for symbols. None, for one
-    of its own, if that was tried and is of no use; and where the range of the low precision is
-    less than float32's, since of a symbol it is not known whether it is within."""
-    is_narrow = torch.finfo(dtype).max < torch.finfo(torch.bfloat16).max
-    if len(hosts) < SEVERAL or is_narrow:
+    of its own, if that was tried and is of no use."""
+    if len(hosts) < SEVERAL:
         return None
     ((_, most),) = Counter(host.number for host in hosts).most_common(1)
     return hosts[0].number if most < SEVERAL else None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -98,6 +98,7 @@ def _facts(
         asked=_asks_for_float32(node),
         recorded=is_recorded,
         scalars=tuple(_scalars(node, listing)),
+        unknown=tuple(_unknown(node)),
         terms=terms_of(node),
         sums=added_up(node),
         fixed=region or _fixed(node),
@@ -183,14 +184,26 @@ def _scalars(node: fx.Node, listing: Listing | None) -> Iterator[float]:
         value = get_attribute(module, str(node.target))
         if isinstance(value, torch.Tensor) and value.dtype is torch.float32:
             yield from largest_number(value)
-    if not isinstance(node.target, OpOverload):
-        return
-    values = arguments(node)
     kinds = NUMBERS if listing is not None and listing.storage else NUMBERS | FLOATS
-    for argument in node.target._schema.arguments:
-        value = values.get(argument.name)
-        if isinstance(value, (int, float)) and str(argument.type) in kinds:
-            yield float(value)
+    yield from (float(v) for v in _given_for(kinds, node) if isinstance(v, (int, float)))
+
+
+def _unknown(node: fx.Node) -> Iterator[str]:
+    """What holds the numbers that its arithmetic takes and only a call has: not sizes, which are
+    within any range, nor probabilities and the like."""
+    for value in _given_for(NUMBERS, node):
+        if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.SymFloat):
+            is_read = value.target is torch.ops.aten.item.default
+            yield value.all_input_nodes[0].name if is_read else value.name
+
+
+def _given_for(kinds: Container[str], node: fx.Node) -> Iterator[Any]:
+    """The arguments of an operator for parameters of these kinds."""
+    if isinstance(node.target, OpOverload):
+        values = arguments(node)
+        for argument in node.target._schema.arguments:
+            if argument.name in values and str(argument.type) in kinds:
+                yield values[argument.name]
 
 
 def _fixed(node: fx.Node) -> str:

@@ -103,14 +103,16 @@ def unrepresentable_numbers(scene: Scene, n: int) -> Paint | None:
 
 
 def numbers_not_known(scene: Scene, n: int) -> Paint | None:
-    """A 0-dimensional input put among other numbers, such as a mask value in a buffer: it may be
-    beyond float16's range, or be told from another that is."""
-    if scene.dtype is not torch.float16 or scene.colors[n] is not Color.CLEAR:
+    """A number of the model's that changed between its calls; a 0-dimensional input put among other
+    numbers, such as a mask value in a buffer. It may be beyond float16's range, or be told from
+    another that is."""
+    if scene.dtype is not torch.float16 or scene.colors[n] not in FREE:
         return None
+    unknown = [*scene.facts[n].unknown]
     operands = [scene.facts[p] for p in scene.flow.predecessors(n)]
-    puts = (f.name for f in operands if f.op == "placeholder" and f.is_scalar)
-    name = next(puts, None) if len(operands) > 1 else None
-    return Paint(Color.DENY, Rule.NOT_KNOWN, name) if name is not None else None
+    if scene.colors[n] is Color.CLEAR and len(operands) > 1:
+        unknown += (f.name for f in operands if f.op == "placeholder" and f.is_scalar)
+    return Paint(Color.DENY, Rule.NOT_KNOWN, unknown[0]) if unknown else None
 
 
 def saturating(scene: Scene, n: int) -> Paint | None:
