@@ -53,8 +53,8 @@ CONVERSION_OPS = frozenset({"aten::to", "aten::_to_copy", "aten::type_as"})
 
 
 def annotate(module: fx.GraphModule, lists: OpLists, dtype: torch.dtype) -> dict[str, NodeFacts]:
-    """Return the facts of every node, in graph order. `module` must be an ATen graph, of which
-    operators may run in `dtype`."""
+    """Return the facts of every node, in graph order. `module` must be an ATen graph; `dtype` is
+    the low precision that its operators may run in."""
     memory = _Memory(module)
     facts: dict[str, NodeFacts] = {}
     inside, recorded = in_regions(module), differentiated(module.graph)
@@ -111,8 +111,9 @@ def _facts(
 
 
 def _color(node: fx.Node, listing: Listing | None) -> Color | None:
-    """That of the lists. What makes whole numbers or booleans of others does more than move them:
-    an id of 513 in a column of floats is 512 in bfloat16."""
+    """Return the colour of the lists. A clear operator that turns float32 into integers or booleans
+    is INFER, as it does more than move numbers: an id of 513 in a column of floats is 512 in
+    bfloat16."""
     if node.target in (operator.getitem, DATA):
         return Color.CLEAR
     color = listing.color if listing else None
@@ -161,9 +162,11 @@ def _is_conversion(node: fx.Node) -> bool:
 
 
 def _is_user_cast(node: fx.Node) -> bool:
-    """A conversion from float32 to float32 in the user's code: "stay precise from here on". Not
-    one right behind an operator that was asked for float32, which only converts back to whatever
-    the model runs in: `softmax(scores, -1, dtype=torch.float32).to(query.dtype)`."""
+    """Whether a node is the user's conversion from float32 to float32: "stay precise from here on".
+
+    A conversion right behind an operator that was asked for float32 is none, as it only goes back
+    to whatever the model runs in: `softmax(scores, -1, dtype=torch.float32).to(query.dtype)`.
+    """
     if not _is_conversion(node) or not _asks_for_float32(node):
         return False
     source = node.args[0]
@@ -177,8 +180,9 @@ def _asks_for_float32(node: fx.Node) -> bool:
 
 
 def _scalars(node: fx.Node, listing: Listing | None) -> Iterator[float]:
-    """Python numbers that take part in the arithmetic (not sizes, dimensions or flags, nor the
-    epsilon of a kernel that computes in float32 inside); the largest of a constant tensor."""
+    """Yield the Python numbers that take part in the arithmetic: no sizes, dimensions or flags, nor
+    the epsilon of a kernel that computes in float32 inside. Of a constant tensor, yield the largest
+    number."""
     module = node.graph.owning_module
     if node.op == "get_attr" and module is not None:
         value = get_attribute(module, str(node.target))
@@ -189,8 +193,8 @@ def _scalars(node: fx.Node, listing: Listing | None) -> Iterator[float]:
 
 
 def _unknown(node: fx.Node) -> Iterator[str]:
-    """What holds the numbers that its arithmetic takes and only a call has: not sizes, which are
-    within any range, nor probabilities and the like."""
+    """Yield the names of the nodes whose numbers the arithmetic takes and only a call knows. Sizes,
+    which are within any range, and probabilities and the like are left out."""
     for value in _given_for(NUMBERS, node):
         if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.SymFloat):
             is_read = value.target is torch.ops.aten.item.default
@@ -198,7 +202,7 @@ def _unknown(node: fx.Node) -> Iterator[str]:
 
 
 def _given_for(kinds: Container[str], node: fx.Node) -> Iterator[Any]:
-    """The arguments of an operator for parameters of these kinds."""
+    """Yield the arguments that an operator is given for parameters of these kinds."""
     if isinstance(node.target, OpOverload):
         values = arguments(node)
         for argument in node.target._schema.arguments:
@@ -224,7 +228,7 @@ def _fixed(node: fx.Node) -> str:
 
 
 class _Memory:
-    """Which nodes share memory, and which of that memory is written to inside the graph."""
+    """An index of the graph's memory: which nodes share it, and which of it is written to."""
 
     def __init__(self, module: fx.GraphModule):
         self._first: dict[Any, fx.Node] = {}
@@ -250,7 +254,8 @@ class _Memory:
 
 
 def _source(node: fx.Node) -> tuple[str, str]:
-    """Where in the user's code the node came from, as "net.py:12 in forward", and that line."""
+    """Return where in the user's code a node came from, as "net.py:12 in forward", and that
+    line."""
     frame = called_at(node)
     if frame is None:
         return "", ""

@@ -1,4 +1,4 @@
-"""Early results: what a graph returns and goes on with leaves it where it is made.
+"""Early results: a result that the graph also computes with leaves it where it is made.
 
     features = relu(c)                  features = relu(c)
     logits   = mm(features, w)          inner    = leave_early(left, 0, features, float32)
@@ -6,9 +6,9 @@
                                         return [inner, logits]
     inputs: c, w                        inputs: c, w, left
 
-For whoever asks for the gradient of what has left (Grad-CAM of returned features, `retain_grad`, a
-hook, a penalty) the logits are made from it. Widened or scaled where the graph ends, it would be a
-branch beside the features that they are made from, with a gradient of its own.
+Some code asks for the gradient of a returned value (Grad-CAM of features, `retain_grad`, a hook, a
+penalty), which is only right if the logits are made from that very value. Widened or scaled at the
+end of the graph, it would be a branch of its own with a gradient of its own.
 """
 
 from __future__ import annotations
@@ -26,18 +26,16 @@ from amp_graph.training.early import EarlyResults
 
 
 def leave_early(left: EarlyResults, key: int, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a graph calls; it goes on with what this returns."""
+    """Hand a result out, and return the value that the graph goes on with."""
     return left.leave(key, value, dtype)
 
 
 def let_leave_early(
     module: fx.GraphModule, widened: frozenset[int]
 ) -> tuple[fx.GraphModule, frozenset[int], dict[int, int]]:
-    """Return the graph with another input, for the `EarlyResults` of a call; the positions of the
-    results that it returns in low precision and that are to be float32, which are those of
-    `widened` and perhaps others; and by position the keys of those that leave early. The module
-    itself if there are none.
-    """
+    """Return the graph with one more input, for the `EarlyResults` of a call; the positions of low
+    results that are to become float32, `widened` and perhaps others; and the keys of the early
+    results by position. Return `module` itself if there are none."""
     early = dict(_early_results(module, widened))
     if not early:
         return module, widened, {}
@@ -69,9 +67,8 @@ def let_leave_early(
 def _early_results(
     module: fx.GraphModule, widened: frozenset[int]
 ) -> Iterator[tuple[int, tuple[fx.Node, torch.dtype]]]:
-    """By position, the value in the graph that leaves there and the dtype that it leaves in. Left
-    out is what is written to later, or shares memory with something else that is returned or came
-    in."""
+    """Return, by position, the value that leaves early and the dtype it leaves in. A value that is
+    written to later, or shares memory with another result or an input, is left out."""
     if grad_modes(module.graph):
         return
     output, results = module.graph.output_node(), results_of(module)
@@ -103,7 +100,8 @@ def _early_results(
 
 
 def _read_on(result: fx.Node) -> fx.Node:
-    """What the graph goes on with: a result, or what that is the float32 form of, if it is read in
-    low precision, too. Read in float32 it is then widened once more."""
+    """Return the value that the graph goes on with: the result, or the low value that it is the
+    float32 form of, if that is read in low precision, too. Read in float32 it is then widened once
+    more."""
     operand: Any = result.args[0] if widens_low(result) else None
     return operand if operand is not None and len(operand.users) > 1 else result

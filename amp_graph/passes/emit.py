@@ -7,8 +7,8 @@
                                     softmax = softmax(mm_f32, -1)
 
 Result dtypes are read off the replay, never predicted, so a kernel with rules of its own cannot
-surprise a reader. The captured graph is not touched. A node that cannot run in low precision
-after all runs as captured.
+surprise a reader. The captured graph is not touched. A node that turns out not to run in low
+precision runs as captured.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from amp_graph.passes.written_casts import WrittenCasts
 
 @dataclass(frozen=True)
 class Emitted:
-    """A rewritten graph, the casts written, and the nodes that were to be low and whose kernels
-    refused: these stand in it in float32."""
+    """A rewritten graph and the casts in it. `refused`: nodes that were to be low and whose kernels
+    refused; the graph has them in float32."""
 
     module: fx.GraphModule
     casts: tuple[Cast, ...]
@@ -148,8 +148,9 @@ class _Emitter:
         as_they_are: set[fx.Node],
         give: Callable[[fx.Node, torch.dtype | None], Any],
     ) -> tuple[Any, Any]:
-        """The node's arguments: what it computes on in `precision`, the rest as captured, each
-        as `give(captured node, dtype)` returns it; dtype None means whatever it is emitted in."""
+        """Return the node's arguments: those it computes on in `precision`, the rest as captured,
+        each as `give(captured node, dtype)` returns it. A dtype of None stands for the one that it
+        is emitted in."""
         computed_on = frozenset(self.facts[node.name].reads)
 
         def operand(arg: fx.Node) -> Any:
@@ -168,7 +169,8 @@ class _Emitter:
     def replay_and_append(
         self, node: fx.Node, precision: torch.dtype, as_they_are: set[fx.Node]
     ) -> None:
-        """Run the operator on fake operands, to read what it returns, and write it down."""
+        """Run the operator on fake operands, to read what it returns, and append it to the
+        graph."""
         args, kwargs = self.operands(node, precision, as_they_are, self.fake)
         value = replay(node, args, kwargs)
         results = [v.dtype for v in tree_leaves(value) if isinstance(v, torch.Tensor)]
@@ -184,7 +186,7 @@ class _Emitter:
     def emitted_operands(
         self, node: fx.Node, precision: torch.dtype, as_they_are: set[fx.Node]
     ) -> tuple[Any, Any]:
-        """The arguments as emitted nodes; casts that are not there yet are written."""
+        """Return the arguments as emitted nodes, and write the casts that are missing."""
 
         def give(arg: fx.Node, dtype: torch.dtype | None) -> fx.Node:
             return self.new[arg] if dtype is None else self.casts.of(arg, dtype, node.name)
@@ -200,8 +202,8 @@ class _Emitter:
     def ask_for(
         self, precision: torch.dtype, node: fx.Node, args: Any, kwargs: Any
     ) -> tuple[Any, Any]:
-        """Set `dtype=` where the captured call asked for float32, or where the result would
-        follow an operand that is read for its metadata alone."""
+        """Set `dtype=` where the captured call asked for float32, or where the result would take
+        the dtype of an operand that is read for its metadata alone."""
         position = dtype_position(node)
         if position is None or torch.float32 not in [t.dtype for t in tensors_of(node)]:
             return args, kwargs
@@ -223,29 +225,29 @@ class _Emitter:
             self.moved.add(self.facts[node.name].memory)
 
     def needs_float32_memory(self, node: fx.Node) -> bool:
-        """Whether the low-precision result of this node is written to in float32, or shares its
-        memory with an output."""
+        """Whether the low result of a node is written to in float32, or shares its memory with an
+        output."""
         if node.name not in self.float32_memory or self.facts[node.name].is_view:
             return False
         return _differs(self.new[node], node)
 
     def must_be_replayed(self, node: fx.Node, as_they_are: set[fx.Node]) -> bool:
-        """Whether a float32 node may return something else than when captured: by the dtype of
-        an operand that it is given as it is, or as a view of memory that moved."""
+        """Whether a float32 node may return something else than when captured, because of the dtype
+        of an operand that it gets as it is, or because it is a view of memory that moved."""
         results = [self.facts[node.name]]  # of several, some may be views
         results += [f for user in node.users if (f := self.facts[user.name]).op == "getitem"]
         moved = any(f.is_view and f.memory in self.moved for f in results)
         return moved or any(_differs(self.new[a], a) for a in as_they_are)
 
     def metadata_operands(self, node: fx.Node) -> set[fx.Node]:
-        """Operands of which the operator reads shape and dtype alone."""
+        """Return the operands whose shape and dtype alone the operator reads."""
         listing = self.lists.lookup(node.target)
         metadata_args = listing.metadata_args if listing else ()
         return set(operands_named(node, metadata_args.__contains__)) if metadata_args else set()
 
 
 def _value_of(node: fx.Node, args: Any) -> Any:
-    """What a node that is no operator returns, given its operands as they were emitted."""
+    """Return the value of a node that is no operator, given its operands as emitted."""
     if node.target is operator.getitem:
         return args[0].meta["val"][args[1]]
     return DATA(args[0].meta["val"]) if node.target is DATA else node.meta.get("val")

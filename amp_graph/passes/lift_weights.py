@@ -1,4 +1,4 @@
-"""Lift weights: take the casts of parameters out of the graph, which gets their results instead.
+"""Lift weights: take the casts of parameters out of the graph, which gets their results as inputs.
 
     x_low = _to_copy(x, dtype=bfloat16)         x_low = _to_copy(x, dtype=bfloat16)
     w_low = _to_copy(w, dtype=bfloat16)         mm    = mm(x_low, w_bfloat16)
@@ -24,8 +24,8 @@ from amp_graph.ir import Cast, Plan
 def lift_weights(
     emitted: fx.GraphModule, plan: Plan
 ) -> tuple[fx.GraphModule, tuple[tuple[int, torch.dtype], ...]]:
-    """Return the graph with an input more for each cast of a parameter, and for each of those
-    inputs, in order, the position of its parameter among the graph's inputs and its dtype.
+    """Return the graph with one more input for each cast of a parameter; and for each of those
+    inputs, in order, the position of its parameter among the graph's inputs, and its dtype.
 
     `emitted` is left as it was. A parameter that the graph writes to keeps its casts.
     """
@@ -51,7 +51,8 @@ def lift_weights(
 
 
 def with_lifted(plan: Plan) -> Plan:
-    """The plan once weights are lifted: casts of one weight are one cast, for all their readers."""
+    """Return the plan once weights are lifted: all casts of one weight are one, for all their
+    readers."""
     casts: dict[object, Cast] = {}
     for number, cast in enumerate(plan.casts):
         copy = (cast.value, cast.dtype) if cast.is_weight else number

@@ -1,10 +1,10 @@
-"""Masks: what is added to scores so that some of them count nothing.
+"""Masks: values added to scores so that some of the scores count nothing.
 
     where(seen, 0, -3.4e38)      zeros.masked_fill(seen, -inf)      (1 - seen) * -3.4e38
 
-A mask holds zeros and ones, and numbers so far from any score that float32 keeps nothing of one
-that is added to them. In bfloat16 it is the same mask, saturated where it has to be; in float16,
-whose largest number a score may come near, only if what is far is infinite.
+A mask holds zeros and ones, and numbers so far from any score that float32 keeps nothing of a score
+that is added to one. In bfloat16 it stays the same mask, saturated where it has to be. In float16,
+whose largest number a score may come near, that holds only if the far numbers are infinite.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ WHOLE = INTEGERS | {torch.bool}
 
 
 class Kind(enum.Enum):
-    """What a value holds: FEW numbers, zeros and ones; WHOLE numbers of any size; or FEW and FAR
-    ones, which is a MASK."""
+    """The kind of numbers in a value: FEW (zeros and ones), WHOLE (integers of any size), or a
+    MASK, which holds FEW and FAR ones."""
 
     FEW = enum.auto()
     WHOLE = enum.auto()
@@ -38,7 +38,8 @@ class Kind(enum.Enum):
 def masked_scores(
     facts: Sequence[NodeFacts], flow: nx.DiGraph, masks: Set[int], digits: Container[int]
 ) -> dict[int, Set[int]]:
-    """The sums of scores and masks, each with its masks, but for those whose `digits` are read."""
+    """Return the sums of scores and masks, each with its masks. Sums whose `digits` are read are
+    left out."""
     sums = {n for mask in masks for n in flow[mask] if facts[n].op in SUMS} - masks
     return {n: masks & {*flow.predecessors(n)} for n in sums if n not in digits}
 
@@ -46,8 +47,8 @@ def masked_scores(
 def filled_scores(
     facts: Sequence[NodeFacts], dtype: torch.dtype, digits: Container[int]
 ) -> set[int]:
-    """Clear operators that fill in a constant which saturates in `dtype`, where it stays as far
-    from all other numbers as it was; without those whose `digits` are read."""
+    """Return the clear operators that fill in a constant beyond `dtype`, which saturates and stays
+    as far from all other numbers as it was. Operators whose `digits` are read are left out."""
     moving = (n for n, f in enumerate(facts) if f.color is Color.CLEAR and f.reads)
     filled = (n for n in moving if any(is_beyond(x, dtype) for x in facts[n].scalars))
     return {n for n in filled if n not in digits}
@@ -59,7 +60,7 @@ def masks_in(
     by_name: Mapping[str, NodeFacts],
     dtype: torch.dtype,
 ) -> set[int]:
-    """Those of a graph, for that low precision."""
+    """Return the masks of a graph, for one low precision."""
     kinds: dict[int, Kind | None] = {}
     for n, f in enumerate(facts):
         read = {kinds[p] for p in flow.predecessors(n)}

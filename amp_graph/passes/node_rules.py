@@ -1,5 +1,5 @@
-"""The rules of paint that look at one node alone, given by its number. Each gives a Paint or leaves
-the node open."""
+"""The rules of paint that look at one node alone, by its number. Each returns a Paint, or None to
+leave the node open."""
 
 from __future__ import annotations
 
@@ -23,22 +23,26 @@ LOOKUPS = frozenset(
 
 
 def fixed_as_captured(scene: Scene, n: int) -> Paint | None:
-    """Nothing to convert, or precision that the model's own code chose."""
+    """Keep a node that has nothing to convert, or whose precision the model's own code chose."""
     fixed = scene.facts[n].fixed
     return Paint(Color.KEEP, Rule.AS_CAPTURED, fixed) if fixed else None
 
 
 def written_inputs(scene: Scene, n: int) -> Paint | None:
-    """Memory that came from outside and is written to stays what the caller handed over."""
+    """Deny a node that lives in memory of the caller that is written to: it stays what was handed
+    over."""
     f = scene.facts[n]
     is_written = f.written and f.external
     return Paint(Color.DENY, Rule.WRITES, f.memory) if is_written else None
 
 
 def shared_outputs(scene: Scene, n: int) -> Paint | None:
-    """Outputs that share memory with an input or with one another go on sharing it. The operator
-    that made the memory may compute low all the same; its result is then cast on the spot. Not so
-    one of several results, which is taken out as it is."""
+    """Deny an output that shares memory with an input or another output, so that it goes on sharing
+    it.
+
+    The operator that made the memory may compute low all the same: its result is then cast on the
+    spot. An operator with several results may not, as a single result is taken out as it is.
+    """
     f = scene.facts[n]
     may_cast = scene.colors[n] is Color.ALLOW and not f.is_view
     shared = f.memory if _shares(scene, f) and not may_cast else None
@@ -66,7 +70,7 @@ def missing_kernels(scene: Scene, n: int) -> Paint | None:
 
 
 def saved_decisions(scene: Scene, n: int) -> Paint | None:
-    """The colours of a plan that was saved, and perhaps edited, hold as they are."""
+    """Paint as a saved, and perhaps edited, plan says."""
     return scene.saved.get(n)
 
 
@@ -76,8 +80,8 @@ def user_overrides(scene: Scene, n: int) -> Paint | None:
 
 
 def user_casts(scene: Scene, n: int) -> Paint | None:
-    """An explicit `.float()` asks for float32 from there on; but not one whose result is read by
-    operators on the allow list alone, which take it in low precision: `x.to(weight.dtype)`."""
+    """Deny an explicit `.float()`, which asks for float32 from there on. Not so if allowed
+    operators alone read the result, which take it in low precision: `x.to(weight.dtype)`."""
     if not scene.facts[n].user_cast or _is_for_allowed(scene, n):
         return None
     return Paint(Color.DENY, Rule.USER_CAST, "the model converts to float32")
@@ -89,8 +93,8 @@ def _is_for_allowed(scene: Scene, n: int) -> bool:
 
 
 def unrepresentable_numbers(scene: Scene, n: int) -> Paint | None:
-    """A constant that overflows or vanishes in low precision (a mask value, an epsilon); one in a
-    tensor that vanishes. What scores are filled with may saturate."""
+    """Deny arithmetic with a constant that overflows or vanishes in low precision (a mask value, an
+    epsilon), or with a constant tensor that vanishes. Fillings of scores may saturate."""
     if scene.colors[n] not in FREE or n in scene.filled:
         return None
     info = torch.finfo(scene.dtype)
@@ -103,9 +107,9 @@ def unrepresentable_numbers(scene: Scene, n: int) -> Paint | None:
 
 
 def numbers_not_known(scene: Scene, n: int) -> Paint | None:
-    """A number of the model's that changed between its calls; a 0-dimensional input put among other
-    numbers, such as a mask value in a buffer. It may be beyond float16's range, or be told from
-    another that is."""
+    """Deny arithmetic in float16 with numbers that may be beyond its range, or are told from
+    numbers that are: a number of the model's that changed between its calls, and a 0-dimensional
+    input put among other numbers, such as a mask value in a buffer."""
     if scene.dtype is not torch.float16 or scene.colors[n] not in FREE:
         return None
     unknown = [*scene.facts[n].unknown]
@@ -116,7 +120,7 @@ def numbers_not_known(scene: Scene, n: int) -> Paint | None:
 
 
 def saturating(scene: Scene, n: int) -> Paint | None:
-    """A result near a bound, of which somebody reads how near."""
+    """Deny a result near a bound if somebody reads how near."""
     was_free = scene.facts[n].color is Color.INFER and scene.colors[n] is Color.DENY
     reader = scene.saturating.get(n) if was_free else None
     return (
@@ -125,8 +129,8 @@ def saturating(scene: Scene, n: int) -> Paint | None:
 
 
 def angles(scene: Scene, n: int) -> Paint | None:
-    """Positions or times by frequencies, whose phase somebody reads, and positions that moved.
-    Rounded, 10001 is 9984."""
+    """Deny products of positions or times with frequencies whose phase is read, and positions that
+    moved. Rounded to bfloat16, 10001 is 9984."""
     reader = scene.phases.get(n)
     if reader is None or scene.colors[n] not in (Color.ALLOW, Color.INFER):
         return None
@@ -136,7 +140,8 @@ def angles(scene: Scene, n: int) -> Paint | None:
 
 
 def positions(scene: Scene, n: int) -> Paint | None:
-    """Where something is, in pixels, say, and somebody looks. Rounded, 301.4 is 302."""
+    """Deny values that say where something is, in pixels, say, if somebody looks there. Rounded to
+    bfloat16, 301.4 is 302."""
     reader = scene.positions.get(n)
     if reader is None or scene.colors[n] is not Color.INFER:
         return None
@@ -144,8 +149,9 @@ def positions(scene: Scene, n: int) -> Paint | None:
 
 
 def crowded(scene: Scene, n: int) -> Paint | None:
-    """What each entry of a table is looked up for so often that the sum of its gradients, which the
-    kernels of LOOKUPS make in the precision of the table (CPU, torch 2.13), would stop growing."""
+    """Deny a lookup in a table whose entries are looked up so often that their gradients stop
+    growing: the kernels of LOOKUPS add them up in the precision of the table (CPU, torch 2.13).
+    """
     f = scene.facts[n]
     if f.op not in LOOKUPS or scene.colors[n] is not Color.INFER or not f.tensors[0].is_sized:
         return None
@@ -155,8 +161,8 @@ def crowded(scene: Scene, n: int) -> Paint | None:
 
 
 def many_added(scene: Scene, n: int) -> Paint | None:
-    """Sums that a kernel makes in the precision of its tensors, of more numbers than lose no more
-    than a few roundings do: 64 in bfloat16, 512 in float16."""
+    """Deny a kernel that adds up many numbers in the precision of its tensors: more than 64 in
+    bfloat16 or 512 in float16 lose more than a few roundings do."""
     f = scene.facts[n]
     is_low = scene.colors[n] in (Color.ALLOW, *FREE)
     if not is_low or f.sums * torch.finfo(scene.dtype).eps <= 0.5:
@@ -165,7 +171,7 @@ def many_added(scene: Scene, n: int) -> Paint | None:
 
 
 def listed(scene: Scene, n: int) -> Paint | None:
-    """Allow, deny, and operators on no list."""
+    """Paint the operators on the allow and deny lists, and deny those on no list."""
     color, f = scene.colors[n], scene.facts[n]
     if color is None:
         return Paint(Color.DENY, Rule.UNLISTED, f.op)

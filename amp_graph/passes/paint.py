@@ -4,10 +4,10 @@
                                         exp      DENY   "listed"
                                         add      DENY   "downstream of", because exp
 
-The rules stand in the order in which they apply: those of single nodes, then those that follow
-the flow of values, each of which sees the colours given before it and returns new ones. What no
-rule paints is free: it keeps its list's colour, INFER or CLEAR, and `place_casts` chooses its
-precision.
+The rules apply in the order of `RULES`: first those that look at one node alone, then those that
+follow the flow of values. Each rule sees the colours given before it and returns new ones. A node
+that no rule paints is free: it keeps the colour of its list, INFER or CLEAR, and `place_casts`
+chooses its precision.
 """
 
 from __future__ import annotations
@@ -42,9 +42,12 @@ def paint(
     saved: Mapping[str, Paint] | None = None,
     refused: Collection[str] = (),
 ) -> dict[str, Paint]:
-    """Return a Paint for every node, in graph order. `flow` is the graph's `flow_graph`; `saved`
-    has decisions that beat the lists, `refused` the nodes whose kernels were seen not to take
-    `dtype`."""
+    """Return a Paint for every node, in graph order.
+
+    flow: the graph's `flow_graph`.
+    saved: decisions of a saved plan, which beat the lists.
+    refused: nodes whose kernels were seen not to take `dtype`.
+    """
     nodes = tuple(facts.values())
     operators = ((n, f) for n, f in enumerate(nodes) if f.op != "getitem")
     scene = Scene(
@@ -76,7 +79,7 @@ def _free(scene: Scene, n: int) -> Paint:
 
 
 def one_by_one(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
-    """Of the rules for single nodes, the first that paints a node."""
+    """Paint each node by the first of `NODE_RULES` that has an answer."""
     paints: Paints = {}
     for n in range(len(scene.facts)):
         for rule in NODE_RULES:
@@ -88,9 +91,12 @@ def one_by_one(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
 
 
 def deny_spreads(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
-    """Deny walks downstream through infer, and through clear that leads to infer; an allow
-    operator, one on no list, or one whose result is bounded stops it, and it does not come with a
-    mask. At level max it stays where it is."""
+    """Spread deny downstream through infer nodes, and through clear nodes that lead to an infer
+    node.
+
+    An allowed operator, an unlisted one, or one with a bounded result stops it. A mask does not
+    spread it. At level "max" it does not spread at all.
+    """
     if scene.level is Level.MAX:
         return {}
     unsafe: dict[int, str] = {}  # node -> the denied ancestor
@@ -123,11 +129,11 @@ def _spreads(f: NodeFacts, painted: Paint) -> bool:
 
 
 def wide_operands(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
-    """An infer operator may be low only if something low reaches it and nothing wide does.
+    """Deny an infer operator unless a low value reaches it and no wide value does.
 
-    PyTorch promotes a mix of float32 and low precision to float32, as at a residual stream that
-    began with an embedding, and so does this rule, unless streams are narrowed: a sum is no more
-    exact than its low operand.
+    PyTorch promotes a mix of float32 and low precision to float32, as in a residual stream that
+    begins with an embedding, and so does this rule. The exception is a stream that is narrowed: a
+    sum is no more exact than its low operand.
     """
     paints: Paints = {}
     for n, operand in promotion(scene, painted).not_low.items():
@@ -141,8 +147,8 @@ def wide_operands(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
 
 
 def read_by_many(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
-    """What moves float32 values is float32 where more gradients add up in it than a cast has
-    readers, so that the casts stand behind it, and autograd adds these up in float32."""
+    """Deny a node that only moves float32 values if more gradients are added up in it than a cast
+    has readers. The casts then stand behind it, and autograd adds the gradients up in float32."""
     gradients = _gradients(scene, painted)
     many = [n for n, count in enumerate(gradients) if count > READERS]
     wide = promotion(scene, painted).wide if many else ()
@@ -150,9 +156,12 @@ def read_by_many(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
 
 
 def _gradients(scene: Scene, painted: Mapping[int, Paint]) -> list[int]:
-    """For each node that only moves one value: how many gradients are added up for an element of
-    it, also through nodes that move it on, as windows that overlap, or shifted by a step at each
-    step. In float16, where a sum may overflow, sums that a kernel makes in float32 count, too."""
+    """Count, for each node that only moves one value, the gradients that are added up per element.
+
+    Nodes that move the value on count as well, as with overlapping windows, or shifts by one step
+    at each step. In float16, where a sum may overflow, sums that a kernel makes in float32 count,
+    too.
+    """
     found = [0] * len(scene.facts)
     for n in reversed(range(len(found))):
         f = scene.facts[n]
@@ -168,7 +177,8 @@ def _gives_gradient(reader: NodeFacts) -> bool:
 
 
 def _copies(scene: Scene, f: NodeFacts) -> int:
-    """How often a value that is repeated or expanded is in the result, where that is often."""
+    """Return how many copies of a repeated or expanded value the result holds; 1 if they are
+    few."""
     if scene.dtype is not torch.float16:
         return 1
     largest = max((o.numel for o in scene.operands(f)), default=0)
@@ -181,7 +191,7 @@ def _is_one_value(f: NodeFacts) -> bool:
 
 
 def follow_parent(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
-    """One result out of several has the colour of the operator that returned them all."""
+    """Paint each single result of an operator with several like that operator."""
     paints: Paints = {}
     for n, f in enumerate(scene.facts):
         if f.op == "getitem" and n not in painted:
@@ -193,9 +203,11 @@ def follow_parent(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
 
 
 def shared_memory(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
-    """Views and in-place results of one piece of written memory, and what writes into it, have
-    one precision: float32 if any of them must, else low if any must. The operator that made the
-    memory keeps its colour."""
+    """Give all nodes that live in one piece of written memory, or write into it, one precision.
+
+    It is float32 if any of them must be float32, else low if any must be low. The operator that
+    made the memory keeps its colour.
+    """
     paints: Paints = {}
     for owner, members in _members(scene).items():
         colors = {n: painted[n].color for n in members if n in painted}
@@ -211,8 +223,8 @@ def shared_memory(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
 
 
 def _members(scene: Scene) -> dict[int, list[int]]:
-    """By the owner of each memory that is written and not an input's: what lives in it or writes
-    into it."""
+    """Return the nodes that live in each written memory of the graph's own, or write into it, by
+    the memory's owner."""
     owners = {f.name: n for n, f in enumerate(scene.facts) if f.written and not f.external}
     members: dict[int, list[int]] = {}
     for n, f in enumerate(scene.facts):

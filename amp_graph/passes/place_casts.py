@@ -53,8 +53,7 @@ def place_casts(
 
 
 def traffic(f: NodeFacts, read: Iterable[NodeFacts]) -> int:
-    """Bytes that a node moves more in float32 than in low precision, given what it reads; a view
-    moves none."""
+    """Return how many bytes more a node moves in float32 than in low precision; 0 for a view."""
     if f.is_view or f.op == "getitem":
         return 0
     return TRAFFIC_BYTES * (f.numel + sum(r.numel for r in read))
@@ -63,15 +62,16 @@ def traffic(f: NodeFacts, read: Iterable[NodeFacts]) -> int:
 def needs_cast(
     facts: Facts, flow: nx.DiGraph, paints: Paints, value: int, reader: int, is_low: bool
 ) -> bool:
-    """Whether a reader on the other side than the value, low or not, has it cast."""
+    """Whether a reader needs the value cast, when the two are on different sides. `is_low`: the
+    reader's side."""
     if facts[reader].op == "getitem":
         return False
     return not takes_either(facts, paints, value, reader, flow.predecessors(reader), is_low)
 
 
 def _units(facts: Facts, flow: nx.DiGraph, paints: Paints) -> dict[int, int]:
-    """Free nodes that must share a precision, by a representative: a node and its results, and
-    all that lives in one piece of written memory."""
+    """Map each free node to the representative of those it must share a precision with: an operator
+    and its results, and all nodes that live in one piece of written memory."""
     free = [n for n, p in enumerate(paints) if p.color in FREE]
     number = {f.name: n for n, f in enumerate(facts) if f.written}
     together = nx.Graph()
@@ -106,7 +106,8 @@ def _network(
             _add(network, LOW, unit, traffic(facts[n], (facts[r] for r in flow.predecessors(n))))
 
     def readers(value: int, is_low: bool) -> set[int]:
-        """The sides of those that would need the value cast if they were low, or float32."""
+        """Return the sides of the readers that would need the value cast, were they on the side
+        `is_low`."""
         needing = (
             r for r in flow.successors(value) if needs_cast(facts, flow, paints, value, r, is_low)
         )
@@ -150,7 +151,8 @@ def _regions(network: nx.DiGraph) -> list[set[int]]:
 
 
 def _cut(network: nx.DiGraph, region: set[int]) -> set[int]:
-    """What of one region a minimum cut puts on the low side, as little as possible."""
+    """Return the nodes of one region that a minimum cut puts on the low side: the fewest
+    possible."""
     problem = nx.DiGraph()
     problem.add_nodes_from((LOW, FLOAT32))
     problem.add_edges_from(network.out_edges(region, data=True))
@@ -167,7 +169,8 @@ def cast_bytes(
     paints: Mapping[str, Paint],
     low: Container[str],
 ) -> int:
-    """What casts move if each value is cast once for all of its readers on the other side."""
+    """Return the bytes that casts move if each value is cast once for all readers on the other
+    side."""
     nodes, painted = tuple(facts.values()), [paints[name] for name in facts]
     is_low = [name in low for name in facts]
     return sum(

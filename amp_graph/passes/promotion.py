@@ -1,8 +1,8 @@
-"""Promotion: which values still hold full float32, and which operators that keeps from being low.
+"""Promotion: which values still hold full float32, and which operators cannot be low because of it.
 
     add(embedding, mm)      a sum of float32 and low precision is float32, in PyTorch and here
-    add(mm, bias)           so is one with a weight
-    layer_norm(mm, w, b)    not this one, whose kernel computes in float32 anyway
+    add(mm, bias)           so is a sum with a weight
+    layer_norm(mm, w, b)    may be low: its kernel computes in float32 anyway
 
 Nodes go by their numbers in a scene.
 """
@@ -24,16 +24,20 @@ WIDE, LOW, WEIGHT, EXACT, MOVED = 1, 2, 4, 8, 16
 
 @dataclass
 class Promotion:
-    """`wide` are the nodes whose values still hold full float32. `not_low` are the infer nodes that
-    may not be low, each with the wide operand that promotes it, or None if nothing low reaches it
-    at all."""
+    """The outcome of promotion in one graph.
+
+    wide: the nodes whose values still hold full float32.
+    not_low: the infer nodes that may not be low, each with the wide operand that promotes it; None
+        if no low value reaches it at all.
+    """
 
     wide: set[int] = field(default_factory=set)
     not_low: dict[int, int | None] = field(default_factory=dict)
 
 
 def promotion(scene: Scene, painted: Mapping[int, Paint]) -> Promotion:
-    """As PyTorch promotes; at level max only what the graph is given is kept for its digits."""
+    """Follow PyTorch's promotion through a graph. At level "max" only the graph's inputs keep their
+    digits."""
     colors = [*scene.colors]
     for n, given in painted.items():
         colors[n] = given.color
@@ -47,16 +51,17 @@ def promotion(scene: Scene, painted: Mapping[int, Paint]) -> Promotion:
 
 
 class _Walk:
-    """Goes through a graph in its order.
+    """A walk through a graph in its order, which marks wide values.
 
-    Inputs, weights, float32 results and what is computed from them are wide; beside something low
-    no longer, if streams are narrowed; but a forecast that is added to the last value, boxes to
-    where they were, and what follows of it goes on to be. A 0-dimensional tensor takes no part in
-    promotion, nor does one without elements, or a weight of a narrowed node. Zeros and ones that
-    low values are joined with, as padding, add no digits to them; they promote at level safe, and
-    where float32 arithmetic goes on with the digits. A sum that begins with zeros is wide, unless
-    they were made like something low, which PyTorch would make low. Nor do masks add any to the
-    scores that are masked with them.
+    - Inputs, weights, float32 results and what is computed from them are wide.
+    - If streams are narrowed, a sum with a low value is no longer wide. Exceptions are values that
+      moved: a forecast added to the last value, boxes added to where they were, and all that
+      follows.
+    - A 0-dimensional tensor, an empty one, and a weight of a narrowed node do not promote.
+    - Zeros and ones joined with low values (padding) add no digits. They promote at level "safe"
+      only, and where float32 arithmetic goes on with the digits. Masks add none to the scores they
+      mask.
+    - A sum that begins with zeros is wide, unless the zeros were made in the dtype of a low value.
     """
 
     def __init__(self, scene: Scene, colors: Sequence[Color | None]):
@@ -89,7 +94,7 @@ class _Walk:
             self._like[f.name] = self._carried[n]
 
     def _operands(self, n: int) -> tuple[bool, int | None]:
-        """Whether something low reaches a node, and its first operand that is wide."""
+        """Return whether a low value reaches a node, and the node's first wide operand."""
         scene, moves = self._scene, self._colors[n] is Color.CLEAR
         without = WEIGHT if n in scene.narrowed else 0
         masks = scene.masked.get(n, ())
@@ -108,7 +113,7 @@ class _Walk:
         return self._scene.level is not Level.SAFE and n not in self._scene.digits
 
     def _has_moved(self, n: int, is_reached: bool) -> bool:
-        """Whether it holds raw values that something low was added to, whose digits are read."""
+        """Whether a node holds raw values plus something low, and its digits are read."""
         scene, carried = self._scene, self._carried
         operands = [*scene.flow.predecessors(n)]
         has_moved = any(carried[p] & MOVED for p in operands)
@@ -119,11 +124,12 @@ class _Walk:
         return has_moved and n in scene.digits
 
     def _is_like_low(self, f: NodeFacts) -> bool:
-        """Whether it is made, and not written to, in the dtype of something low."""
+        """Whether a node is made in the dtype of a low value, and never written to."""
         return bool(f.like) and not f.written and self._like[f.like] & (LOW | WIDE) == LOW
 
     def _is_exact(self, n: int, color: Color | None) -> bool:
-        """Zeros that nobody writes to, and what moves nothing else."""
+        """Whether a node holds zeros or ones alone: constants that nobody writes to, or moves of
+        such."""
         f = self._scene.facts[n]
         if f.written or color is not Color.CLEAR:
             return False

@@ -1,7 +1,7 @@
-"""Who reads a value, and for what: how far it is from a bound, its phase, where something is.
+"""Who reads a value, and for what: its distance from a bound, its phase, a position, its digits.
 
-The readers are seen through free operators, which only pass numbers on. Nodes go by their numbers
-in a scene.
+Readers are seen through free operators, which only pass numbers on. Nodes go by their numbers in a
+scene.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def read_by(
     flow: nx.DiGraph, read: Iterable[tuple[int, int]], passes: Callable[[int], bool]
 ) -> dict[int, int]:
-    """All values that are read, each with one who does, seen through operators that pass."""
+    """Map each value that is read to one of its readers, seen through operators that `passes`
+    accepts."""
     found: dict[int, int] = {}
     unseen = [*read]
     while unseen:
@@ -34,15 +35,18 @@ def read_by(
 
 
 def operands_of(flow: nx.DiGraph, readers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Each value that one of these reads, with the reader."""
+    """Yield each operand of the readers, with its reader."""
     return ((value, n) for n in readers for value in flow.predecessors(n))
 
 
 def read_near_bounds(scene: Scene) -> dict[int, int]:
-    """What saturates and could be low, with one who reads how far it is from the bound: float32
-    arithmetic, such as a logarithm, what orders elements, or, as an output, code outside of the
-    graph; seen through operators that read nothing but such results. A cast before the operator
-    costs as much as one after it."""
+    """Map each saturating operator that could be low to a reader of how far its result is from the
+    bound.
+
+    Such readers are float32 arithmetic (a logarithm), operators that order elements, and, for an
+    output, code outside of the graph. They are seen through operators that read such results alone.
+    Denying the operator costs nothing: a cast before it costs as much as one after it.
+    """
     facts, flow, colors, level = scene.facts, scene.flow, scene.colors_by_lists, scene.level
     saturates: set[int] = set()
     made_of: set[int] = set()  # such results and what is computed of them alone
@@ -67,17 +71,20 @@ def _reads_bounds(f: NodeFacts, color: Color | None, level: Level) -> bool:
 
 
 def read_for_phase(scene: Scene) -> dict[int, int]:
-    """What is read for its phase, with the operator that does."""
+    """Map each value that is read for its phase to the operator that reads it."""
     flow, colors = scene.flow, scene.colors
     readers = (n for n, f in enumerate(scene.facts) if f.reads_phase)
     return read_by(flow, operands_of(flow, readers), lambda n: colors[n] in FREE)
 
 
 def read_for_position(scene: Scene) -> dict[int, int]:
-    """Values that say where something is, each with an operator that looks there; traced through no
-    `narrowed` operator, which computes in float32 inside. Also what is computed of such values and
-    full float32 alone, as the fraction by which neighbours are weighed; and, if places are counted
-    from `raw` coordinates, a place that has moved on: at those of the last step nobody looks."""
+    """Map each value that says where something is to an operator that looks there.
+
+    Included are values computed from positions and full float32 alone, such as the fraction by
+    which neighbours are weighed. If positions are counted from `raw` coordinates, a position that
+    the model moved is included as well. The trace ends at `narrowed` operators, which compute in
+    float32 inside.
+    """
     facts, flow, colors = scene.facts, scene.flow, scene.colors
     pairs = [
         (value, n)
@@ -108,8 +115,8 @@ def read_for_position(scene: Scene) -> dict[int, int]:
 
 
 def displaced(scene: Scene) -> frozenset[int]:
-    """Raw coordinates that the model added something to, and what is computed of them by free
-    operators."""
+    """Return raw coordinates to which the model added something, and what free operators compute of
+    them."""
     found: set[int] = set()
     for n, color in enumerate(scene.colors):
         if color not in FREE or n in scene.raw or n in scene.narrowed:
@@ -120,8 +127,8 @@ def displaced(scene: Scene) -> frozenset[int]:
 
 
 def read_for_digits(scene: Scene) -> dict[int, int]:
-    """What is returned, or read by float32 arithmetic, with the one who does; not what is read by
-    `narrowed` operators alone, such as scores by a softmax, or a stream by norms."""
+    """Map each value that is returned, or read by float32 arithmetic, to its reader. A value that
+    only `narrowed` operators read is left out: scores before a softmax, a stream before norms."""
     facts, colors, narrowed = scene.facts, scene.colors, scene.narrowed
     readers = (n for n, f in enumerate(facts) if _reads_digits(f, colors[n]) and n not in narrowed)
     passes = {n for n, color in enumerate(colors) if color in FREE and n not in narrowed}
@@ -129,8 +136,9 @@ def read_for_digits(scene: Scene) -> dict[int, int]:
 
 
 def asked_for(scene: Scene, colors: Sequence[Color | None]) -> Iterable[int]:
-    """Of the `narrowed`, those that the model's code asks for float32, and others than allowed
-    operators read, which would round it; seen through operators that are free by these colours."""
+    """Return the `narrowed` nodes that the model's code asks for float32 and whose digits are read
+    by more than allowed operators, which would round them. `colors` tell which operators are free.
+    """
     asked = [n for n in scene.narrowed if scene.facts[n].asked]
     if not asked:
         return ()
@@ -140,9 +148,11 @@ def asked_for(scene: Scene, colors: Sequence[Color | None]) -> Iterable[int]:
 
 
 def norms_of_streams(scene: Scene) -> frozenset[int]:
-    """The norms that make a residual stream, as in layers that end in one: what one returns goes
-    both into a layer and into a sum with what comes out of it, or is returned by the graph. Its
-    rounding would go through all layers."""
+    """Return the norms that make a residual stream, as in layers that end in a norm.
+
+    The result of such a norm goes both into a layer and into a sum with the layer's result, or is
+    returned by the graph. Rounding it would go through all layers.
+    """
     facts, flow = scene.facts, scene.flow
     views = {n for n, f in enumerate(facts) if f.color is Color.CLEAR}
 
@@ -160,7 +170,7 @@ def norms_of_streams(scene: Scene) -> frozenset[int]:
 
 
 def begin_streams(scene: Scene) -> dict[int, int]:
-    """What these norms are computed from, with the norm."""
+    """Map the values that norms of streams are computed from to the norm."""
     facts, flow, colors = scene.facts, scene.flow, scene.colors
     passes = {n for n, f in enumerate(facts) if colors[n] in FREE and f.op not in SUMS}
     return read_by(flow, operands_of(flow, scene.norms_of_streams), passes.__contains__)
@@ -171,7 +181,8 @@ def _reads_digits(f: NodeFacts, color: Color | None) -> bool:
 
 
 def _adds_to(scene: Scene, n: int, places: Container[int]) -> bool:
-    """Whether it is a sum of one of these, which is no smaller than the sum, and of more."""
+    """Whether a node is a sum of one of `places`, of the same size as the sum, and something
+    else."""
     total = scene.facts[n]
     if total.op not in SUMS:
         return False

@@ -1,5 +1,5 @@
-"""Scale inside: have a graph multiply its gradients by S where they come in, and divide them by it
-where they go out.
+"""Scale inside: have a graph multiply gradients by S where they come in, and by 1/S where they go
+out.
 
     w_low  = _to_copy(w, dtype=float16)          w_in   = enter(w, s)
     logits = mm(x_low, w_low)                    w_low  = _to_copy(w_in, dtype=float16)
@@ -7,9 +7,9 @@ where they go out.
     return [wide]                                return [leave(logits, s, float32)]
     inputs: x, w                                 inputs: x, w, s, end
 
-For graphs that are compiled (`training.inner_scaling`). All of a graph's gradients are scaled
-inside, or none: what shares memory with something outside, or is written to there, has a boundary
-that autograd can look into.
+For graphs that are compiled (`training.inner_scaling`). Either all gradients of a graph are scaled
+inside, or none: a value that shares memory with something outside, or is written to there, needs a
+boundary that autograd can look into.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ EMBEDDING = torch.ops.aten.embedding.default
 def scale_inside(
     module: fx.GraphModule, facts: Mapping[str, NodeFacts], trained: Collection[int]
 ) -> tuple[fx.GraphModule, Inside | None]:
-    """Return the graph with gradients scaled inside, and what crosses its boundary; the module
-    itself and None if not all could be.
+    """Return the graph with gradients scaled inside, and what crosses its boundary; `module` itself
+    and None if not all gradients can be scaled inside.
 
     trained: positions of the inputs that require gradients. `module` is left as it was.
     """
@@ -56,8 +56,8 @@ def scale_inside(
 
 @dataclass(frozen=True)
 class _Crossing:
-    """The inputs out of which gradients go, with their positions, and the results into which they
-    come; `casts`: those that widen a value for nobody else."""
+    """The inputs that gradients go out of, with their positions, and the results that gradients
+    come into. `casts`: those that widen a value for nobody else."""
 
     entering: Mapping[fx.Node, int]
     leaving: Collection[fx.Node]
@@ -70,7 +70,7 @@ class _Crossing:
 
 
 def _crossing(module: fx.GraphModule, trained: Collection[int]) -> _Crossing | None:
-    """None if something stands in the way."""
+    """Return what crosses the graph's boundary; None if something stands in the way."""
     if not torch.is_grad_enabled() or mode_after(module.graph) is False:
         return None
     inputs = module.graph.find_nodes(op="placeholder")
@@ -90,7 +90,8 @@ def _crossing(module: fx.GraphModule, trained: Collection[int]) -> _Crossing | N
 
 
 def _carrying(module: fx.GraphModule, entering: Container[fx.Node]) -> Container[fx.Node] | None:
-    """What may carry a gradient; None if that is written into memory of an input."""
+    """Return the nodes that may carry a gradient; None if one of them is written into memory of an
+    input."""
     carrying: set[fx.Node] = set()
     filled: set[Any] = set()  # memory that such a value was written into
     outside: set[Any] = set()
@@ -117,13 +118,13 @@ def _has_gradient(node: fx.Node) -> bool:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether it is a tensor of real numbers and of no class of its own."""
+    """Whether a value is a tensor of real numbers and of no subclass."""
     value = node.meta["val"]
     return type(value) is FakeTensor and value.is_floating_point()
 
 
 class _Rewriting:
-    """Of a graph into one that has these crossings inside."""
+    """The rewriting of one graph into one that has these crossings inside."""
 
     def __init__(self, module: fx.GraphModule, crossing: _Crossing):
         self._module, self._crossing = module, crossing
@@ -189,6 +190,6 @@ class _Rewriting:
 
 
 def _looks_up(node: fx.Node) -> bool:
-    """Whether it does nothing to its first operand but look entries up. The gradients of what it
-    found are fewer numbers than that of all the entries."""
+    """Whether a node only looks entries of its first operand up. The gradients of what it found are
+    fewer numbers than the gradient of the whole operand."""
     return node.target is EMBEDDING

@@ -1,4 +1,4 @@
-"""What the rules of paint look at."""
+"""The scene: a graph, and what was asked for, as the rules of paint see them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,12 @@ COORDINATES = 4  # of a place and a time
 
 @dataclass(frozen=True)
 class Scene:
-    """One graph and what was asked for. Nodes go by their numbers. `flow` has an edge for each
-    float32 value and its reader; `overrides` and `saved` have decisions that beat the lists; the
-    kernels of `refused` nodes were seen not to take the low precision."""
+    """A graph and what was asked for. Nodes go by their numbers.
+
+    flow: has an edge from each float32 value to each reader.
+    overrides, saved: decisions of the user and of a saved plan, which beat the lists.
+    refused: nodes whose kernels were seen not to take the low precision.
+    """
 
     facts: Sequence[NodeFacts]
     flow: nx.DiGraph
@@ -47,13 +50,13 @@ class Scene:
     refused: Collection[int]
 
     def operands(self, f: NodeFacts) -> Sequence[NodeFacts]:
-        """All nodes that one takes, in order, be they float32 or not."""
+        """Return all operands of a node, in order, float32 or not."""
         return [self._by_name[name] for name in f.operands]
 
     def _moves_places(self, f: NodeFacts) -> bool:
-        """Whether it is a product of places, rotations or poses with such, be they 4 x 4, that the
-        model computed. With so few terms and results a row it is no more work than arithmetic on
-        elements."""
+        """Whether a node multiplies positions, rotations or poses (at most 4 x 4) that the model
+        computed. With so few terms and results a row such a product is no more work than
+        elementwise arithmetic."""
         results = f.tensors[0].shape[-1] if f.tensors[0].shape else None
         if not (adds_few_terms(f) and isinstance(results, int) and results <= COORDINATES):
             return False
@@ -65,11 +68,8 @@ class Scene:
 
     @cached_property
     def colors(self) -> Sequence[Color | None]:
-        """List colours with the user's overrides. An operator that computes in float32 on
-        low-precision tensors is as free as an infer one, unless its result, say of a last softmax,
-        is returned, or orders elements, as that of a router does, or was asked for in float32, and
-        not for products alone; so is what moves places. What saturates is denied where that is
-        seen."""
+        """The colours of the lists, with saturating operators denied where that is seen, and with
+        the user's overrides."""
         colors = [*self.colors_by_lists]
         for n in self.saturating:
             colors[n] = Color.DENY
@@ -79,6 +79,10 @@ class Scene:
 
     @cached_property
     def colors_by_lists(self) -> Sequence[Color | None]:
+        """The colours of the lists. An operator whose kernel computes in float32 on low tensors is
+        as free as an infer one, unless its result is returned (a last softmax), orders elements (a
+        router), or was asked for in float32 for more than products. So is a product of positions.
+        """
         colors = [f.color for f in self.facts]
         kept: set[int] = set()
         if self.level is not Level.MAX:
@@ -122,16 +126,16 @@ class Scene:
 
     @cached_property
     def narrows_streams(self) -> bool:
-        """Whether a sum of float32 and low precision may be low, unlike in PyTorch's promotion:
-        not in float16, whose range a stream may outgrow, nor on CPU, where layer norms stay in
-        float32 and would each cast it."""
+        """Whether a sum of float32 and low precision may be low, unlike in PyTorch's promotion. Not
+        in float16, whose range a stream may outgrow, nor on CPU, where layer norms stay in float32
+        and would each cast it."""
         return self.is_balanced_off_cpu and self.dtype is torch.bfloat16
 
     begin_streams = cached_property(begin_streams)
 
     @cached_property
     def masked(self) -> Mapping[int, Set[int]]:
-        """The sums of scores and masks that may be low as the scores are, with their masks."""
+        """The sums of scores and masks that may be as low as the scores, each with its masks."""
         if self.level is Level.SAFE:
             return {}
         masks = masks_in(self.facts, self.flow, self._by_name, self.dtype)
@@ -139,7 +143,7 @@ class Scene:
 
     @cached_property
     def filled(self) -> Set[int]:
-        """The scores that are low in places, and a number beyond the low precision in others."""
+        """The operators that fill low scores with a number beyond the low precision's range."""
         if self.level is Level.SAFE or self.dtype is not torch.bfloat16:
             return frozenset()
         return filled_scores(self.facts, self.dtype, self.digits)
@@ -154,12 +158,12 @@ class Scene:
 
     @cached_property
     def outputs_in(self) -> Mapping[str, int]:
-        """By memory: how many results of the graph live in it."""
+        """How many results of the graph live in each memory."""
         return Counter(self.facts[n].memory for n in self.returned)
 
 
 def adds_few_terms(f: NodeFacts) -> bool:
-    """Whether it is a product of few coordinates."""
+    """Whether a node is a product of matrices with few terms: coordinates, rotations, poses."""
     return f.terms is not None and f.terms <= COORDINATES
 
 

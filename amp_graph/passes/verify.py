@@ -33,7 +33,7 @@ ADDED = (CAST, CLAMP, ADD, SET_GRAD_ENABLED)  # what emit writes besides the cap
 
 
 class Pair(NamedTuple):
-    """A captured node, what it was emitted as, and what is known and was decided of it."""
+    """A captured node, the node emitted for it, and what is known and was decided of it."""
 
     old: fx.Node
     new: fx.Node
@@ -43,9 +43,9 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Emission:
-    """What is checked: a captured graph, what was emitted for it, and the plan that it follows.
+    """The subject of all checks: a captured graph, the emitted graph, and the plan that it follows.
 
-    The first two checks see to it that `pairs` are pairs; the others build on it.
+    The first two checks make sure that `pairs` are pairs; the others build on it.
     """
 
     captured: fx.GraphModule
@@ -54,7 +54,7 @@ class Emission:
 
     @cached_property
     def added(self) -> frozenset[fx.Node]:
-        """Emitted nodes that were not captured."""
+        """The emitted nodes that were not captured."""
         possible = (n for n in self.emitted.graph.nodes if n.target in ADDED)
         return frozenset(n for n in possible if n.name not in self.plan.facts)
 
@@ -69,7 +69,8 @@ class Emission:
         return [Pair(old, new, f, f.name in low) for old, new, f in together]
 
     def origin(self, node: fx.Node) -> fx.Node:
-        """The emitted node that was captured of which a node is a cast, or the node itself."""
+        """Return the emitted form of the captured node that a node is a cast of, or the node
+        itself."""
         while node in self.added:
             node = node.args[0]  # type: ignore[assignment]
         return node
@@ -104,7 +105,7 @@ def every_node_is_emitted(of: Emission) -> Iterator[str]:
 
 def operands_are_the_captured_ones(of: Emission) -> Iterator[str]:
     """Every operator gets the values it got when captured, as they are or cast, and the same
-    numbers and flags, a dtype and what saturates apart."""
+    numbers and flags, apart from dtypes and saturated numbers."""
     for old, new, _, is_low in of.pairs:
         theirs, now = _spelled(old, of, is_low), _spelled(new, of, is_low)
         if theirs != now:
@@ -137,7 +138,8 @@ def casts_are_fresh(of: Emission) -> Iterator[str]:
 
 
 def autograd_records_as_before(of: Emission) -> Iterator[str]:
-    """What it recorded when captured it records now, and no more; and all casts, if anything."""
+    """Autograd records the operators that it recorded when captured, no others, and all casts or
+    none."""
     was, now = recorded_nodes(of.captured.graph), recorded_nodes(of.emitted.graph)
     for node in of.added:
         if was and node.target is CAST and node not in now:
@@ -148,7 +150,7 @@ def autograd_records_as_before(of: Emission) -> Iterator[str]:
 
 
 def low_nodes_are_low(of: Emission) -> Iterator[str]:
-    """What the plan says is low reads or returns the low precision."""
+    """A node that is low in the plan reads or returns the low precision."""
     for _, new, f, is_low in of.pairs:
         if is_low and f.op != "getitem":
             dtypes = [d for n in (new, *new.all_input_nodes) for d in _float_dtypes(n)]
@@ -169,7 +171,7 @@ def outputs_share_memory_as_before(of: Emission) -> Iterator[str]:
 
 
 def _sharing(module: fx.GraphModule) -> set[tuple[int, ...]]:
-    """Of all memory that an output has, which inputs and outputs have it, by their numbers."""
+    """Map each memory that an output has to the numbers of the inputs and outputs that have it."""
     inputs = [n for n in module.graph.nodes if n.op in ("placeholder", "get_attr")]
     owners: dict[int, list[int]] = {}
     for i, node in enumerate([*inputs, *_outputs(module)]):
@@ -209,7 +211,7 @@ def colors_are_honoured(of: Emission) -> Iterator[str]:
 
 
 def captured_precision_is_kept(of: Emission) -> Iterator[str]:
-    """What is not low returns what it returned when captured."""
+    """A node that is not low returns what it returned when captured."""
     for old, new, f, is_low in of.pairs:
         if is_low or f.op == "getitem" or (f.written and not f.external):
             continue
@@ -222,7 +224,8 @@ def _float_dtypes(node: fx.Node) -> list[torch.dtype]:
 
 
 def one_cast_per_value(of: Emission) -> Iterator[str]:
-    """Unless the value was written in between, or the cast before has all the readers it may."""
+    """A value is cast once per dtype, unless it was written in between, or the cast before is
+    full."""
     last: dict[tuple[str, torch.dtype], Cast] = {}
     for cast in of.plan.casts:
         key = (cast.value, cast.dtype)

@@ -1,7 +1,7 @@
 """Written casts: the casts of a graph while it is emitted.
 
-A cast belongs to its value. All readers share it until the value's memory is written, and autograd
-records it, wherever it is first needed, so that it requires a gradient exactly if the value does:
+A cast belongs to its value. All readers share it until the value's memory is written. Autograd
+records it wherever it is first needed, so that it requires a gradient exactly if the value does:
 
     h = linear(x)                      h          = linear(x)
     set_grad_enabled(False)            set_grad_enabled(False)
@@ -12,9 +12,9 @@ records it, wherever it is first needed, so that it requires a gradient exactly 
                                        set_grad_enabled(True)
                                        y          = exp(h_float32) / s
 
-Autograd adds up the gradients of all readers of a low cast in low precision, where autocast, which
-casts for each reader, adds them in float32. So if it records at all, a low cast is made anew after
-16 readers. Casts of one weight, which are lifted out of the graph, are one copy all the same.
+Autograd adds up the gradients of all readers of a low cast in low precision; autocast, which casts
+for each reader, adds them in float32. So where it records, a low cast is made anew after 16
+readers. Casts of one weight, which are lifted out of the graph, are one copy all the same.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ class WrittenCasts:
         return tuple(self._casts.values())
 
     def follow(self, node: fx.Node) -> None:
-        """Called for each captured node once it was emitted."""
+        """Take note that a captured node was emitted."""
         if node.target is SET_GRAD_ENABLED:
             self._records = bool(node.args[0])
 
     def forget(self, memory: str) -> None:
-        """The values that live in this memory were written."""
+        """Take note that the values in this memory were written: their casts are stale."""
         self._found.pop(memory, None)
 
     def remember(self, value: fx.Node, dtype: torch.dtype, as_node: fx.Node) -> None:
         self._found[self._facts[value.name].memory][value, dtype] = as_node
 
     def of(self, value: fx.Node, dtype: torch.dtype, reader: str) -> fx.Node:
-        """The value in `dtype`: itself, a cast made before, or a new one."""
+        """Return the value in `dtype`: itself, a cast made before, or a new one."""
         if self._new[value].meta["val"].dtype is dtype:
             return self._new[value]
         found = self._found[self._facts[value.name].memory].get((value, dtype))
@@ -110,9 +110,10 @@ class WrittenCasts:
         return cast
 
     def _clamped(self, new: fx.Node, dtype: torch.dtype, value: fx.Node) -> fx.Node:
-        """In float32, finite numbers within the range of `dtype`, infinity as it is: a row of a
-        mask may hold both -inf and -3.4e38, and what overflowed is to be seen. Of a finite number,
-        so small a part is at most 4, less than rounding takes off the largest of `dtype`."""
+        """Clamp finite numbers, in float32, to the range of `dtype`, and leave infinities: a row of
+        a mask may hold both -inf and -3.4e38, and an overflow has to stay visible. The part of a
+        finite number that is added here is at most 4, less than rounding takes off the largest
+        number of `dtype`."""
         info, part = torch.finfo(dtype), torch.finfo(torch.float32).tiny
         clamped = self._run(CLAMP, (new, info.min, info.max), {}, f"{value.name}_clamped", value)
         return self._run(ADD, (clamped, new), {"alpha": part}, f"{value.name}_or_infinite", value)

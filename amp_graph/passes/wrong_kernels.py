@@ -27,8 +27,8 @@ CONVOLUTIONS = (
 
 
 def without_wrong_kernel(f: NodeFacts, operands: Sequence[NodeFacts], dtype: torch.dtype) -> str:
-    """What a node on a CPU would have to be for its kernel in that precision to be right; "" if it
-    is. `operands`: of the node, in order."""
+    """Return what a node on a CPU would have to be for its kernel to be right in that precision; ""
+    if it is. `operands`: the node's, in order."""
     if dtype is not torch.bfloat16 or f.op not in CONVOLUTIONS:
         return ""
     shapes = [shape for o in operands[:2] if len(shape := o.tensors[0].shape) > 1]  # no bias
@@ -42,7 +42,8 @@ def without_wrong_kernel(f: NodeFacts, operands: Sequence[NodeFacts], dtype: tor
 
 
 def _is_too_deep(depth: int | str, of_input: int | str, of_kernel: int | str) -> bool:
-    """If some are symbolic: whether it may be, for another depth than that which was seen."""
+    """Whether the kernel is deeper than its input; with symbolic sizes, whether it may be at
+    another depth than the one seen."""
     if of_kernel == 1 or depth == 1:
         return False
     return isinstance(of_input, str) or isinstance(of_kernel, str) or of_input < of_kernel
