@@ -1,4 +1,4 @@
-"""Assemble: what runs instead of a captured graph in one model, from what was built of it.
+"""Assemble: put together what runs instead of a captured graph in one model.
 
     Guarded( Boundary( emitted graph, operator by operator or compiled ), the captured graph )
 
@@ -32,11 +32,11 @@ ScaleFor: TypeAlias = Callable[[torch.dtype], GraphScale | None]
 
 
 class Assembler:
-    """Assembles what runs instead of the graphs of one model, which share its low-precision weights
-    and its loss scale.
+    """Assembles the graphs of one model, which share its low-precision weights and its loss scale.
 
-    record: is told what gives way to what.
-    scale_for: what gradients are scaled by in graphs of a low precision; None: they are not.
+    record: is told which graphs give way.
+    scale_for: returns the loss scale for graphs of a low precision; None if gradients are not
+        scaled.
     """
 
     def __init__(self, weights: LowPrecisionWeights, record: Record, scale_for: ScaleFor):
@@ -45,7 +45,8 @@ class Assembler:
         self._scale_for = scale_for
 
     def assemble(self, index: int, built: Built) -> Run:
-        """What runs instead of Dynamo's graph, for which plan `index` stands."""
+        """Return the function that runs instead of Dynamo's graph. `index`: the place of its
+        plan."""
         plan = built.decision.plan
         if built.decision.graphs is None:
             return self._under_autocast(index, built)
@@ -68,8 +69,8 @@ class Assembler:
         return Boundary(run, interface, self._weights, scale, watched)
 
     def _run(self, index: int, plan: Plan, executable: Executable) -> Run:
-        """The emitted graph compiled, if it was; by operator, if that failed or its first run
-        does."""
+        """Return the compiled graph, if there is one, with a way back to running operator by
+        operator if its first run fails; else the graph operator by operator."""
         fail, by_operator = partial(self._record.not_compiled, index), executable.graph.forward
         if executable.compiled is not None:
             return Guarded(executable.compiled, by_operator, _inputs_at_risk(plan), fail)
@@ -92,6 +93,6 @@ class Assembler:
 
 
 def _inputs_at_risk(plan: Plan) -> list[int]:
-    """Inputs that a run may write into: not every schema says so (batch_norm's does not), hence
-    all but parameters."""
+    """Return the positions of inputs that a run may write into: all but parameters, since not every
+    schema tells (that of batch_norm does not)."""
     return [i for i, f in inputs_of(plan) if f.tensors and (f.written or not f.is_parameter)]

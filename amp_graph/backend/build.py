@@ -1,9 +1,9 @@
-"""Build: what runs a captured graph and what was emitted for it, in whichever model.
+"""Build: make what runs a captured graph, and the graph emitted for it, in any model.
 
     decision -- operator by operator, perhaps compiled --> built -- assemble --> in one model
 
-All that takes long happens here, once for all models that are called by the graph. What is built
-holds no tensor of the model whose call was captured.
+All slow steps happen here, once for all models that are called by the graph. The result holds no
+tensor of the model whose call was captured.
 
 Private names of PyTorch used here:
 
@@ -41,10 +41,10 @@ from amp_graph.training.inner_scaling import Inside
 class Executable:
     """An emitted graph, ready to run.
 
-    graph: of operators, in the form that runs by itself.
-    interface: what it takes and returns; or, if it scales by itself, what it scales.
+    graph: its operators, in the form that runs by itself.
+    interface: what it takes and returns; for a graph that scales by itself, what it scales.
     devices: the kinds of device that it computes on.
-    compiled: None if it was not asked for or, as `uncompiled` says, failed.
+    compiled: None if compilation was not asked for or, as `uncompiled` says, failed.
     """
 
     graph: fx.GraphModule
@@ -56,12 +56,12 @@ class Executable:
 
 @dataclass(frozen=True)
 class Built:
-    """What was made of Dynamo's `graph`.
+    """The outcome of building for one graph of Dynamo's, `graph`.
 
-    original: runs it.
-    restoring: what to put around a run, so that the modes are as they were, should it raise.
-    tensors, devices: which of its inputs are tensors, and the kinds of device that they are on.
-    executable: None where there is none to run.
+    original: runs that graph.
+    restoring: wraps a run so that it leaves the modes as they were, should it raise.
+    tensors, devices: the positions of its tensor inputs, and the kinds of device they are on.
+    executable: None if the graph is not rewritten.
     """
 
     graph: fx.GraphModule
@@ -74,7 +74,7 @@ class Built:
 
 
 class Builder:
-    """Builds what runs graphs under one policy."""
+    """Builds the runnable forms of graphs under one policy."""
 
     def __init__(self, policy: Policy, lists: OpLists):
         self._policy = policy
@@ -82,8 +82,8 @@ class Builder:
         self._emulated = emulated_nodes(policy, lists)
 
     def build(self, traced: Traced, decision: Decision) -> Built:
-        """To be called under the modes in which it will run. Raises RestartAnalysis where Dynamo is
-        to capture the graph again."""
+        """Build for one graph. Must be called under the modes in which the graph will run. Raises
+        RestartAnalysis if Dynamo is to capture the graph again."""
         lifted = decision.lifted
         restoring = restoring_modes if changes_modes(traced.graph) else _as_it_is
         return Built(
@@ -125,7 +125,7 @@ class Builder:
 
 
 def written_inputs(plan: Plan) -> frozenset[int]:
-    """Positions of the inputs that a graph writes to."""
+    """Return the positions of the inputs that a graph writes to."""
     return frozenset(i for i, f in inputs_of(plan) if f.written)
 
 
@@ -140,8 +140,8 @@ def _records_some(module: fx.GraphModule) -> bool:
 
 
 def _parameters_read(module: fx.GraphModule, lists: OpLists) -> dict[int, bool]:
-    """Positions of the inputs that are parameters and that a graph itself reads; and of each,
-    whether one operator reads it that makes a gradient for it alone."""
+    """Return the positions of the parameters that a graph itself reads, each with whether its one
+    reader makes a gradient in memory of its own."""
     inputs = enumerate(module.graph.find_nodes(op="placeholder"))
     read = {i: [*n.users] for i, n in inputs if n.meta.get("is_parameter") and n.users}
     entries = {i: lists.lookup(by[0].target) for i, by in read.items() if len(by) == 1}

@@ -1,4 +1,4 @@
-"""The Dynamo backend: one graph in, what runs instead of it out, and the plan kept."""
+"""The Dynamo backend: it takes a graph, returns what runs instead, and keeps the plan."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def unscaled(dtype: torch.dtype) -> None:
 
 
 class Compiler:
-    """Rewrites every graph of one model that Dynamo hands over; keeps plans and graphs in order of
-    capture. `model` is what it is called in warnings."""
+    """Rewrites every graph that Dynamo captures of one model, and keeps plans and graphs in order
+    of capture. `model`: the model's name in warnings."""
 
     def __init__(
         self,
@@ -52,16 +52,17 @@ class Compiler:
 
     @property
     def graphs(self) -> tuple[Graphs | None, ...]:
-        """Beside each plan its graphs; None where there are none."""
+        """The captured and emitted graph of each plan; None for a plan without a graph."""
         return tuple(self._graphs.get(i) for i in range(len(self.record.plans)))
 
     @property
     def captured(self) -> frozenset[int]:
-        """Which of the plans are for graphs, by index; the others stand for code without one."""
+        """The indices of the plans that belong to graphs. The others stand for code that is not
+        captured."""
         return frozenset(self._graphs)
 
     def compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Run:
-        """What runs instead of a Dynamo graph. What raises: see `decide`."""
+        """Return the function that runs instead of a graph of Dynamo's. Raises as `decide` does."""
         _, run = self.assemble(self.build(graph, example_inputs))
         return run
 
@@ -71,13 +72,14 @@ class Compiler:
         example_inputs: list[Any],
         names: Names | None = None,
     ) -> Built:
-        """What is made of a Dynamo graph, for this model or any that is called by it."""
+        """Build for a graph of Dynamo's, for this model and any that is called by the graph."""
         traced = Traced(graph, example_inputs)
         decision = decide(traced, self.policy, self.lists, self.saved, names)
         return self._builder.build(traced, decision)
 
     def assemble(self, built: Built) -> tuple[int, Run]:
-        """The index of its plan, and what runs instead of that graph, in this model."""
+        """Assemble a built graph in this model. Returns the index of its plan, and the function
+        that runs instead of the graph."""
         self.record.breaks += break_in(built.graph)
         decision = built.decision
         index = self.record.add(decision.plan)

@@ -1,9 +1,9 @@
-"""Decide: what becomes of one graph that Dynamo captured, as data.
+"""Decide: plan how one captured graph is to run, as data.
 
     Dynamo's graph -- retrace --> captured -- rewrite --> emitted -- lift weights --> lifted
 
-Whatever fails on the way, the decision is for something right: a graph that cannot be retraced runs
-under autocast, one that cannot be rewritten as it was captured.
+If a step fails the decision is for something that is still right: a graph that cannot be retraced
+runs under autocast, one that cannot be rewritten runs as captured.
 """
 
 from __future__ import annotations
@@ -31,23 +31,27 @@ Weights: TypeAlias = tuple[tuple[int, torch.dtype], ...]
 
 
 class Traced(NamedTuple):
-    """What Dynamo hands over: a graph, and what it was called with, which nobody may keep."""
+    """A graph of Dynamo's, and the inputs it was called with. Nobody may keep the inputs."""
 
     graph: fx.GraphModule
     inputs: Sequence[Any]
 
 
 class Graphs(NamedTuple):
-    """One graph in ATen form, in its own precision and in mixed precision."""
+    """A graph in ATen form, as captured and in mixed precision."""
 
     captured: fx.GraphModule
     emitted: fx.GraphModule
 
 
 class Lifted(NamedTuple):
-    """An emitted graph that takes the low-precision weights that stand apart from it as inputs,
-    after the captured ones; of each the position of its parameter among those and its dtype; the
-    kinds of device that the graph computes on; and what it scales by itself."""
+    """An emitted graph whose low-precision weights are inputs, after the captured ones.
+
+    weights: for each such input, the position of its parameter among the captured inputs, and its
+        dtype.
+    devices: the kinds of device that the graph computes on.
+    inside: the gradients that the graph scales by itself.
+    """
 
     graph: fx.GraphModule
     weights: Weights
@@ -57,10 +61,11 @@ class Lifted(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a graph.
+    """The decision for one graph.
 
-    graphs: None if it could not be retraced; the captured one twice if it could not be rewritten.
-    lifted: what is to run; None in both cases, for which the plan has the reason.
+    graphs: None if the graph could not be retraced; the captured graph twice if it could not be
+        rewritten.
+    lifted: the graph that is to run; None in both cases, for which the plan has the reason.
     """
 
     plan: Plan
@@ -75,10 +80,13 @@ def decide(
     saved: Saved | None,
     names: Names | None,
 ) -> Decision:
-    """Decide about a graph of Dynamo's, which is left as it is, under the modes in force.
+    """Decide, under the modes in force, how a graph of Dynamo's is to run. The graph is left as it
+    is.
 
-    `names`: see `retrace`. Raises what the user has to mend: PlanError if no saved plan is for this
-    graph, PolicyError if an override cannot be asked.
+    names: see `retrace`.
+
+    Raises what the user has to mend: PlanError if no saved plan is for this graph, PolicyError if
+    an override cannot be evaluated.
     """
     try:
         captured = split_where_wide(retrace(traced.graph, names, traced.inputs), policy, lists)
@@ -115,9 +123,13 @@ def _lifted(
     policy: Policy,
     devices: frozenset[str],
 ) -> Lifted:
-    """Low-precision weights are made outside of a graph, all in one call, or are kept there between
-    calls; and its gradients are scaled out there. A compiler makes one kernel of a cast, or of a
-    multiplication, and what is beside it, and needs no call of ours for either."""
+    """Lift the weights out of an emitted graph, or have a graph that will be compiled keep its
+    casts.
+
+    Outside, all low-precision weights are made in one call, or kept between calls, and gradients
+    are scaled. A compiler fuses a cast or a multiplication with the operators beside it, and needs
+    no call of ours for either; it scales gradients inside.
+    """
     if not policy.is_compiled or policy.keeps_weights:
         return Lifted(*lift_weights(emitted, plan), devices)
     if policy.loss_scale_for(plan.dtype) is None:
@@ -128,5 +140,5 @@ def _lifted(
 
 
 def devices_of_inputs(inputs: Sequence[Any]) -> frozenset[str]:
-    """The kinds of device that these inputs of a graph are on."""
+    """Return the kinds of device that these inputs of a graph are on."""
     return frozenset(x.device.type for x in inputs if isinstance(x, torch.Tensor))

@@ -48,8 +48,10 @@ NATIVE = (BuiltinFunctionType, MethodDescriptorType)  # not Python code of torch
 def eager(
     module: fx.GraphModule, emulated: Callable[[fx.Node], bool] = nothing_emulated
 ) -> fx.GraphModule:
-    """The graph with other callables in place of its operators, in its bodies too; the module
-    itself if there is nothing to replace. `emulated`: which nodes are to be computed `in_float32`.
+    """Return the graph with other callables in place of its operators, bodies included; the module
+    itself if there is nothing to replace.
+
+    emulated: tells which nodes are to be computed `in_float32`.
     """
     bodies = {name: m for name, m in module.named_children() if isinstance(m, fx.GraphModule)}
     replaced = {name: eager(body, emulated) for name, body in bodies.items()}
@@ -72,7 +74,7 @@ def eager(
 
 
 def code_of(module: fx.GraphModule) -> Callable[..., Any]:
-    """What runs a graph that Dynamo made."""
+    """Return a function that runs a graph of Dynamo's."""
 
     def run(*args: Any) -> Any:
         # FX compiles it when its code is asked for. Without, `forward` is a call of the module, by
@@ -98,12 +100,13 @@ def _called_for(module: fx.GraphModule, node: fx.Node) -> Callable[..., Any] | N
 
 
 def binding(overload: OpOverload) -> Callable[..., Any] | None:
-    """What calls an ATen operator from Python with the same arguments, if there is such a thing.
+    """Return the Python binding that calls an ATen operator with the same arguments; None if there
+    is none.
 
-    A binding finds the overload by its arguments. Left out are those without a tensor, since
-    a binding that makes one looks at the default device, those with a `reduction`, for which
-    bindings have another default, and those with a list of tensors that may hold None, as in
-    `y[:, i] = v`, which bindings refuse (torch 2.13).
+    A binding finds the overload by its arguments. Three kinds of operators are left out: those
+    without a tensor, as a binding that makes one looks at the default device; those with a
+    `reduction`, for which bindings have another default; and those with a list of tensors that may
+    hold None, as in `y[:, i] = v`, which bindings refuse (torch 2.13).
     """
     namespace, _, name = overload._schema.name.partition("::")
     arguments = overload._schema.arguments
@@ -118,21 +121,26 @@ def binding(overload: OpOverload) -> Callable[..., Any] | None:
 
 
 def _is_cast(node: fx.Node) -> bool:
-    """Whether it does nothing but change the dtype. `to` gives back what has that dtype already."""
+    """Whether a node does nothing but change the dtype. (`to` returns a value that has the dtype
+    already.)"""
     value = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
     return [*node.kwargs] == ["dtype"] and value is not None and value.dtype != node.kwargs["dtype"]
 
 
 def _written(module: fx.GraphModule, node: fx.Node) -> frozenset[int]:
-    """Which inputs of the graph the body of a checkpoint writes to, by position among its own."""
+    """Return the positions of the checkpoint's operands that its body writes to and that are inputs
+    of the graph."""
     written = {n for n in written_operands(module, node) if n.op == "placeholder"}
     return frozenset(i for i, given in enumerate(node.args[1:]) if given in written)
 
 
 def _checkpointed(written: frozenset[int]) -> Callable[..., Any]:
-    """Reentrant or not in the model's code, what a graph recomputes is the same. What is `written`
-    are buffers, such as a count of batches. That code does not hand them to `checkpoint`, which
-    saves what it is given, and raises in the backward pass if that was written to."""
+    """Return a non-reentrant checkpoint; it recomputes the same graph as a reentrant one would.
+
+    written: positions of operands that the body writes to: buffers, such as a count of batches. The
+        model's code does not hand buffers to `checkpoint`, which saves what it is given, and raises
+        in the backward pass if that was written to. So they go past it.
+    """
 
     def checkpointed(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         kwargs["use_reentrant"] = False

@@ -1,12 +1,12 @@
-"""Products in float32 on low-precision values, for a CPU that has no kernels for these.
+"""Products in float32 on low-precision values, for CPUs that have no low-precision kernels.
 
     y = linear(x, w)   ->   y = linear(x.float(), w.float()).to(x.dtype)
 
 PyTorch emulates such products element by element. Kernels for float32 are tens of times faster
-(`scripts/emulation.py`), and what comes out is what a matrix unit would give, which adds up in
-float32 too: values are rounded where they are stored, before and after. For the backward pass
-operands are kept as they came, in low precision; the product is computed again there, and
-differentiated. NVCaffe called this pseudo-FP16: storage in float16, math in float32.
+(`scripts/emulation.py`), and the result is that of a matrix unit, which adds up in float32 too:
+values are rounded where they are stored, before and after. For the backward pass operands are kept
+as they came, in low precision; there the product is computed again and differentiated. NVCaffe
+called this pseudo-FP16: storage in float16, math in float32.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from amp_graph.uncaptured import never_captured
 
 
 def emulated_nodes(policy: Policy, lists: OpLists) -> Callable[[fx.Node], bool]:
-    """Which nodes of emitted graphs are to be computed `in_float32`."""
+    """Return a predicate for the nodes of emitted graphs that are to be computed `in_float32`."""
     return partial(_is_emulated, lists) if policy.emulation == "float32" else nothing_emulated
 
 
@@ -46,9 +46,9 @@ def nothing_emulated(node: fx.Node) -> bool:
 
 
 def _is_emulated(lists: OpLists, node: fx.Node) -> bool:
-    """Whether it is a product on a CPU without kernels for its precision. What draws random numbers
-    is left out: computed again, it would draw others; and what autocast of the model's own casts
-    operands for."""
+    """Whether a node is a product on a CPU without kernels for its precision. Left out are nodes
+    that draw random numbers, as computed again they would draw others, and nodes whose operands an
+    autocast region of the model's own casts."""
     listing = lists.lookup(node.target)
     results = tensors_of(node)
     if listing is None or listing.color is not Color.ALLOW or not results:
@@ -72,7 +72,7 @@ def _draws(node: fx.Node) -> bool:
 
 
 def in_float32(product: Callable[..., Any]) -> Callable[..., Any]:
-    """What computes a product of low-precision tensors in float32."""
+    """Return a function that computes a product of low-precision tensors in float32."""
 
     def widened(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))

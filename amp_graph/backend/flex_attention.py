@@ -1,16 +1,16 @@
-"""`flex_attention` in a graph that runs operator by operator is compiled by itself.
+"""Calls of `flex_attention` in a graph that runs operator by operator are compiled by themselves.
 
     flex_attention(q, k, v, score_mod, ...)   ->   torch.compile of that, with `score_mod` inside
 
-The operator is for compilers, which put what the user's functions do to each score into one kernel
-of attention; run as it is, it makes a tensor of all scores, in float32. Users therefore compile
-`torch.nn.attention.flex_attention`, as it tells them to. What is captured of their model calls the
-operator, and says no more of that.
+The operator is meant for compilers, which put the user's score functions into one kernel of
+attention. Run as it is, it makes a tensor of all scores, in float32. Users therefore compile
+`torch.nn.attention.flex_attention`, as it tells them to; in the captured graph that shows as a call
+of the operator alone.
 
-Layers whose functions compute the same share what is compiled, as they would share the user's.
+Layers whose functions compute the same share one compiled kernel, as they would share the user's.
 
-On CPU torch 2.11 compiles what overwrites other memory if there are two threads or more, and kills
-the process; 2.13 and 2.15 do not. There the operator runs as it is.
+On CPU torch 2.11 compiles code that overwrites other memory if there are two threads or more, and
+kills the process; 2.13 and 2.15 do not. There the operator runs as it is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CPU_IS_SOUND = torch.__version__ >= "2.13"
 
 
 def compiled_attention(module: fx.GraphModule) -> Mapping[str, Run]:
-    """What to call for the nodes of a graph that are `flex_attention`, by their names."""
+    """Return, by name of the node, the function to call for each `flex_attention` in a graph."""
     made: dict[Any, Run] = {}
     found = {}
     for node in module.graph.find_nodes(op="call_function", target=FLEX_ATTENTION):
@@ -53,7 +53,8 @@ def compiled_attention(module: fx.GraphModule) -> Mapping[str, Run]:
 
 
 def _form(body: fx.GraphModule) -> Any:
-    """What the bodies have in common that compute the same. One with constants is by itself."""
+    """Return a key that is equal for bodies that compute the same. A body with constants equals
+    none."""
     if body.graph.find_nodes(op="get_attr"):
         return id(body)
     form, numbers = [], {node: k for k, node in enumerate(body.graph.nodes)}
@@ -64,7 +65,8 @@ def _form(body: fx.GraphModule) -> Any:
 
 
 def _compiled(score_mod: fx.GraphModule, mask_mod: fx.GraphModule, read: frozenset[Any]) -> Run:
-    """`read`: which of the results are. On CPU what is compiled has no others (torch 2.13)."""
+    """Compile one kernel. `read`: the results that are read; on CPU compiled code has no others
+    (torch 2.13)."""
     score_mod, mask_mod = map(_as_written, (score_mod, mask_mod))
 
     def attend(*args: Any) -> Any:
@@ -89,9 +91,9 @@ def _compiled(score_mod: fx.GraphModule, mask_mod: fx.GraphModule, read: frozens
 
 
 def _as_written(body: fx.GraphModule) -> fx.GraphModule:
-    """The body with tensors indexed by `[]` again. For that the operator looks: the gradient of
-    what is indexed otherwise is no operation on single scores, which is not compiled (torch 2.11).
-    """
+    """Return the body with tensors indexed by `[]` again. The operator looks for that: the gradient
+    of a tensor indexed otherwise is no operation on single scores, which is not compiled (torch
+    2.11)."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(body.graph, {}))
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor):

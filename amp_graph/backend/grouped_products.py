@@ -26,7 +26,7 @@ AMPERE = (8, 0)  # the oldest GPUs that have the kernel
 
 
 def grouped_product(node: fx.Node) -> Callable[..., Any] | None:
-    """What computes a node that is such a product instead, if it can."""
+    """Return PyTorch's kernel for a node that is such a product, or None if it cannot be used."""
     if op_name(node) != OF_TRANSFORMERS:
         return None
     rows, matrices = (operand.meta["val"] for operand in node.all_input_nodes[:2])
@@ -41,7 +41,8 @@ def _has_kernel(device: torch.device) -> bool:
 
 
 def _is_aligned(operand: Tensor) -> bool:
-    """In bfloat16, with elements of either dimension side by side, and the others aligned."""
+    """Whether an operand is in bfloat16, with one of its two dimensions contiguous and all others
+    aligned."""
     near, far = sorted(operand.stride()[-2:], key=lambda stride: stride != 1)
     sizes = operand.shape[-2:] if operand.dim() == 3 else operand.shape[-1:]
     are_known = all(type(n) is int for n in (near, far, *sizes))

@@ -1,4 +1,4 @@
-"""The way back from an emitted graph to the captured one, if it fails when it runs first.
+"""The way back from an emitted graph to the captured one, for when its first run fails.
 
 Private name of PyTorch used here:
 
@@ -20,10 +20,10 @@ from amp_graph.modules import Run
 class Guarded:
     """An emitted graph that has not yet shown that it runs.
 
-    Invariant: a call returns what the emitted graph returns, or, if that fails, what the
-    original returns, with every input at risk of being written, and the state of random numbers,
-    as the original alone would have left it. After one success the emitted graph runs without a
-    net, so that an error is the user's own.
+    Invariant: a call returns what the emitted graph returns; if that fails, what the original
+        returns, with every input at risk of being written, and the state of random numbers, as the
+        original alone would have left it. After one success the emitted graph runs without a net,
+        so that later errors are the user's own.
     """
 
     def __init__(

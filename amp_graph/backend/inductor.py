@@ -59,11 +59,11 @@ STATIC = {"_dynamo_static_input_type": "unguarded"}  # marks an input that stays
 def compile_graph(
     lifted: Lifted, eager: Run, traced: Traced, settings: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Return a lifted graph, compiled, as a function of the same inputs; it stays as it was.
+    """Return a lifted graph, compiled, as a function of the same inputs. The graph stays as it was.
 
-    eager: what runs it operator by operator.
-    traced: what Dynamo called its backend with.
-    settings: of Inductor.
+    eager: runs it operator by operator.
+    traced: the graph and inputs that Dynamo called its backend with.
+    settings: Inductor's settings.
     """
     if lifted.graph.graph.find_nodes(op="call_function", target=set_data):  # at once, as it traces
         raise CaptureError("tensors are put into other memory (`x.data = y`)")
@@ -99,8 +99,8 @@ def compile_graph(
 
 
 def _differentiable_once(run: Run) -> Run:
-    """Of what AOTAutograd made: a second derivative is an error that says what to do, in the place
-    of PyTorch's own."""
+    """Return the compiled run with PyTorch's own error for a second derivative replaced by one that
+    says what to do."""
     is_known = False
 
     def run_once_known(*args: Any) -> Any:
@@ -117,7 +117,8 @@ def _differentiable_once(run: Run) -> Run:
 
 
 def _refusing_another(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward pass of a custom function, with what it returns, if it is recorded."""
+    """Return the backward pass of a compiled function. What it returns, if recorded, raises when it
+    is differentiated."""
 
     def differentiable_once(ctx: Any, *gradients: Any) -> Any:
         found = backward(ctx, *gradients)
@@ -133,7 +134,8 @@ def _raise_no_derivative(_: Any) -> None:
 
 
 def _compiled_node(tensors: Iterable[Any]) -> Node | None:
-    """The one by which a tensor was made, or what it is a view of, if it is AOTAutograd's."""
+    """Return the autograd node of AOTAutograd's that made one of the tensors, or the base of one;
+    None if there is none."""
     for tensor in tensors:
         node = tensor.grad_fn if isinstance(tensor, Tensor) else None
         for found in (node, *(before for before, _ in (node.next_functions if node else ()))):
@@ -145,8 +147,9 @@ def _compiled_node(tensors: Iterable[Any]) -> Node | None:
 def inductor(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
     """Inductor, as a backend for `torch.compile`, with SETTINGS.
 
-    PyTorch waits for the first backward pass to know whether its graph is kept (`retain_graph`).
-    One that is compiled before writes over nothing that was saved, so that it may be.
+    PyTorch waits for the first backward pass to know whether its graph is kept (`retain_graph`). A
+    backward pass compiled before that writes over nothing that was saved, so that the graph may be
+    kept.
     """
     from torch._functorch import config
     from torch._functorch._aot_autograd import graph_compile
@@ -164,12 +167,12 @@ def _none_of_them(*_: Any) -> list[int]:
 
 
 def _example(fake: Tensor, requires_grad: bool) -> Tensor:
-    """A fake input as the boundary will hand it in. `fake` was made without autograd."""
+    """Return a fake input as the boundary will hand it in. `fake` was made without autograd."""
     return fake.detach().requires_grad_(requires_grad)
 
 
 def _without_unread_parameters(graph: fx.Graph) -> list[int]:
-    """Take inputs out that are parameters which only their low-precision weights stand for: each
+    """Remove the inputs for parameters that only their low-precision weights stand for, as each
     input of a compiled graph costs time at every call. Returns the positions of the others."""
     read = []
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
@@ -181,7 +184,7 @@ def _without_unread_parameters(graph: fx.Graph) -> list[int]:
 
 
 def _described(module: fx.GraphModule, captured: fx.GraphModule) -> fx.GraphModule:
-    """`module` with what Dynamo says of the graph that it was made from."""
+    """Return `module` with Dynamo's notes on the graph that it was made from."""
     if "dynamo_compile_id" not in captured.meta:
         return module
     module.meta["dynamo_compile_id"] = captured.meta["dynamo_compile_id"]

@@ -1,5 +1,6 @@
-"""Record: what is known of one conversion. It is kept when the model is gone, for the exit report,
-and must not keep the model alive."""
+"""Record: the history of one conversion. It outlives the model, for the exit report, and must not
+keep the model alive.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ from amp_graph.training.graph_scale import GraphScale
 @dataclass
 class Record:
     """The plans of a model's graphs in order of capture, how often each graph ran, where and why
-    graphs ended before the model did, what capturing has cost, and the loss scale. `model` is its
-    name, if it is known."""
+    graphs ended before the model did, the cost of capturing, and the loss scale.
+
+    model: the model's name, if it is known.
+    """
 
     model: str = ""
     plans: list[Plan] = field(default_factory=list)
@@ -28,14 +31,14 @@ class Record:
     _adding: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, plan: Plan) -> int:
-        """Keep the plan of a graph that was captured, or of code without one; its index."""
+        """Add the plan of a captured graph, or of code without one, and return its index."""
         with self._adding:
             self.plans.append(plan)
             return len(self.plans) - 1
 
     def drop(self, index: int) -> None:
-        """Take one for code without a graph back. If one was added since, which is known by its
-        index, an empty one stays."""
+        """Take back the plan of code without a graph. If a plan was added since, an empty plan
+        stays in its place, as plans are known by their indices."""
         with self._adding:
             if index == len(self.plans) - 1:
                 del self.plans[index]
@@ -51,7 +54,7 @@ class Record:
         warn(f"{self.graph(index)} runs as it was captured, in its own precision: {reason}")
 
     def graph(self, index: int) -> str:
-        """What it goes by in a warning."""
+        """Return the name of a graph for warnings."""
         return f"graph {index} of {self.model}" if self.model else f"graph {index}"
 
     def not_under_autocast(self, index: int, what: str, reason: str) -> None:
@@ -61,8 +64,8 @@ class Record:
         warn(f"{what} runs in float32: autocast fails ({reason})")
 
     def in_float32(self, index: int, function: str) -> str:
-        """Note of a custom function in code that else runs under autocast, and why; what to say of
-        it, if that was not said before."""
+        """Note that a custom function runs in float32 in code that runs under autocast. Returns
+        what to tell about it, or "" if it was told before."""
         said = f"{function} in float32: no torch.amp.custom_fwd for the device decorates it"
         is_told = any(said in (plan.fallback or "") for plan in self.plans)
         plan = self.plans[index]

@@ -35,9 +35,10 @@ def rewrite(
 ) -> tuple[fx.GraphModule, Plan]:
     """Return the mixed-precision form of an ATen graph and the plan it follows.
 
-    `captured`, in which attention is split where it has to be, is left as it was. `pins` has
+    `captured`, whose attention is split already where need be, is left as it was. `pins` has
     decisions of a saved plan, which beat the lists. Raises VerifyError if the result fails a check,
-    PlanError if a saved decision cannot be, PolicyError if an override cannot be asked.
+    PlanError if a saved decision cannot be honoured, PolicyError if an override cannot be
+    evaluated.
     """
     dtype = policy.dtype_for(device_types(captured))
     bodies: dict[str, tuple[fx.GraphModule, Plan]] = {}
@@ -74,7 +75,7 @@ def painted(
     pins: Pins | None,
     refused: Collection[str],
 ) -> tuple[Mapping[str, Paint], Mapping[str, Paint]]:
-    """The colours without the decisions of a saved plan, and with them."""
+    """Return the paints without the decisions of a saved plan, and the paints with them."""
     fresh = paint(facts, flow, lists, policy, dtype, refused=refused)
     if pins is None:
         return fresh, fresh
@@ -82,9 +83,9 @@ def painted(
 
 
 def split_where_wide(captured: fx.GraphModule, policy: Policy, lists: OpLists) -> fx.GraphModule:
-    """The graph, and those inside it, with the calls of attention split that are painted low and
-    that PyTorch would compute in float32 inside; the graph itself if there are none, or at level
-    "safe", at which they are left to PyTorch."""
+    """Return the graph, bodies included, with those calls of attention split that are painted low
+    and that PyTorch would compute in float32 inside. Return the graph itself if there are none, and
+    at level "safe", which leaves them to PyTorch."""
     bodies = {
         name: body
         for node in captured.graph.nodes
@@ -106,7 +107,7 @@ def split_where_wide(captured: fx.GraphModule, policy: Policy, lists: OpLists) -
 def rewrite_body(
     body: fx.GraphModule, policy: Policy, lists: OpLists, pins: Pins | None
 ) -> tuple[fx.GraphModule, Plan]:
-    """As `rewrite`, but a body that fails runs as captured, and its plan says so."""
+    """Rewrite a body. One that fails runs as captured, and its plan says so."""
     dtype = policy.dtype_for(device_types(body))
     if not is_retraced(body):
         return body, Plan(dtype, fallback=f"not retraced to ATen ({body.meta[WHY_NOT_RETRACED]})")
@@ -119,7 +120,7 @@ def rewrite_body(
 
 
 def device_types(module: fx.GraphModule) -> frozenset[str]:
-    """The kinds of device that a graph's tensors live on."""
+    """Return the kinds of device that a graph's tensors are on."""
     found = {t.device.type for node in module.graph.nodes for t in tensors_of(node)}
     return frozenset(found or {"cpu"})
 
@@ -127,13 +128,14 @@ def device_types(module: fx.GraphModule) -> frozenset[str]:
 def saved_pins(
     captured: fx.GraphModule, saved: Saved | None, policy: Policy, lists: OpLists
 ) -> Pins | None:
-    """What saved plans decided for a captured graph. Raises PlanError if none is for it."""
+    """Return the decisions of saved plans for a captured graph. Raises PlanError if no plan is for
+    it."""
     return None if saved is None else pins_for(saved, outline(captured, policy, lists))
 
 
 def outline(captured: fx.GraphModule, policy: Policy, lists: OpLists) -> Plan:
-    """What is known of a captured graph and those inside it, with nothing decided. A graph that
-    cannot be annotated has an empty one; `rewrite` will say why."""
+    """Return the facts of a captured graph and its bodies as a plan that decides nothing. It is
+    empty for a graph that cannot be annotated; `rewrite` tells why."""
     dtype = policy.dtype_for(device_types(captured))
     try:
         facts = annotate(captured, lists, dtype)

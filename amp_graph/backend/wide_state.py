@@ -2,11 +2,11 @@
 
     h = (h - n) * z + n, in float32;  products, gates and the layer's results in low precision
 
-PyTorch runs the layer step by step there, all of it in the precision of its operands, and what a
-state is to remember over many steps is rounded as many times. Under autocast its products alone
-are low, since the state is no operand of theirs by itself: so it is run here. On other devices a
-kernel computes a step in float32 inside, and the states of the other layers are either that
-(LSTM) or a tanh of a sum of products, low under autocast too.
+PyTorch runs the layer step by step there, all of it in the precision of its operands, so that a
+state that is to be remembered over many steps is rounded as many times. Under autocast only the
+products are low, since the state itself is no operand of theirs. So the layer is run under autocast
+here. On other devices a kernel computes a step in float32 inside; the states of other layers are
+either computed likewise (LSTM) or a tanh of a sum of products, low under autocast too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ GRU = torch.ops.aten.gru.input
 
 
 def wide_state(node: fx.Node) -> Callable[..., Any] | None:
-    """What computes a node that is such a layer instead."""
+    """Return the function that computes a GRU node with a float32 state; None for any other
+    node."""
     if node.target is not GRU:
         return None
     output, _ = node.meta["val"]
