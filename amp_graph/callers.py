@@ -1,5 +1,5 @@
-"""The frames that a call came through, and whose their code is: this package's, PyTorch's,
-Python's, or the user's, as which libraries count too."""
+"""The frames that a call came through, and whose code they run: this package's, PyTorch's,
+Python's, or the user's, as which libraries count, too."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ def is_users(file: str) -> bool:
 
 
 def calling(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and those that it was called from, the innermost first."""
+    """Yield a frame and those that it was called from, the innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def depth_of_user(frame: FrameType) -> int:
-    """How many frames above this one the user's first is; of the outermost, if there is none."""
+    """Return how many frames above this one the user's first frame is; the outermost if there is
+    none."""
     files = [caller.f_code.co_filename for caller in calling(frame)]
     return next((i for i, file in enumerate(files) if is_users(file)), len(files) - 1)
 
 
 def place(file: str, line: int | None) -> str:
-    """As "net.py:12"."""
+    """Return a place in code, as "net.py:12"."""
     return f"{Path(file).name}:{line}"

@@ -132,8 +132,8 @@ def convert(
 
 
 def convert_at_first_call(model: nn.Module, policy: Policy) -> None:
-    """As `convert`, where one policy serves many models: its globs may match no module here; and
-    where the parts that are trained without the whole are converted by themselves."""
+    """Convert one of many models that share a policy: its globs may match no module of this one,
+    and parts that are trained without the whole are converted by themselves. See `convert`."""
     check_model(model)
     _convert(model, policy, None, None)
     conversion = conversion_of(model)
@@ -173,12 +173,14 @@ def is_converted(model: nn.Module) -> bool:
 
 
 def plans(model: nn.Module) -> tuple[Plan, ...]:
-    """The plans of the graphs captured from a converted model so far, in order of capture."""
+    """Return the plans of the graphs captured from a converted model so far, in order of
+    capture."""
     return conversion_of(model).compiler.plans
 
 
 def scale_of(model: nn.Module) -> GraphScale | None:
-    """The loss scale inside a converted model's graphs; None if its gradients are not scaled.
+    """Return the loss scale inside a converted model's graphs; None if its gradients are not
+    scaled.
 
     It has `get_scale()`, and `state_dict()` and `load_state_dict()` in GradScaler's format.
     """
@@ -186,7 +188,7 @@ def scale_of(model: nn.Module) -> GraphScale | None:
 
 
 def has_finite_gradients(model: nn.Module) -> bool:
-    """Whether to go on with an update of one's own: no gradient of the model overflowed.
+    """Return whether to go on with an update of one's own: no gradient of the model overflowed.
 
     For training without a `torch.optim.Optimizer`, which would ask by itself. Call it once per
     update, under FSDP on every rank: the loss scale is adjusted accordingly.
@@ -196,12 +198,13 @@ def has_finite_gradients(model: nn.Module) -> bool:
 
 
 def record_of(model: nn.Module) -> Record:
-    """What happened to a converted model so far; it goes on while the model lives."""
+    """Return the history of a converted model so far. It is added to while the model lives."""
     return conversion_of(model).compiler.record
 
 
 def _checked(optimizer: Any, model: nn.Module) -> list[Optimizer]:
-    """The optimizers given, of which each must step some of the model's parameters."""
+    """Return the optimizers given, after checking that each steps some of the model's
+    parameters."""
     if optimizer is None:
         return []
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -224,7 +227,8 @@ def _checked(optimizer: Any, model: nn.Module) -> list[Optimizer]:
 
 
 def _can_step(given: Any) -> bool:
-    """Whether it has what a GradScaler asks of an optimizer, and a guard can stand before it."""
+    """Whether an object has what a GradScaler asks of an optimizer, and a guard can stand before
+    it."""
     if isinstance(given, Optimizer):
         return True
     try:
@@ -236,8 +240,8 @@ def _can_step(given: Any) -> bool:
 
 
 def _calls_modules_way(kind: type[nn.Module]) -> bool:
-    """Whether a call comes to `nn.Module.__call__`, where a conversion stands: no class on the way
-    has a `__call__` that names no other, or fx's `_wrapped_call`, which goes on."""
+    """Whether a call reaches `nn.Module.__call__`, where a conversion stands: no class on the way
+    has a `__call__` of its own, apart from fx's `_wrapped_call`, which goes on."""
     before_module = takewhile(lambda c: c is not nn.Module, kind.__mro__)
     own = [c.__dict__["__call__"] for c in before_module if "__call__" in c.__dict__]
     codes = [c.__code__ for c in map(inspect.unwrap, own) if isinstance(c, FunctionType)]

@@ -1,4 +1,4 @@
-"""What the CPU can do by itself, and what is emulated.
+"""The CPU's own kernels for low precision, and what PyTorch emulates without them.
 
 Private names of PyTorch used here:
 
@@ -18,9 +18,9 @@ ASKED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn
 
 
 def emulates(dtype: torch.dtype) -> bool:
-    """Whether matrix products in a low precision have no kernels for this CPU and go element by
-    element, tens of times slower than in float32 (scripts/emulation.py): in bfloat16 on x86 without
-    AVX-512, say. False where PyTorch does not know, and for other dtypes."""
+    """Whether this CPU has no kernels for matrix products in a low precision, which then go element
+    by element, tens of times slower than in float32 (`scripts/emulation.py`): in bfloat16 on x86
+    without AVX-512, say. False where PyTorch does not know, and for other dtypes."""
     if dtype not in ASKED or not torch.backends.mkldnn.is_available():
         return False
     is_supported = getattr(torch.ops.mkldnn, ASKED[dtype], None)
@@ -28,12 +28,13 @@ def emulates(dtype: torch.dtype) -> bool:
 
 
 def has_amx() -> bool:
-    """Whether it has Intel's instructions for products of tiles, and PyTorch makes use of them."""
+    """Whether this CPU has Intel's instructions for products of tiles, and PyTorch uses them."""
     return torch.backends.mkldnn.is_available() and torch.cpu._is_amx_tile_supported()
 
 
 def why_emulated(dtypes: Iterable[torch.dtype], is_compiled: bool) -> str:
-    """What to tell whoever computes in these; `is_compiled`: by a compiler, which emulates none."""
+    """Return the warning about products in these precisions; `is_compiled`: by a compiler, which
+    emulates none."""
     names = ", ".join(sorted(dtype_name(dtype) for dtype in dtypes if emulates(dtype)))
     others = [dtype_name(dtype) for dtype in ASKED if not emulates(dtype)]
     better = f"It has kernels for {others[0]}. " if others else ""

@@ -46,11 +46,11 @@ CUSTOM_FWD = torch.amp.custom_fwd.__code__.co_filename  # what it decorates has 
 
 @dataclass
 class _UnderAutocast:
-    """A run of such code.
+    """One run of code under autocast.
 
-    in_float32: the functions that ran in float32, and not by what Dynamo captures inside of them.
-    depth: how many functions it is in.
-    later: to be done when it is in none of them.
+    in_float32: the functions that ran in float32, apart from those inside of what Dynamo captures.
+    depth: how many custom functions are running, nested.
+    later: to be called when none is running any more.
     """
 
     in_float32: set[str] = field(default_factory=set)
@@ -68,8 +68,12 @@ _of_ours = never_captured(reason="amp_graph runs a custom function without autoc
 
 @contextlib.contextmanager
 def as_without_autocast(in_region: bool = False) -> Iterator[set[str]]:
-    """For what this thread runs under autocast, where no script has put that, or only in a region
-    of the model's own. Yields the names of functions that ran in float32."""
+    """Have custom functions that this thread runs under autocast get what they would get without
+    it.
+
+    To be entered where autocast was not put by the script, or (`in_region`) was by the model's own
+    region. Yields the names of functions that ran in float32.
+    """
     _hear_all()
     before, around = _here.run, None if in_region else own_regions.begin()
     _here.run = _UnderAutocast()
@@ -82,7 +86,7 @@ def as_without_autocast(in_region: bool = False) -> Iterator[set[str]]:
 
 
 def behind_functions(do: Callable[[], None]) -> None:
-    """Do this as soon as this thread is in no custom function that such code calls."""
+    """Call `do` as soon as this thread is in no custom function that such code calls."""
     if (run := _here.run) is not None and run.depth:
         run.later = do
     else:
@@ -116,7 +120,8 @@ def _hear_all() -> None:
 
 @passed_over
 def _again(run: Run) -> Run:
-    """For a checkpoint, which is under autocast when it runs it again, too, and knows no more."""
+    """Wrap what a checkpoint runs again. It is under autocast then, too, but not under
+    `as_without_autocast`."""
     in_region = own_regions.is_in_region()
 
     @passed_over
@@ -133,8 +138,8 @@ def _again(run: Run) -> Run:
 def _enter(
     run: _UnderAutocast, function: type[Function], args: Sequence[Any], captures: bool
 ) -> tuple[contextlib.ExitStack, Sequence[Any]]:
-    """What is to be left when the function has run, and what it is given. `captures`: whether
-    Dynamo captures what it calls."""
+    """Return what has to be left when the function has run, and the arguments it gets. `captures`:
+    whether Dynamo captures what it calls."""
     shield, kinds = contextlib.ExitStack(), _casting_devices()
     run.depth += 1
     shield.callback(_leave, run)
@@ -158,7 +163,7 @@ def _enter(
 
 @_of_ours
 def _write_back(copies: Sequence[tuple[Tensor, Tensor, int | None]]) -> None:
-    """What the function wrote into what it was given, into what its caller has."""
+    """Write what the function wrote into its arguments into those that its caller has."""
     for arg, wide, version in copies:
         if version is None or version_of(wide) != version:
             arg.copy_(wide)
@@ -197,7 +202,8 @@ def _is_decorated(forward: Any) -> bool:
 
 
 def _widened(value: Any) -> Any:
-    """A tensor in the low precision of autocast in float32."""
+    """Return a tensor that is in autocast's low precision in float32, and anything else as it
+    is."""
     if not isinstance(value, Tensor):
         return value
     kind = value.device.type

@@ -10,5 +10,5 @@ LOW = tuple(LOW_DTYPES.values())  # the precisions that count as low
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """As people write it: "float16" for `torch.float16`."""
+    """Return a dtype's short name: "float16" for `torch.float16`."""
     return str(dtype).removeprefix("torch.")

@@ -62,7 +62,8 @@ NO_FAILURES = torch.OutOfMemoryError, _StopRecomputationError
 
 
 class DerivativeError(AmpGraphError, RuntimeError):
-    """A derivative that a compiled graph does not have; scripts catch PyTorch's RuntimeError."""
+    """A compiled graph was asked for a derivative that it does not have. Scripts catch PyTorch's
+    RuntimeError, which this is, too."""
 
 
 class ConversionWarning(UserWarning):
@@ -75,7 +76,8 @@ _tell: list[Callable[[str], None]] = []
 
 
 def warn(message: str, once_about: str = "") -> None:
-    """Warn at the user's line. What is the same for all models is `once_about` something."""
+    """Warn at the user's line. A warning that is the same for all models is given `once_about` a
+    subject."""
     if once_about in _told:
         return
     if once_about:
@@ -88,8 +90,8 @@ def warn(message: str, once_about: str = "") -> None:
 
 @contextlib.contextmanager
 def telling(tell: Callable[[str], None]) -> Iterator[None]:
-    """Tell instead of warning: in a script that does not know of this package, and may take every
-    warning for an error, or count them."""
+    """Print messages instead of warning: for a script that does not know of this package, and may
+    turn every warning into an error, or count them."""
     _tell.append(tell)
     try:
         yield
@@ -98,23 +100,24 @@ def telling(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def line_of_user() -> str:
-    """The line of the user's that is at work: "train.py:12"."""
+    """Return the line of the user's code that is running: "train.py:12"."""
     frame = sys._getframe(depth_of_user(sys._getframe()))
     return place(frame.f_code.co_filename, frame.f_lineno)
 
 
 def in_words(error: BaseException) -> str:
-    """Its class and what it says, in one line."""
+    """Return an error's class and message, in one line."""
     return ": ".join(filter(None, [type(error).__name__, " ".join(str(error).split())]))
 
 
 def in_brief(value: Any) -> str:
-    """What was given instead of what was asked for, in a message about it."""
+    """Return a short form of a wrong argument, for a message about it."""
     text = " ".join(repr(value).split())
     return f"{type(value).__name__} {text if len(text) <= 40 else f'{text[:37]}...'}"
 
 
 def did_you_mean(name: Any, choices: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of a message about a name that is none of the choices: the one that is close."""
+    """Return the end of a message about a name that is not among the choices: a close one, if
+    any."""
     close = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""

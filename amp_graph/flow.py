@@ -20,7 +20,8 @@ SUMS = frozenset(f"aten.{name}.Tensor" for name in ("add", "add_", "sub", "sub_"
 
 
 def flow_graph(facts: Mapping[str, NodeFacts]) -> nx.DiGraph:
-    """A directed graph over node numbers, an edge from each value to each of its readers.
+    """Return a directed graph over node numbers, with an edge from each value to each of its
+    readers.
 
     Nodes stand in graph order, which is a topological order; predecessors as in `reads`.
     """
@@ -33,7 +34,7 @@ def flow_graph(facts: Mapping[str, NodeFacts]) -> nx.DiGraph:
 
 
 def returned(facts: Sequence[NodeFacts], flow: nx.DiGraph) -> list[int]:
-    """The nodes whose float32 values the graph returns."""
+    """Return the nodes whose float32 values the graph returns."""
     ends = (n for n, f in enumerate(facts) if f.op == "output")
     return [value for n in ends for value in flow.predecessors(n)]
 
@@ -44,8 +45,8 @@ def huge_values(
     colors: Sequence[Color | None],
     dtype: torch.dtype,
 ) -> set[int]:
-    """What carries a finite constant beyond the low precision's range, until something bounds
-    it. What is filled with one is as bounded as that."""
+    """Return the nodes that carry a finite constant beyond the low precision's range, until
+    something bounds it. A value filled with such a constant is as bounded as the constant."""
     huge: set[int] = set()
     for n, f in enumerate(facts):
         carries = any(is_beyond(x, dtype) for x in f.scalars)
@@ -57,13 +58,13 @@ def huge_values(
 
 
 def is_beyond(number: float, dtype: torch.dtype) -> bool:
-    """Whether it is finite and beyond the range of a precision."""
+    """Whether a number is finite and beyond the range of a precision."""
     return torch.finfo(dtype).max < abs(number) < math.inf
 
 
 def saturated(argument: Any, dtype: torch.dtype) -> Any:
-    """An argument of an operator that is to run in a precision: for a finite number beyond, the
-    last one that this has."""
+    """Return an argument for an operator that is to run in a precision: the largest number of that
+    precision for a finite number beyond it."""
     if isinstance(argument, float) and is_beyond(argument, dtype):
         return math.copysign(torch.finfo(dtype).max, argument)
     return argument
@@ -72,8 +73,8 @@ def saturated(argument: Any, dtype: torch.dtype) -> Any:
 def vanishing_constants(
     facts: Sequence[NodeFacts], flow: nx.DiGraph, dtype: torch.dtype
 ) -> dict[int, float]:
-    """Constants whose nonzero numbers are all below the smallest normal number of `dtype`, each
-    with its largest number; and values that only move such numbers."""
+    """Return the constants whose nonzero numbers are all below the smallest normal number of
+    `dtype`, and the values that only move such numbers, each with its largest number."""
     limit = torch.finfo(dtype).smallest_normal
     vanishing: dict[int, float] = {}
     for n, f in enumerate(facts):
@@ -93,9 +94,12 @@ def raw_values(
     colors: Sequence[Color | None],
     narrowed: Container[int],
 ) -> set[int]:
-    """Values that depend on inputs, buffers and constants only: on no parameter, but for those of
-    `narrowed` nodes, such as a norm of the inputs, and on no allow node. They may be times, counts,
-    coordinates or indices, which a low precision does not tell apart."""
+    """Return the values that depend on inputs, buffers and constants only.
+
+    A value is not raw if it depends on an allowed operator, or on a parameter, unless a `narrowed`
+    node reads that (a norm of the inputs). Raw values may be times, counts, coordinates or indices,
+    which a low precision does not tell apart.
+    """
     raw: set[int] = set()
     for n, f in enumerate(facts):
         if f.is_parameter or colors[n] is Color.ALLOW:
@@ -113,7 +117,7 @@ Known = TypeVar("Known", covariant=True)
 
 
 class Table(Protocol[Node, Known]):
-    """What is known of each node."""
+    """A lookup by node."""
 
     def __getitem__(self, node: Node, /) -> Known: ...
 
@@ -126,13 +130,15 @@ def takes_either(
     reads: Iterable[Node],
     is_low: bool = False,
 ) -> bool:
-    """Whether `reader`, low or not, which reads `reads`, needs no cast of `value`, one of them, as
-    its kernel widens operands itself.
+    """Whether `reader` needs no cast of `value`, one of `reads`, because its kernel widens operands
+    itself.
 
-    A reduction in float32 reads low values if it is asked for a float32 result. Of operators that
-    promote, a 0-dimensional operand beside larger ones does not decide the result's type, and a
-    float32 operator that reads float32 anyway, or a wide value, which may not arrive rounded there,
-    takes a low operand beside it, as in a residual stream.
+    A reduction in float32 reads low values if it is asked for a float32 result. In operators that
+    promote, a 0-dimensional operand beside larger ones does not decide the result's type. A float32
+    operator that reads another float32 operand, or a wide value, takes a low operand beside it, as
+    in a residual stream; a wide value itself may not arrive rounded.
+
+    is_low: whether the reader computes in low precision.
     """
     if facts[reader].widens:
         return not (is_low or paints[value].wide or paints[reader].color is Color.KEEP)
@@ -149,10 +155,12 @@ def takes_either(
 def widened_for_others(
     facts: Mapping[str, NodeFacts], paints: Mapping[str, Paint], low: Container[str]
 ) -> set[str]:
-    """Low values that some operator needs in float32. A reader that takes either precision reads
-    the same cast, so that its gradient is added in float32 and not rounded first. Left out are
-    0-dimensional values, where nothing is gained, and values that are written to, which may have to
-    be cast again."""
+    """Return the low values that some operator needs in float32.
+
+    A reader that takes either precision reads the same cast, so that its gradient is added in
+    float32 and not rounded first. Left out are 0-dimensional values, where nothing is gained, and
+    values that are written to, which may have to be cast again.
+    """
     return {
         value
         for name, f in facts.items()

@@ -39,8 +39,8 @@ class Level(enum.Enum):
     """How far tensors are narrowed for memory and speed; each level does what those before it do.
 
     SAFE: float32 wherever `torch.autocast` has it. BALANCED: kernels that compute in float32 inside
-    keep their tensors in low precision; so do residual streams in bfloat16 (in float16 they may
-    outgrow its range). MAX: the fewest bytes that leave denied arithmetic in float32.
+        keep their tensors in low precision, and so do residual streams in bfloat16 (in float16 they
+        may outgrow its range). MAX: the fewest bytes that leave denied arithmetic in float32.
     """
 
     SAFE = "safe"
@@ -67,7 +67,7 @@ class TensorFacts:
 
     @property
     def is_sized(self) -> bool:
-        """Whether its size is known, rather than made up because it depends on data (`u0`)."""
+        """Whether the size is known, rather than made up because it depends on data (`u0`)."""
         return not any(re.search(r"\bu\d+\b", str(size)) for size in self.shape)
 
 
@@ -75,31 +75,31 @@ class TensorFacts:
 class NodeFacts:
     """What is known of one node of a captured graph before anything is decided.
 
-    color, group, bounded, promotes, orders, saturates, reads_phase, exact, widens: the node's list
-        entry, as `Listing` explains them (color None: on no list).
-    storage: from this level on its float32 tensors may be low, as its kernel computes in float32
-        inside; None: never.
-    reads: the nodes whose float32 tensors it computes on; `operands`: all nodes it takes.
-    positions: of `reads`, those that say where something is: they become integers, or places to
-        sample at.
-    like: of what is exact, the value whose dtype it was made in, if the model's code names none.
-    tensors: what it returns; one entry per tensor of a tuple.
-    memory: the node that first held the storage its result lives in: itself, unless the result
-        is a view of another value or was written in place.
-    written: some node of the graph writes into that storage.
+    From the operator's list entry, as `Listing` explains them: color (None: on no list), group,
+    bounded, promotes, orders, saturates, reads_phase, exact, widens. Otherwise:
+
+    operands: all nodes it takes. `reads`: those whose float32 tensors it computes on. `positions`:
+        of these, the ones that say where something is: they become integers, or places to sample
+        at.
+    tensors: the tensors it returns.
+    storage: the level from which on its float32 tensors may be low, as its kernel computes in
+        float32 inside; None: never.
+    like: for an `exact` node, the value whose dtype it was made in, if the model's code names none.
+    scalars: the numbers in its arithmetic. `unknown`: nodes that hold others, known only in a call.
+    terms: for a product of matrices, how many products of two numbers are added up per element.
+    sums: how many numbers its kernel, or that of a gradient, may add up in their precision.
+    recorded: whether autograd records it. Not compared: a first layer without gradients is alike to
+        the others.
+    memory: the node that first held the storage of its result: itself, unless the result is a view
+        of another value or was written in place.
+    written: whether some node of the graph writes into that storage.
     writes: the memories that this node itself writes into, or may.
-    external: its memory is an input's, a parameter's or a buffer's.
-    user_cast: of float32 to float32, in the model's code: stay precise from here.
-    asked: whether the model's code asks it for float32 (`softmax(x, -1, dtype=torch.float32)`).
-    recorded: whether autograd records it, as what leads to it needs a gradient. Layers of which the
-        first gets no gradient are alike all the same.
-    scalars: the numbers that take part in its arithmetic; `unknown`: what holds those of a call.
-    terms: of a product of matrices, how many products of two numbers an element is the sum of.
-    called: of an input, what people call it: the path of a parameter or buffer in the model
-        ("head.fc.weight"), the argument of the call.
-    sums: how many numbers its kernel, or the kernel of a gradient, may add up in their precision.
+    external: whether that storage is an input's, a parameter's or a buffer's.
+    user_cast: whether it is the user's cast of float32 to float32: stay precise from here.
+    asked: whether it is asked for float32 (`softmax(x, -1, dtype=torch.float32)`).
     fixed: why the node must run as captured, or "".
-    source, code: the line of the user's code that it came from, and that line's text.
+    called: the path of a parameter or buffer ("head.fc.weight"), or the argument of the call.
+    source, code: the place and the text of the user's line that it came from.
     """
 
     name: str
@@ -144,18 +144,18 @@ class NodeFacts:
 
     @property
     def has_precision(self) -> bool:
-        """Whether it is an operator on float32 tensors; what runs a body is none."""
+        """Whether it is an operator on float32 tensors, and not one that runs a body."""
         is_operator = "." in self.op or bool(self.group)  # higher-order ones print without a dot
         return is_operator and bool(self.reads or self.numel)
 
     @property
     def numel(self) -> int:
-        """Elements of the float32 tensors it returns."""
+        """Elements of the float32 tensors that it returns."""
         return sum(t.numel for t in self.tensors if t.dtype is torch.float32)
 
     @property
     def is_weight(self) -> bool:
-        """Whether casts of it are lifted out of the graph: a parameter that is only read."""
+        """Whether its casts are lifted out of the graph: it is a parameter that is only read."""
         return self.is_parameter and not self.written
 
     @property
@@ -169,7 +169,8 @@ class NodeFacts:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it returns no element, whatever the inputs (the cache before the first token)."""
+        """Whether it returns no elements, whatever the inputs (the cache before the first
+        token)."""
         return bool(self.tensors) and all(0 in t.shape for t in self.tensors)
 
 
@@ -197,11 +198,10 @@ class Paint:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """One conversion of one value, shared by all of `readers`.
+    """A conversion of one value, shared by all of `readers`. A weight's runs outside of the graph.
 
-    `bytes` counts what it reads and writes. A saturating cast maps finite numbers beyond the
-    low precision's range to its largest number instead of to infinity. A weight is cast outside
-    of the graph, together with all others.
+    bytes: how many it reads and writes.
+    saturate: finite numbers beyond the low precision's range become its largest, not infinity.
     """
 
     value: str
@@ -213,7 +213,7 @@ class Cast:
 
     @property
     def is_full(self) -> bool:
-        """Whether a gradient more would be lost among those of the readers that it has."""
+        """Whether one more gradient would be lost among those of its readers."""
         return len(self.readers) >= READERS and self.dtype is not torch.float32
 
 
@@ -221,11 +221,11 @@ class Cast:
 class Plan:
     """Every decision for one graph.
 
-    `low` names the nodes that compute in `dtype`; every other node computes as captured.
-    `bodies` holds the plans of the graphs inside higher-order operators, by attribute name.
-    `fallback` says why a graph is not converted although it was to be: it runs as captured, or with
-    `autocast` under `torch.autocast` in `dtype`. `uncompiled` says why it runs operator by operator
-    although it was to be compiled.
+    low: the nodes that compute in `dtype`; every other node computes as captured.
+    bodies: the plans of the graphs inside higher-order operators, by attribute name.
+    fallback: why the graph is not converted; it runs as captured or, with `autocast`, under
+        `torch.autocast` in `dtype`.
+    uncompiled: why it runs operator by operator although it was to be compiled.
     """
 
     dtype: torch.dtype
@@ -244,11 +244,11 @@ class Plan:
         return f"<Plan in {dtype_name(self.dtype)}: {counts}{how}>"
 
     def precision(self, name: str) -> str:
-        """That in which an operator computes, by its name."""
+        """Return the precision in which an operator computes, by the operator's name."""
         return dtype_name(self.dtype) if name in self.low else "float32"
 
     def as_captured(self, reason: str) -> Plan:
-        """The plan of the same graph where it runs as it was captured, for a reason."""
+        """Return the plan of the same graph run as captured, for a reason."""
         return replace(self._without_low(), fallback=reason)
 
     def _without_low(self) -> Plan:
@@ -256,7 +256,7 @@ class Plan:
         return replace(self, low=frozenset(), casts=(), bodies=bodies)
 
     def parts(self) -> Iterator[Plan]:
-        """The plan itself, and the plans of all bodies inside of it."""
+        """Yield the plan itself, and the plans of all bodies inside it."""
         yield self
         for body in self.bodies.values():
             yield from body.parts()
@@ -283,7 +283,7 @@ class Plan:
 
     @property
     def unsized_casts(self) -> tuple[Cast, ...]:
-        """Those of them whose bytes are made up, as the size of the value depends on data."""
+        """The casts inside whose bytes are made up, as the size of their value depends on data."""
         found = ((part.facts.get(c.value), c) for part in self.parts() for c in part.casts)
         return tuple(c for f, c in found if f and not all(t.is_sized for t in f.tensors))
 

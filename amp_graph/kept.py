@@ -1,4 +1,4 @@
-"""What a call of a model changes by the way, kept and put back.
+"""Snapshots of the state that a call of a model changes on the side, and their restoration.
 
 Private name of PyTorch used here:
 
@@ -27,7 +27,8 @@ CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 
 
 class KeptRandomState:
-    """The state of random numbers, as it is now: PyTorch's, Python's, and NumPy's if it is used."""
+    """The state of random numbers, as it is now: PyTorch's, Python's, and NumPy's if it is
+    imported."""
 
     def __init__(self) -> None:
         self._pythons = random.getstate()
@@ -51,10 +52,12 @@ class KeptRandomState:
 
 
 class KeptTensors:
-    """The values of tensors at one moment. Only tensors that have changed are written back: a graph
-    of the caller's may need the others at their present version. Tensors that cannot be read or
-    written are left alone; of those that cannot be compared (nested, sparse, a subclass) the
-    version tells whether they have changed."""
+    """The values of tensors at one moment.
+
+    Only tensors that have changed are written back: a graph of the caller's may need the others at
+    their present version. Tensors that cannot be read or written are left alone. For tensors that
+    cannot be compared (nested, sparse, a subclass) the version tells whether they have changed.
+    """
 
     def __init__(self, tensors: Iterable[Any]):
         held = filter(_can_be_kept, tensors)
@@ -72,8 +75,8 @@ class KeptTensors:
 
 
 class KeptContainers:
-    """What is in lists, dictionaries and sets now, not in those within them. Put back where
-    other objects are in them."""
+    """The contents of lists, dictionaries and sets at one moment, not of those inside them. A
+    container is put back if it holds other objects by then."""
 
     def __init__(self, containers: Iterable[Any]):
         self._held = [(held, copy.copy(held)) for held in containers if type(held) in CONTAINERS]
@@ -86,10 +89,12 @@ class KeptContainers:
 
 
 class Kept:
-    """What calls of a model change by the way, as it is now: buffers, attributes such as a count of
-    steps, what is in lists and dictionaries that are attributes, hooks of its modules, random state
-    and, if asked for, parameters (averages of others, say). Not what is in an object that is an
-    attribute."""
+    """The state of a model that a call changes on the side, at one moment.
+
+    Buffers, attributes such as a count of steps, the contents of lists and dictionaries that are
+    attributes, hooks of its modules, random state and, if asked for, parameters (averages of
+    others, say). Not the contents of objects that are attributes.
+    """
 
     def __init__(self, model: nn.Module, parameters: bool):
         of_modules: list[Any] = [m._buffers for m in model.modules()]
@@ -116,8 +121,8 @@ class Kept:
         )
 
     def was_set_up(self) -> bool:
-        """Whether the model has other parts or parameters than it had, or attributes of other
-        values, of which counts of calls and the like are none."""
+        """Whether the model has other parts or parameters than it had, or other attributes, apart
+        from counts of calls and other numbers."""
         now = [*self._model.modules()], [*self._model.parameters()]
         if [[*map(id, each)] for each in now] != [[*map(id, each)] for each in self._parts]:
             return True
@@ -138,7 +143,7 @@ class Kept:
 
 
 def _has_the_same(held: Any, kept: Any) -> bool:
-    """Whether two containers of a kind have the same objects in them, in the same order."""
+    """Whether two containers of one type hold the same objects in the same order."""
     if isinstance(held, set):
         return bool(held == kept)
     pairs = [(held, kept)]
@@ -158,7 +163,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """How often it was written to; None for one of inference mode, which has no count."""
+    """Return how often a tensor was written to; None in inference mode, which does not count."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -181,18 +186,19 @@ def _holds(tensor: torch.Tensor, value: torch.Tensor, version: int | None) -> bo
 
 
 def _is_freed(tensor: torch.Tensor) -> bool:
-    """Whether its memory was given back, as that of a gathered parameter between two uses (FSDP).
-    To read it would end the process (torch 2.13)."""
+    """Whether a tensor's memory was given back, as that of a gathered parameter between two uses
+    (FSDP). Reading it would end the process (torch 2.13)."""
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether elements share memory, so that it cannot be written to."""
+    """Whether elements of a tensor share memory, so that it cannot be written to."""
     return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def is_incomplete(module: nn.Module) -> bool:
-    """Whether its next call completes it: it is lazy, and may have its parameters by now."""
+    """Whether a module's next call completes it: it is lazy, though it may have its parameters by
+    now."""
     return isinstance(module, LazyModuleMixin) and hasattr(module, "_initialize_hook")
 
 
@@ -202,7 +208,8 @@ def _is_lazy(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, parameters: bool) -> Iterator[None]:
-    """Parameters, buffers, attributes and random state are put back, as `Kept` explains."""
+    """Put the model's state back on exit: buffers, attributes and random state, as `Kept`
+    explains."""
     kept = Kept(model, parameters)
     try:
         yield

@@ -1,4 +1,4 @@
-"""One group of a list file: what it says of its operators, checked.
+"""One group of a list file, checked.
 
 [softmax]
 why = "Exponentials and their sum need the range of float32."
@@ -67,7 +67,7 @@ class Listing:
     said: frozenset[str] = frozenset()
 
     def storage_on(self, device_type: str, dtype: torch.dtype) -> Level | None:
-        """From which level on the operator's tensors may be in that low precision on such a
+        """Return the level from which on the operator's tensors may be in a low precision on such a
         device."""
         return self.storage.get(dtype_name(dtype)) or _on(device_type, self.storage)
 
@@ -79,13 +79,13 @@ class Listing:
         return argument not in self.metadata_args
 
     def arguments(self) -> list[str]:
-        """Those that it speaks of, by name."""
+        """The arguments that the listing names."""
         low = (name for names in self.low_args.values() for name in names)
         return [*dict.fromkeys((*low, *self.metadata_args, *self.position_args))]
 
     def knowing(self, shipped: Listing) -> Listing:
-        """This listing of a user's, with what the shipped one knows of the operator where this one
-        says nothing. Whether its tensors may be low is for the user to say."""
+        """Return this listing, a user's, completed by what the shipped one knows of the operator.
+        Whether the operator's tensors may be low is left to the user."""
         known = KNOWN if self.color is Color.DENY else KNOWN - DENY_ONLY
         return replace(self, **{k: getattr(shipped, k) for k in known - self.said})
 
@@ -110,7 +110,8 @@ def _on(device_type: str, by_device: Mapping[str, T]) -> T | None:
 
 
 def check_group(table: Any, color: Color, group: str, file: str, where: str) -> Listing:
-    """The listing that a group's operators share. Raises ListError for what makes no sense."""
+    """Return the listing that a group's operators share. Raises ListError for a group that makes no
+    sense."""
     if not isinstance(table, Mapping):
         raise ListError(f"{where}: a group is a table with `why` and `ops`, not {table!r}.")
     for key, value in table.items():
@@ -128,7 +129,8 @@ def check_group(table: Any, color: Color, group: str, file: str, where: str) -> 
 
 
 def _by_device(value: Any) -> Mapping[str, Any]:
-    """`{cpu = ..., other = ...}` as it is; one value for all devices as that of the others."""
+    """Return a table `{cpu = ..., other = ...}` as it is, and one value for all devices as
+    `other`."""
     if value is None or isinstance(value, Mapping):
         return value or {}
     return {OTHER_DEVICES: value}
@@ -159,7 +161,7 @@ def _check_kind(key: str, value: Any, kinds: tuple[type, ...], where: str) -> No
 
 
 def _check_devices(key: str, value: Mapping[str, Any], where: str) -> None:
-    """What a table has for kinds of devices, and `storage` for low precisions as well."""
+    """Check that a table names kinds of devices and, for `storage`, low precisions."""
     dtypes = [*LOW_DTYPES] if key == "storage" else []
     of_one = tuple(kind for kind in KEYS[key] if kind is not dict)
     for name, own in value.items():

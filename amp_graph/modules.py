@@ -1,4 +1,4 @@
-"""What is asked of a user's module besides its graphs: its plain call, its code, its devices.
+"""Questions about a user's module, apart from its graphs: its plain call, its code, its devices.
 
 Private names of PyTorch used here:
 
@@ -31,31 +31,32 @@ CALL = "_call_impl"  # the method of nn.Module that runs a call of it
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside of PyTorch's data-parallel wrappers."""
+    """Return the module inside PyTorch's data-parallel wrappers."""
     while isinstance(model, (DataParallel, DistributedDataParallel)):
         model = model.module
     return model
 
 
 def below_compile(module: nn.Module) -> nn.Module:
-    """The module inside of what `torch.compile` returned, or else the same one."""
+    """Return the module inside of what `torch.compile` returned; any other module as it is."""
     return module._orig_mod if isinstance(module, OptimizedModule) else module
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether it is what `torch.compile` returned, or it or its own `forward` was compiled."""
+    """Whether a module was compiled by `torch.compile` or its `compile()`, or its own `forward`
+    was."""
     return is_compiled_around(module) or _is_compiled(module.__dict__.get("forward"))
 
 
 def is_compiled_around(module: nn.Module) -> bool:
-    """Whether it is what `torch.compile` returned, or was compiled by its `compile()`."""
+    """Whether a module was compiled as a whole, by `torch.compile` or its `compile()`."""
     is_around = isinstance(module, OptimizedModule)
     return is_around or module.__dict__.get("_compiled_call_impl") is not None
 
 
 def has_compiled_forward(module: nn.Module) -> bool:
-    """Whether `torch.compile` returned its `forward`, be it that of its class, or was given that.
-    A library's norm or rotary part may be so, of which the user of a model does not know."""
+    """Whether the `forward` of a module, or of its class, was compiled by itself. A norm or a
+    rotary embedding of a library may be, without the user's knowledge."""
     return any(map(_is_compiled, (getattr(module, "forward", None), getattr(type(module), CALL))))
 
 
@@ -64,8 +65,8 @@ def _is_compiled(function: Any) -> bool:
 
 
 class Entry:
-    """Where a model's code is entered from outside: by a call, or by another of its methods. It
-    does not keep the model alive."""
+    """An entry point of a model: its call, or another of its methods. Does not keep the model
+    alive."""
 
     def __init__(self, module: nn.Module, method: str = CALL):
         self._module = weakref.ref(module)
@@ -91,13 +92,13 @@ class Entry:
 
     @property
     def function(self) -> Run:
-        """What runs, of the module and the arguments."""
+        """The function that runs, which takes the module and the arguments."""
         return getattr(type(self.module), self.method)  # type: ignore[no-any-return]
 
 
 def _method_of(module: nn.Module, name: str) -> tuple[Any, Any]:
-    """The class, and a method of that as it stands there (a `functools.partialmethod` is another
-    at each access)."""
+    """Return a module's class and its method of this name as it stands in the class. (An access
+    through the class makes another object each time for a `functools.partialmethod`.)"""
     kind = type(module)
     for base in kind.__mro__:
         if name in base.__dict__:
@@ -106,15 +107,18 @@ def _method_of(module: nn.Module, name: str) -> tuple[Any, Any]:
 
 
 def _may_change(place: str) -> bool:
-    """Whether classes of a module may get another `forward`. A GraphModule, which has a class of
-    its own, does when its graph is edited."""
+    """Whether classes of this Python module may get another `forward`. A GraphModule, which has a
+    class of its own, gets one when its graph is edited."""
     return place == fx.graph_module.__name__ or not place.startswith("torch.")
 
 
 class Forwards:
-    """The code by which a model and its parts, but those of PyTorch, are called, as it is now: a
-    notebook that reloads modules puts another into the function, a patch another function into the
-    class. Dynamo guards neither."""
+    """The code by which a model and its parts are called, as it is now. Parts of PyTorch's are left
+    out.
+
+    A notebook that reloads modules puts other code into a function, a patch another function into a
+    class. Dynamo guards neither.
+    """
 
     def __init__(self, entry: Entry) -> None:
         self._entry, self._entered = entry, "forward" if entry.is_call else entry.method
@@ -127,7 +131,7 @@ class Forwards:
 
     @property
     def all(self) -> tuple[Any, ...]:
-        """Equal for two models that are called by the same code."""
+        """A key that is equal for two models called by the same code."""
         return *self._models, *((forward, code) for _, forward, code in self._found)
 
     def have_changed(self) -> bool:
@@ -139,9 +143,9 @@ class Forwards:
 
 
 def is_rerouted(module: nn.Module) -> bool:
-    """Whether the next call of a model, or of a wrapper of PyTorch's around it, runs something
-    else: a function that stands in the place of its `forward` for one call, and puts another there
-    as it begins. So Lightning runs `training_step`, which calls the model, inside of a wrapper."""
+    """Whether the next call of a model, or of PyTorch's wrapper around it, runs something else: a
+    function that stands in for `forward` for one call, and sets another `forward` as it begins.
+    Lightning runs `training_step`, which calls the model, inside of a wrapper that way."""
     forward = unwrapped(module).__dict__.get("forward")
     return isinstance(forward, FunctionType) and _sets_forward(forward.__code__)
 
@@ -153,12 +157,12 @@ def _sets_forward(code: CodeType) -> bool:
 
 
 def devices_of(module: nn.Module) -> frozenset[str]:
-    """The types of the devices that a model's parameters are on."""
+    """Return the types of the devices that a model's parameters are on."""
     return frozenset(p.device.type for p in module.parameters())
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether code of the user's is given gradients of what a module, or one in it, computes."""
+    """Whether the user's code gets gradients of values that a module, or one in it, computes."""
     for_all = of_all._global_backward_hooks or of_all._global_backward_pre_hooks
     return bool(for_all) or any(
         m._backward_hooks or m._backward_pre_hooks for m in module.modules()
@@ -166,8 +170,8 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def plain_code(module: nn.Module, method: str = CALL) -> Run:
-    """What `module(...)`, or a method of it, ran before conversion. It does not keep the module
-    alive."""
+    """Return a function that runs a method of a module, its call by default, as before conversion.
+    It does not keep the module alive."""
     function: Run = getattr(type(module), method)
     reference = weakref.ref(module)
 

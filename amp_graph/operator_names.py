@@ -1,9 +1,4 @@
-"""What operators are called in lists, overrides and plans: "aten.add", "aten.pow.Scalar".
-
-Private names of PyTorch used here:
-
-    torch._C._dispatch_get_all_op_names, torch._ops._higher_order_ops    all operators
-"""
+"""The names of operators in lists, overrides and plans: "aten.add", "aten.pow.Scalar"."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ CLOSE = 0.7  # of names of few letters, of which there are thousands
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """The entries that may speak for the overload `name`, the most specific first."""
+    """Return the entries that may stand for the overload `name`, the most specific first."""
     if "." not in name:  # higher-order operators print without their namespace
         return (f"higher_order.{name}",)
     packet, _, overload = name.rpartition(".")
@@ -30,24 +25,26 @@ def spellings(name: str) -> tuple[str, ...]:
 
 
 def dotted(name: str) -> str:
-    """An operator that may be spelled as the dispatcher does, `mylib::op`, as entries spell it."""
+    """Return an operator's name as entries spell it, given as the dispatcher may spell it,
+    `mylib::op`."""
     return name.replace("::", ".", 1)
 
 
 def full_name(name: str, known: Container[str]) -> str | None:
-    """An operator or overload as entries spell it, with "aten."; None if there is none."""
+    """Return the name of an operator or overload as entries spell it, with "aten."; None if there
+    is none."""
     name = dotted(name)
     return next((full for full in (name, f"aten.{name}") if full in known), None)
 
 
 def no_operator(name: str, known: Names) -> str:
-    """The sentence about a name that is none of an operator, with the one that is close."""
+    """Return the sentence about a name that is no operator's, with a close one that is."""
     return f"torch {torch.__version__} has no operator {name!r}.{close_operator(name, known)}"
 
 
 def close_operator(name: str, known: Names) -> str:
-    """As `did_you_mean`, of a name that may lack "aten.". Of a namespace that there is, the rest
-    has to be close: names that begin alike are not close for that."""
+    """Return `did_you_mean` for a name that may lack "aten.". In a namespace that exists the rest
+    of the name has to be close: a common beginning does not count."""
     space, dot, rest = dotted(name).partition(".")
     if dot and not has_namespace(space, known):
         return did_you_mean(f"{space}.{rest}", known, CLOSE)
@@ -63,7 +60,7 @@ def has_namespace(namespace: str, known: Names) -> bool:
 
 
 def known_names() -> Names:
-    """Every operator and overload of the running process, as entries spell them."""
+    """Return every operator and overload of the running process, as entries spell them."""
     known = {f"higher_order.{name}" for name in torch._ops._higher_order_ops}
     for name in torch._C._dispatch_get_all_op_names():
         packet, _, overload = name.replace("::", ".", 1).replace(".", ":", 1).partition(".")

@@ -60,14 +60,16 @@ class OpLists:
     )
 
     def lookup(self, op: Any) -> Listing | None:
-        """The listing of an `OpOverload` or `HigherOrderOperator`; None when on no list."""
+        """Return the listing of an `OpOverload` or `HigherOrderOperator`; None if it is on no
+        list."""
         if op not in self._found:
             found = (self.entries[n] for n in spellings(str(op)) if n in self.entries)
             self._found[op] = next(found, None)
         return self._found[op]
 
     def entries_for(self, name: str) -> dict[str, Listing]:
-        """The entries that decide about an operator, or one overload, named as entries are."""
+        """Return the entries that decide about an operator, or one overload, named as entries
+        are."""
         is_overload = name.count(".") > 1
         found: dict[str, Listing] = {}
         for form in spellings(name if is_overload else f"{name}."):
@@ -78,19 +80,20 @@ class OpLists:
         return found
 
     def has_kernel(self, op: Any, device_type: str, dtype: torch.dtype) -> bool:
-        """False when `op`, an overload or its name, is known to fail in `dtype` on such a device,
-        forward or backward."""
+        """Return False if `op`, an overload or its name, is known to fail in `dtype` on such a
+        device, forward or backward."""
         missing = self.no_kernel.get((device_type, dtype))
         return not missing or missing.isdisjoint(spellings(str(op)))
 
     def merged(self, user: UserLists) -> OpLists:
-        """These lists with the user's on top: a user's entry hides every shipped one it covers.
+        """Return these lists with the user's on top: a user's entry hides every shipped one it
+        covers.
 
-        What a shipped listing knows of an operator still holds after a user moved it to another
-        list (`Listing.knowing`).
+        Facts that a shipped listing has about an operator still hold after a user moved the
+        operator to another list (`Listing.knowing`).
 
-        Raises ListError when the user's lists are malformed, contradict one another, or name
-        an operator the installed torch does not have.
+        Raises ListError when the user's lists are malformed, contradict one another, or name an
+        operator that the installed torch does not have.
         """
         mine = _read_user(user)
         kept = {n: listing for n, listing in self.entries.items() if not _covered(n, mine)}
@@ -104,7 +107,8 @@ class OpLists:
         return OpLists(kept, self.no_kernel)
 
     def without(self, color: str, op: str) -> OpLists:
-        """These lists with an operator taken off one. Raises ListError if it is not on it."""
+        """Return these lists with an operator taken off one. Raises ListError if it is not on
+        it."""
         name = full_name(op, self.entries) or op
         listing = self.entries.get(name)
         if listing is None or listing.color.value != color:
@@ -118,7 +122,7 @@ class OpLists:
 
 @functools.cache
 def load_lists(folder: Path | None = None, strict: bool = False) -> OpLists:
-    """The shipped lists, or those of another folder with the same five files.
+    """Load the shipped lists, or those of another folder with the same five files.
 
     Operators of other torch releases are dropped silently; `strict` raises ListError.
     """
@@ -133,7 +137,8 @@ def load_lists(folder: Path | None = None, strict: bool = False) -> OpLists:
 
 
 def _shipped_folder() -> Traversable:
-    """The sibling folder in a checkout, editable install or not; package data in a wheel."""
+    """Return the folder of the shipped lists: beside the package in a checkout, editable install or
+    not; package data in a wheel."""
     sibling = Path(__file__).resolve().parent.parent / "allow_deny_lists"
     return sibling if sibling.is_dir() else importlib.resources.files("amp_graph.allow_deny_lists")
 
@@ -181,7 +186,8 @@ def _add_groups(
 def _resolve(
     names: Sequence[str], where: str, known: Names, strict: bool, optional: bool
 ) -> Iterator[str]:
-    """The full names of those operators that exist, or may once their library is imported."""
+    """Return the full names of the operators that exist, or may exist once their library is
+    imported."""
     namespaces = {name.partition(".")[0] for name in known}
     for name in names:
         full = full_name(name, known)
@@ -209,7 +215,7 @@ def _check_arguments(listing: Listing, names: Sequence[str], where: str) -> None
 
 
 def _arguments_of(name: str) -> Iterator[str]:
-    """Those of all overloads of an operator; none of a higher-order one."""
+    """Return the arguments of all overloads of an operator; none for a higher-order operator."""
     namespace, packet, *_ = name.split(".")
     if namespace != "higher_order":
         for schema in torch._C._jit_get_schemas_for_operator(f"{namespace}::{packet}"):
@@ -225,7 +231,7 @@ def _twice(name: str, first: Listing, where: str, color: Color) -> str:
 
 
 def _read_kernels(table: Mapping[str, Any], known: Names, strict: bool) -> Kernels:
-    """{("cpu", torch.float16): names} from tables named [cpu.float16]."""
+    """Read {("cpu", torch.float16): names} from tables named [cpu.float16]."""
     missing: Kernels = {}
     for device, by_dtype in table.items():
         for dtype, group in by_dtype.items():

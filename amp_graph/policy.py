@@ -1,9 +1,4 @@
-"""What a user asks for: the low precision, the lists, and exceptions to them.
-
-Private names of PyTorch used here:
-
-    torch._inductor.list_mode_options, list_options    as torch.compile takes them
-"""
+"""Policy: the low precision, the lists, and the exceptions that a user asks for."""
 
 from __future__ import annotations
 
@@ -135,15 +130,15 @@ class Policy:
                 )
 
     def dtype_for(self, device_types: Iterable[str]) -> torch.dtype:
-        """The low precision for a graph on these devices."""
+        """Return the low precision for a graph on these devices."""
         if isinstance(self.dtype, torch.dtype):
             return self.dtype
         fast = FLOAT16_DEVICES.intersection(device_types)
         return torch.float16 if fast else torch.bfloat16
 
     def following(self, saved: Saved) -> Policy:
-        """This policy in the low precision of saved graphs, which it may not contradict. Code
-        without a graph may be in another. Raises PlanError."""
+        """Return this policy in the low precision of saved graphs, which it may not contradict.
+        Code without a graph may be in another. Raises PlanError."""
         dtypes = {plan.dtype for plan in saved.plans if plan.facts}
         asked = dtypes if self.dtype is None else {self.dtype}
         if len(dtypes | asked) > 1:
@@ -154,7 +149,8 @@ class Policy:
 
     @property
     def names_parts(self) -> bool:
-        """Whether it says of parts of a model what they are to run in, as autocast would not."""
+        """Whether the policy sets the precision of single parts, which autocast would not
+        follow."""
         return bool(self.keep_float32 or self.overrides)
 
     @property
@@ -168,25 +164,26 @@ class Policy:
         return self.compiler == "inductor"
 
     def uncompiled(self) -> Policy:
-        """This policy for graphs that run operator by operator."""
+        """Return this policy for graphs that run operator by operator."""
         return replace(self, compiler="eager", compiler_options=None)
 
     def loss_scale_for(self, dtype: torch.dtype) -> LossScale | None:
-        """How gradients are scaled in graphs of this low precision; None: they are not."""
+        """Return how gradients are scaled in graphs of this low precision; None if they are not."""
         if self.loss_scale == "dynamic":
             return LossScale() if dtype is torch.float16 else None
         assert not isinstance(self.loss_scale, (str, float))
         return self.loss_scale
 
     def inductor_settings(self) -> Mapping[str, Any]:
-        """The compiler options with a mode spelled out. Raises RuntimeError for an unknown one."""
+        """Return the compiler options with a mode spelled out. Raises RuntimeError for an unknown
+        mode."""
         if not isinstance(self.compiler_options, str):
             return self.compiler_options or {}
         settings: dict[str, Any] = torch._inductor.list_mode_options(self.compiler_options)
         return settings
 
     def override_for(self, facts: NodeFacts) -> tuple[Color, str] | None:
-        """The colour the user gave this node and the words that say so."""
+        """Return the colour that the user gave this node, and the words that say so."""
         for override in self.overrides:
             if override.matches(facts):
                 return Color(override.color), str(override)
@@ -196,7 +193,8 @@ class Policy:
         return None
 
     def unmatched(self, paths: Collection[str]) -> list[tuple[str, str]]:
-        """The globs of modules that match none of these paths, each after what it was given as."""
+        """Yield the globs that match none of these module paths, each after the setting it was
+        given in."""
         globs = [(f"keep_float32={glob!r}", glob) for glob in self.keep_float32]
         modules = [o.module for o in self.overrides if o.module is not None]
         globs += [(f"Override(module={glob!r})", glob) for glob in modules]
@@ -214,7 +212,7 @@ PolicySource: TypeAlias = Policy | str | torch.dtype | None
 
 
 def as_policy(policy: PolicySource) -> Policy:
-    """A Policy from what `convert(model, policy=...)` accepts. Raises PolicyError."""
+    """Make a Policy of what `convert(model, policy=...)` accepts. Raises PolicyError."""
     if isinstance(policy, Policy):
         return policy
     return Policy(dtype=policy)
@@ -225,8 +223,8 @@ def _either(legal: Iterable[str]) -> str:
 
 
 def _anchored(lists: Any) -> Any:
-    """The lists with absolute paths, and mappings as they are now: they are read again for a copy
-    of a model, say, and a script may be in another folder then, or have changed them."""
+    """Return the lists with absolute paths, and with copies of mappings. They are read again later,
+    for a copy of a model, say; by then a script may be in another folder, or have changed them."""
     if isinstance(lists, str | Path):
         return as_path(lists, PolicyError).absolute()
     if isinstance(lists, list | tuple):
@@ -237,7 +235,7 @@ def _anchored(lists: Any) -> Any:
 
 
 def _all_of(kind: type, name: str, given: Any) -> tuple[Any, ...]:
-    """One or several of a kind, as a tuple."""
+    """Return one or several values of a type as a tuple."""
     several = (given,) if isinstance(given, kind) and kind is not tuple else given
     if not isinstance(several, Sequence):
         raise PolicyError(f"{name} must be a list or tuple of {KINDS[kind]}, not {given!r}")
@@ -248,7 +246,8 @@ def _all_of(kind: type, name: str, given: Any) -> tuple[Any, ...]:
 
 
 def _check_removed(removed: tuple[tuple[Any, Any], ...]) -> None:
-    """Whether the lists have these operators shows when they are loaded."""
+    """Check the form of `removed`. Whether the lists have these operators shows when they are
+    loaded."""
     known = known_names() if removed else frozenset()
     for pair in removed:
         color, op = pair

@@ -22,7 +22,7 @@ OWN_AUTOCAST = "the model's own autocast region"  # why something runs as captur
 
 @dataclass(frozen=True)
 class Reason:
-    """One step of the answer: what it says, and of which node."""
+    """One step of a chain of reasons: its sentence, and the node that it is about."""
 
     node: str
     text: str
@@ -49,8 +49,8 @@ def unlisted(plan: Plan) -> list[str]:
 
 
 def why_nothing_is_low(plans: Sequence[Plan]) -> str:
-    """What keeps most of the operators on the allow list from running in low precision, if none
-    does."""
+    """Return what keeps most of the allowed operators from running in low precision; "" if
+    some do."""
     if not plans:
         return "nothing of it was captured"
     fallbacks = [plan.fallback for plan in plans if plan.fallback]

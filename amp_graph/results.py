@@ -1,8 +1,8 @@
-"""What a model returns, with the tensors in it mapped.
+"""Map the tensors in a model's result.
 
-Looked into are containers, registered pytree nodes among them, and attributes of objects, such as
-dataclasses and distributions; not modules, functions and other callables. There may be cycles: a
-node of a tree may know its parent.
+Searched are containers, registered pytree nodes, and the attributes of objects such as dataclasses
+and distributions; not modules, functions and other callables. There may be cycles: a node of a tree
+may know its parent.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))  # in which there i
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
-    """A model's result with `function` applied to the tensors in it, once to each. What leads to a
-    tensor that changed is copied, and the copies lead to each other as before; all else stays."""
+    """Return a model's result with `function` applied once to each tensor in it. Objects on the way
+    to a changed tensor are copied, and the copies refer to each other as before; all else stays."""
     return _Mapped(function).of(result)
 
 
 class Given:
-    """What a call is given: its caller has the tensors, and the lists and dictionaries that the
-    model may put others into. Lists of objects that may hold some are results as any other."""
+    """The arguments of a call. Its tensors belong to the caller, and so do lists and dictionaries,
+    into which the model may put others. Lists of objects that may hold tensors are treated as
+    results."""
 
     def __init__(self, given: Any):
         self._tensors: list[torch.Tensor] = []
@@ -51,8 +52,8 @@ class Given:
                 self._holds_objects = self._holds_objects or bool(_attributes(each))
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
-        """As the function of this name, but that what was given stays the same, and what was put
-        into it is mapped in its place."""
+        """Map the tensors of a result. Arguments stay the same objects; what the model put into one
+        of them is mapped in its place."""
         mapped = _Mapped(function)
         for tensor in self._tensors:
             mapped.leave(tensor)
@@ -69,8 +70,11 @@ class Given:
 
 
 class _Mapped:
-    """Not functions within a function: these would refer to each other, and keep every result, and
-    what autograd keeps for it, until Python's collector comes."""
+    """The mapping of one result.
+
+    A class rather than nested functions: these would refer to each other, and keep every result,
+    and the autograd graph behind it, until Python's garbage collector runs.
+    """
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]):
         self._function = function
@@ -78,7 +82,7 @@ class _Mapped:
         self._known: dict[int, tuple[Any, Any]] = {}
 
     def leave(self, value: Any) -> None:
-        """It stays as it is, with all that is in it."""
+        """Leave a value, and all that is in it, as it is."""
         self._put(value, value)
 
     def of(self, value: Any) -> Any:
@@ -95,8 +99,8 @@ class _Mapped:
         return self._put(value, new)
 
     def _of_object(self, value: Any) -> Any:
-        """A copy, which is filled once it is known by what the parts lead to. What cannot be copied
-        stays."""
+        """Copy an object, note the copy, and then map its parts, which may refer to it. An object
+        that cannot be copied stays."""
         try:
             new = self._put(value, copy.copy(value))
         except Exception:  # of the object's own making
@@ -119,7 +123,7 @@ class _Mapped:
 
 
 def tensors_in(value: Any) -> Iterable[torch.Tensor]:
-    """The tensors in a model's result, each once."""
+    """Yield the tensors in a model's result, each once."""
     seen: dict[int, Any] = {}
     waiting = [value]
     while waiting:
@@ -134,7 +138,7 @@ def tensors_in(value: Any) -> Iterable[torch.Tensor]:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What is directly in a container or an object."""
+    """Return the direct parts of a container or an object."""
     if not tree_is_leaf(value) and type(value) not in _FILLED:
         return tree_leaves(value, is_leaf=lambda each: each is not value)
     items: Iterable[Any] = ()

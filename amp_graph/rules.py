@@ -9,8 +9,11 @@ import enum
 
 
 class Rule(enum.StrEnum):
-    """What a `Paint` goes by. `words` name `because` as a {node} where it is one; of the others it
-    may be a group of the same name. Those without words say their name and `because`."""
+    """The rules that a `Paint` can name.
+
+    words: the sentence for the user, in which `because` is a {node} where it names one. A rule
+        without words is told by its name and `because`, such as a group of a list.
+    """
 
     words: str
 

@@ -21,8 +21,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def never_captured(reason: str) -> Callable[[F], F]:
-    """As `torch.compiler.disable`, but called at once where Dynamo is not capturing anyway: to put
-    its callback away and back takes 3 to 6 microseconds of each call."""
+    """Decorate a function as `torch.compiler.disable` does, but call it directly where Dynamo is
+    not capturing: to put Dynamo's callback away and back takes microseconds of each call."""
 
     def decorated(function: F) -> F:
         disabled = torch.compiler.disable(function, reason=reason)
@@ -41,7 +41,7 @@ def never_captured(reason: str) -> Callable[[F], F]:
 
 
 def passed_over(function: F) -> F:
-    """What Dynamo is to leave alone, but not what is called by it."""
+    """Decorate a function that Dynamo is to leave alone, but not the functions it calls."""
     skip_code(function.__code__)
     return function
 

@@ -1,4 +1,4 @@
-"""Which operator was the first whose value, or whose gradient, was not finite."""
+"""Find the first operator whose value, or whose gradient, was not finite."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NONE: frozenset[str] = frozenset()
 
 
 def kinds(value: Any) -> frozenset[str]:
-    """Which of NaN, inf and -inf are in the tensors of a value; it waits for the device."""
+    """Return which of NaN, inf and -inf the tensors of a value hold. Waits for the device."""
     return NONE.union(*(_kinds(t) for t in tree_leaves(value) if isinstance(t, Tensor)))
 
 
@@ -35,21 +35,23 @@ def _kinds(tensor: Tensor) -> frozenset[str]:
 
 
 def own_numbers(node: fx.Node) -> frozenset[str]:
-    """The infinities among an operator's own arguments, as of a mask: what it is to give."""
+    """Return the infinities among an operator's own arguments, as of a mask. Its result is meant to
+    hold them."""
     numbers = (a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, float))
     infinite = (n for n in numbers if math.isinf(n))
     return frozenset(MINUS if n < 0 else PLUS for n in infinite)
 
 
 class Gradients:
-    """Those of one run of a graph as they come, each after those of what reads the value."""
+    """The gradients of one run of a graph. A value's gradient arrives after those of its
+    readers."""
 
     def __init__(self) -> None:
         self._largest: dict[fx.Node, float] = {}  # finite number of each
 
     def giver(self, node: fx.Node, gradient: Tensor) -> fx.Node | None:
-        """The reader whose derivative gave the gradient of a node's value; of several, that with
-        the largest gradient of its own. None: code outside of the graph."""
+        """Return the reader whose derivative gave the gradient of a node's value; of several, the
+        one with the largest gradient of its own. None: code outside of the graph gave it."""
         finite = gradient.detach().abs().nan_to_num(0, 0, 0)
         self._largest[node] = float(finite.max()) if gradient.numel() else 0.0
         readers = [r for r in node.users if r.op != "output"]
@@ -68,10 +70,10 @@ def _advice(computed_on: Any) -> str:
 
 @dataclass
 class FirstNonfinite:
-    """The answer for the graphs that ran under it: the first value, else the first gradient; and
-    what to do about it.
+    """The first value that was not finite in the graphs that ran under it, else the first gradient,
+    and advice on what to do.
 
-    It looks at every tensor on the host, so it is for runs that are known to go wrong.
+    Every tensor is looked at on the host, so this is for runs that are known to go wrong.
     """
 
     value: str | None = None
@@ -94,7 +96,8 @@ def run_watched(
 
 
 class _Looking(fx.Interpreter):
-    """Runs a graph node by node; an infinity that came in from outside is not an operator's."""
+    """An interpreter that runs a graph node by node. An infinity that came in from outside is not
+    blamed on an operator."""
 
     def __init__(
         self, module: fx.GraphModule, facts: Mapping[str, NodeFacts], found: FirstNonfinite
@@ -144,7 +147,8 @@ class _Looking(fx.Interpreter):
                 found.advice = _advice(gradient)
 
         def is_before(place: int) -> bool:
-            """Than the one noted: those of parameters come together, when all are there."""
+            """Whether this gradient came before the noted one. The gradients of parameters arrive
+            together, once all are there."""
             return n.op == "placeholder" and self._noted is not None and place > self._noted
 
         found, handle = self._found, value.register_hook(look)

@@ -11,26 +11,29 @@ T = TypeVar("T")
 
 
 def alive(reference: Callable[[], T | None]) -> T:
-    """What a weak reference is to, which is not gone while it is called."""
+    """Return the referent of a weak reference that is known to live."""
     found = reference()
     assert found is not None, "a call of what is gone"
     return found
 
 
 def living(references: Iterable[Callable[[], T | None]]) -> list[T]:
-    """What weak references are to that is not gone. `keyrefs` and `valuerefs` of weak dictionaries
-    give these at once; going through a `WeakSet` fails if another thread adds to it meanwhile."""
+    """Return the referents that still live.
+
+    The references come from `keyrefs` and `valuerefs` of weak dictionaries, which return all at
+    once; iterating over a `WeakSet` fails if another thread adds to it meanwhile.
+    """
     return [found for reference in references if (found := reference()) is not None]
 
 
 def are_still(references: Iterable[Callable[[], T | None]], objects: Iterable[T]) -> bool:
-    """Whether weak references are to these very objects, as many of them, none of which was made
-    where another had been."""
+    """Whether weak references refer to these very objects, one to one. An object made in the place
+    of a dead one is another."""
     return all(map(operator.is_, map(operator.call, references), objects))
 
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, without keeping its object alive."""
+    """Return the method as a function that does not keep its object alive."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
