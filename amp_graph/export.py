@@ -66,9 +66,9 @@ def export(
 
     Warns if nothing of the program is in low precision.
 
-    Raises what `torch.export` raises for a model that it cannot export, PolicyError, ListError
-    and PlanError as `convert` does, and AmpGraphError if the program cannot be rewritten or what
-    the model is to be exported with is of the wrong kind.
+    Raises what `torch.export` raises for a model that it cannot export, PolicyError, ListError and
+    PlanError as `convert` does, and AmpGraphError if the program cannot be rewritten or an argument
+    is of the wrong kind.
     """
     check_initialized(model)
     chosen, saved = asked_for(model, policy, plan)
@@ -109,7 +109,7 @@ def _check_kinds(args: Any, kwargs: Any, dynamic_shapes: Any) -> None:
 
 
 def _traced(exported: ExportedProgram) -> Traced:
-    """A program's graph as Dynamo would hand it over."""
+    """Return a program's graph as Dynamo would hand it over."""
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     kinds = {spec.arg.name: spec.kind for spec in exported.graph_signature.input_specs}
     for node in exported.graph.nodes:
@@ -125,7 +125,8 @@ def _traced(exported: ExportedProgram) -> Traced:
 
 
 def _names(exported: ExportedProgram, inputs: Sequence[Any]) -> Names:
-    """What the model calls things: modules by the key that nodes have them by."""
+    """Return the model's names for its modules, by the keys that nodes have, its parameters and
+    buffers."""
     stacks = [node.meta.get("nn_module_stack") or {} for node in exported.graph.nodes]
     modules = {key.partition("@")[0]: path for stack in stacks for key, (path, *_) in stack.items()}
     signature = exported.graph_signature
@@ -140,7 +141,7 @@ def _names(exported: ExportedProgram, inputs: Sequence[Any]) -> Names:
 
 
 def _rewritten(exported: ExportedProgram, lifted: Lifted) -> ExportedProgram:
-    """The program with the graph that was emitted for it, and the weights that this reads."""
+    """Return the program with the emitted graph, and the weights that it reads."""
     graph, narrowed = _with_weights(lifted)
     inputs: list[Any] = graph.find_nodes(op="placeholder")
     results: Any = graph.output_node().args[0]
@@ -171,9 +172,9 @@ def _rewritten(exported: ExportedProgram, lifted: Lifted) -> ExportedProgram:
 
 
 def _with_weights(lifted: Lifted) -> tuple[fx.Graph, dict[str, torch.dtype]]:
-    """The graph with the inputs that were captured alone: a parameter is its low-precision weight
-    if nothing else reads it, and is cast else. With the names of the first kind, and their dtypes.
-    """
+    """Return the graph with the captured inputs alone, and the dtypes of narrowed parameters by
+    name. A parameter becomes its low-precision weight if nothing else reads it, and is cast in the
+    graph otherwise."""
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     inputs = lifted.graph.graph.find_nodes(op="placeholder")
     captured = inputs[: len(inputs) - len(lifted.weights)]
@@ -195,8 +196,8 @@ def _with_weights(lifted: Lifted) -> tuple[fx.Graph, dict[str, torch.dtype]]:
 
 
 def _ranges(program: ExportedProgram) -> Iterator[tuple[Any, Any]]:
-    """What is known of the sizes that depend on data. Each trace has symbols of its own for them,
-    without whose ranges a program that was saved cannot be loaded."""
+    """Yield the ranges of the sizes that depend on data, by symbol. Each trace has symbols of its
+    own for them; without their ranges a saved program cannot be loaded."""
     fake_mode = fake_mode_of(program.graph_module)
     known: Any = fake_mode.shape_env if fake_mode is not None else None
     values = tree_leaves([node.meta.get("val") for node in program.graph.nodes])
@@ -207,7 +208,8 @@ def _ranges(program: ExportedProgram) -> Iterator[tuple[Any, Any]]:
 
 
 def _of_node(spec: Any, node: Any) -> Any:
-    """What is said of an input or a result, by the name of its node; a constant has none."""
+    """Return the specification of an input or a result by the name of its node. A constant has
+    none."""
     if not isinstance(node, fx.Node):
         return spec
     return replace(spec, arg=replace(spec.arg, name=node.name))

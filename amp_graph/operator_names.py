@@ -1,4 +1,9 @@
-"""The names of operators in lists, overrides and plans: "aten.add", "aten.pow.Scalar"."""
+"""The names of operators in lists, overrides and plans: "aten.add", "aten.pow.Scalar".
+
+Private names of PyTorch used here:
+
+    torch._C._dispatch_get_all_op_names, torch._ops._higher_order_ops    all operators
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Policy: the low precision, the lists, and the exceptions that a user asks for."""
+"""Policy: the low precision, the lists, and the exceptions that a user asks for.
+
+Private names of PyTorch used here:
+
+    torch._inductor.list_mode_options, list_options    as torch.compile takes them
+"""
 
 from __future__ import annotations
 
