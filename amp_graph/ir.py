@@ -73,7 +73,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What is known of one node of a captured graph before anything is decided.
+    """The facts about one node of a captured graph before anything is decided.
 
     From the operator's list entry, as `Listing` explains them: color (None: on no list), group,
     bounded, promotes, orders, saturates, reads_phase, exact, widens. Otherwise:

@@ -23,10 +23,10 @@ UNCOUNT = "_lower_version_count_by_1"  # a function of Dynamo's that comes after
 
 
 class Assignments(NamedTuple):
-    """What to do with the nodes by which they are spelled.
+    """The nodes that spell assignments, and what becomes of them.
 
-    dropped: the nodes that stand for nothing.
-    moved: those that put an input into the memory of a value, and both.
+    dropped: nodes that stand for nothing.
+    moved: nodes that put an input into the memory of a value, with input and value.
     """
 
     dropped: Collection[fx.Node]
@@ -34,8 +34,10 @@ class Assignments(NamedTuple):
 
 
 def assignments(graph: fx.Graph, inputs: Sequence[Any]) -> Assignments:
-    """`inputs`: what the graph is called with, as it is before. Those that are not among the result
-    stay as they are."""
+    """Find the assignments in a graph. An assignment that is not in the result stays as it is.
+
+    inputs: the inputs that the graph is called with, as they were before.
+    """
     idle = _idle(graph)
     places = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     dropped, moved = set(idle), {}
@@ -51,7 +53,8 @@ def assignments(graph: fx.Graph, inputs: Sequence[Any]) -> Assignments:
 
 
 def _idle(graph: fx.Graph) -> set[fx.Node]:
-    """Those of `x.data` as it was, like that of `w.data = w.data.to(device)` where it is there."""
+    """Return the assignments that change nothing, as of `w.data = w.data.to(device)` on that
+    device."""
     idle: set[fx.Node] = set()
     own = {}  # by the id of a value that is `x.data`, x; gone with the next assignment to it
     assigned = set()
@@ -72,8 +75,8 @@ def _idle(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_as_it_was(x: fx.Node, y: fx.Node) -> bool:
-    """Whether a value is an alias of all of an input. Not to be told where the fake tensor of the
-    input has the memory that is assigned to it, as up to torch 2.13."""
+    """Whether a value is an alias of a whole input. Unknown up to torch 2.13, where the fake tensor
+    of the input has the memory that is assigned to it."""
     if SPELLED is torch.Tensor.set_:
         return False
     before, value = x.meta.get("example_value"), y.meta.get("example_value")
@@ -92,7 +95,7 @@ def _is_uncount(node: fx.Node) -> bool:
 
 
 def _is_assignment(node: fx.Node) -> bool:
-    """Whether it is one, and not a call of `set_`."""
+    """Whether a node is an assignment, and not a call of `set_`."""
     if node.target is not SPELLED or len(node.args) != 2:
         return False
     uncounts = [n for n in node.users if _is_uncount(n) and not n.users]
@@ -100,7 +103,7 @@ def _is_assignment(node: fx.Node) -> bool:
 
 
 def _stays_alike(x: Any, y: fx.Node) -> bool:
-    """Whether an input that needs no gradient is what it was in all but memory."""
+    """Whether an input without a gradient stays as it was in all but memory."""
     value = y.meta.get("example_value")
     return (
         isinstance(x, Tensor)
@@ -112,7 +115,7 @@ def _stays_alike(x: Any, y: fx.Node) -> bool:
 
 
 def _is_elsewhere(x: fx.Node, y: fx.Node) -> bool:
-    """Whether other inputs have that memory, or the input itself is a result."""
+    """Whether another input has that memory, or the input itself is a result."""
     memory = y.meta["example_value"].untyped_storage()._cdata
     return any(user.op == "output" for user in x.users) or any(
         node is not x

@@ -61,13 +61,14 @@ ASKS_FOR_LOW = "amp_graph_asks_for_low"  # in the meta of a graph captured under
 
 
 def is_operator(node: fx.Node) -> bool:
-    """Whether the lists may speak for a node. Of those with bodies for flex_attention alone:
-    it computes more than its bodies do."""
+    """Whether the lists may name a node's operator. Of the operators with bodies only
+    flex_attention is listed, as it computes more than its bodies do."""
     return isinstance(node.target, OpOverload) or node.target is FLEX_ATTENTION
 
 
 def op_name(node: fx.Node) -> str:
-    """The operator as lists and reports spell it: "aten.add.Tensor", "placeholder", ..."""
+    """Return an operator's name as lists and reports spell it: "aten.add.Tensor", "placeholder",
+    ..."""
     if node.op != "call_function":
         return node.op
     if isinstance(node.target, (OpOverload, HigherOrderOperator)):
@@ -76,7 +77,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def widens_low(node: fx.Node) -> bool:
-    """Whether it is a cast of low precision to float32, and nothing more."""
+    """Whether a node only casts low precision to float32."""
     if node.target is not CAST or node.kwargs != {"dtype": torch.float32}:
         return False
     operand = node.args[0]
@@ -84,13 +85,13 @@ def widens_low(node: fx.Node) -> bool:
 
 
 def has_any_inside(module: fx.GraphModule, targets: Container[Any]) -> bool:
-    """Whether one of these is called in a graph, or in those inside of it."""
+    """Whether a graph, or one inside it, calls one of these targets."""
     graphs = (m.graph for m in module.modules() if isinstance(m, fx.GraphModule))
     return any(node.target in targets for graph in graphs for node in graph.nodes)
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """The fake tensors that a node returns."""
+    """Return the fake tensors that a node returns."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return [value]
@@ -98,20 +99,20 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
 
 
 def results_of(module: fx.GraphModule) -> list[Any]:
-    """What a graph of Dynamo's returns: nodes and constants."""
+    """Return the results of a graph of Dynamo's: nodes and constants."""
     results: Any = module.graph.output_node().args[0]
     return list(results)
 
 
 def device_of(node: fx.Node) -> str:
-    """The kind of device that a node computes on."""
+    """Return the kind of device that a node computes on."""
     return next(
         (t.device.type for n in (node, *node.all_input_nodes) for t in tensors_of(n)), "cpu"
     )
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """The operands of an operator by the names its schema or signature gives them."""
+    """Return an operator's operands by the names in its schema or signature."""
     if isinstance(node.target, OpOverload):
         names = [a.name for a in node.target._schema.arguments]
     else:
@@ -121,13 +122,14 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def operands_named(node: fx.Node, chosen: Callable[[str], bool]) -> list[fx.Node]:
-    """The operands in arguments of chosen names."""
+    """Return the operands given for arguments of chosen names."""
     named = [value for name, value in arguments(node).items() if chosen(name)]
     return [leaf for leaf in tree_leaves(named) if isinstance(leaf, fx.Node)]
 
 
 def dtype_position(node: fx.Node) -> int | None:
-    """Where among its arguments the operator is asked for the dtype of its result, if it can be."""
+    """Return the position of the argument that asks for the result's dtype; None if there is
+    none."""
     if not isinstance(node.target, OpOverload):
         return None
     names = [a.name for a in node.target._schema.arguments]
@@ -135,7 +137,8 @@ def dtype_position(node: fx.Node) -> int | None:
 
 
 def module_path(node: fx.Node, names: Mapping[str, str]) -> str:
-    """The path of the innermost module that a node is of. `names`: by id, see `Names`."""
+    """Return the path of the innermost module that a node belongs to. `names`: by id, see
+    `Names`."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -148,7 +151,7 @@ def module_path(node: fx.Node, names: Mapping[str, str]) -> str:
 
 
 def storages(node: fx.Node) -> list[Any]:
-    """Keys of the memory that a node's tensors live in."""
+    """Return keys of the memory that a node's tensors live in."""
     keys = []
     for tensor in tensors_of(node):
         try:
@@ -159,7 +162,7 @@ def storages(node: fx.Node) -> list[Any]:
 
 
 def written_operands(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
-    """The operands that a node writes into, or may."""
+    """Yield the operands that a node writes into, or may."""
     if isinstance(node.target, HigherOrderOperator):
         bodies = bodies_of(module, node).values()
         leaves = tree_leaves((node.args, node.kwargs))
@@ -176,7 +179,7 @@ def written_operands(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]
 
 
 def last_written(module: fx.GraphModule) -> dict[Any, int]:
-    """By the key of a memory, the position in the graph at which it is last written to."""
+    """Return the position of the last write into each memory, by the memory's key."""
     return {
         key: position
         for position, node in enumerate(module.graph.nodes)
@@ -186,9 +189,9 @@ def last_written(module: fx.GraphModule) -> dict[Any, int]:
 
 
 def _written_by_body(body: fx.GraphModule, operands: list[fx.Node]) -> list[fx.Node]:
-    """Which operands a body writes into: its inputs are the last of them. All of them count if
-    the body is not in ATen form, or writes into one of its inputs and takes others, as a backward
-    does."""
+    """Return the operands that a body writes into; its inputs are the last of the operands. All of
+    them count if the body is not in ATen form, or if it writes into an input and takes other
+    inputs, as a backward body does."""
     inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
     is_aten = is_retraced(body)
     written = {
@@ -209,15 +212,15 @@ def is_retraced(module: fx.GraphModule) -> bool:
 
 
 def captured_of(node: fx.Node, captured: Container[str]) -> fx.Node:
-    """The captured node that one of an emitted graph is, or is a cast of, the clamp in front of a
-    cast included; where there is none, what stands first."""
+    """Return the captured node that an emitted node stands for, or is a cast of (or the clamp in
+    front of a cast); without one, the first node that it is made from."""
     while node.name not in captured and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def bodies_of(module: fx.GraphModule, node: fx.Node) -> dict[str, fx.GraphModule]:
-    """The graphs that a higher-order operator runs, by attribute name."""
+    """Return the graphs that a higher-order operator runs, by attribute name."""
     found = {}
     for operand in node.all_input_nodes:
         if operand.op == "get_attr":

@@ -1,4 +1,4 @@
-"""Attention: which calls PyTorch answers with its math kernel, and what such a call consists of.
+"""Attention: which calls PyTorch answers with its math kernel, and the parts of such a call.
 
 `scaled_dot_product_attention` picks one of several kernels each time it is called. The fused ones
 take low-precision operands. The math kernel casts them to float32 first (unless
@@ -62,9 +62,12 @@ def _takes_math_kernel(
     is_causal: bool,
     options: dict[str, Any],
 ) -> bool:
-    """Ask PyTorch, for operands in low precision. The choice depends on shapes, on whether the
-    mask needs a gradient, on dropout, and on the kernels that the user has enabled; on CUDA also
-    on the GPU. Elsewhere, and where no kernel is left, the call is not touched."""
+    """Ask PyTorch which kernel it takes for such operands in low precision.
+
+    The choice depends on shapes, on whether the mask needs a gradient, on dropout, and on the
+    kernels that the user has enabled; on CUDA also on the GPU. On other devices, and where no
+    kernel is left, the call is not touched.
+    """
     device = operands[0].device.type if operands[0] is not None else ""
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         return False
@@ -81,8 +84,8 @@ def _takes_math_kernel(
 
 
 def _stand_in(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A real tensor in low precision like this one. On CPU it is a single row of memory: of
-    strides the choice there regards the last alone."""
+    """Return a real tensor in low precision like this one. On CPU it is a single row of memory, as
+    the choice there regards the last stride alone."""
     if tensor is None:
         return None
     sizes = [size_hint(s) for s in tensor.shape]
@@ -106,7 +109,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """What `scaled_dot_product_attention` computes, in operators of its own for each step.
+    """Compute `scaled_dot_product_attention`, with an operator for each step.
 
     The math kernel multiplies query and key by the square root of the scale each, and adds a mask
     of booleans as one of zeros and infinities. Here the query alone is scaled, which rounds once

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def gru_cell(input: Tensor, state: Tensor, *weights: Any) -> Tensor:
-    """The state that follows: (batch, hidden), as `state`; `input`: (batch, features)."""
+    """Return the next state, (batch, hidden) as `state`; `input`: (batch, features)."""
     of_state, of_input = _products(input, state, *weights)
     reset_x, update_x, new_x = of_input.chunk(3, 1)
     reset_h, update_h, new_h = of_state.chunk(3, 1)
@@ -32,7 +32,7 @@ def gru_cell(input: Tensor, state: Tensor, *weights: Any) -> Tensor:
 
 
 def lstm_cell(input: Tensor, given: Sequence[Tensor], *weights: Any) -> tuple[Tensor, Tensor]:
-    """The output and the state that follow: (batch, hidden) each, as `given` has them."""
+    """Return the next output and state, (batch, hidden) each, as `given` has them."""
     output, state = given
     of_output, of_input = _products(input, output, *weights)
     entry, forget, new, exit = (of_output + of_input).chunk(4, 1)

@@ -1,12 +1,12 @@
-"""A graph in parts, each of which takes what those before it return.
+"""Cut a graph into parts, each of which takes results of those before it.
 
     h = linear(x, w)                 part 0:  h = linear(x, w)
     u = tanh(h)              ->               return h
     return h, u                      part 1:  u = tanh(h)
                                               return u
 
-Every part begins and ends in the modes in which the whole begins: what is on at a cut (recording,
-autocast regions of the model's own) is put back before it, and on again after it.
+Every part begins and ends in the modes in which the whole begins: modes that are on at a cut
+(recording, autocast regions of the model's own) are put back before it, and on again after it.
 
 Private names of PyTorch used here:
 
@@ -43,8 +43,12 @@ CROSSES = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool
 
 @dataclass
 class _Part:
-    """A part as it is written: `local` has what stands in it for a node of the whole; `taken` are
-    the nodes that it has as inputs, `given` those that it returns."""
+    """A part while it is written.
+
+    local: the part's node for each node of the whole.
+    taken: the nodes that are its inputs.
+    given: the nodes that it returns.
+    """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     root: torch.nn.Module = field(default_factory=torch.nn.Module)
@@ -59,8 +63,8 @@ def run_in_parts(
     before: Iterable[fx.Node],
     compile_graph: Callable[[fx.GraphModule, list[Any]], Run],
 ) -> Run:
-    """What runs a graph of Dynamo's, cut before each of these nodes, with `compile_graph` called
-    for each part. Raises CaptureError where a value cannot go from one part to the next."""
+    """Return a function that runs a graph of Dynamo's, cut before these nodes, with `compile_graph`
+    called for each part. Raises CaptureError where a value cannot go from one part to the next."""
     parts = _written(module, frozenset(before))
     placeholders = module.graph.find_nodes(op="placeholder")
     results = results_of(module)
@@ -95,7 +99,7 @@ class _Slot:
 
 
 def _return_what_is_needed(parts: Sequence[_Part], needed: set[fx.Node]) -> None:
-    """Have each part return what those after it take, and what of it the whole returns."""
+    """Have each part return what later parts take, and what the whole returns of it."""
     for part in reversed(parts):
         taken = set(part.taken)
         own = (n for n in part.local if n not in taken and n.op != "get_attr")
@@ -114,7 +118,7 @@ def _module_of(part: _Part, whole: fx.GraphModule, is_last: bool) -> fx.GraphMod
 
 
 def _written(module: fx.GraphModule, before: frozenset[fx.Node]) -> list[_Part]:
-    """The parts, without what they return."""
+    """Write the parts, without their returns."""
     modes, records_outside = grad_modes(module.graph), torch.is_grad_enabled()
     sizes = [n for n in module.graph.find_nodes(op="placeholder") if not _is_tensor(n)]
     regions: list[fx.Node] = []
@@ -157,7 +161,7 @@ def _end(part: _Part, regions: list[fx.Node], records: bool | None) -> None:
 
 
 def _copy(module: fx.GraphModule, part: _Part, node: fx.Node) -> None:
-    """Write a node, and what is taken out of its result, which only tensors leave a part as."""
+    """Copy a node, and the items of its result: only tensors leave a part."""
     for operand in node.all_input_nodes:
         if operand in part.local:
             continue
@@ -175,7 +179,7 @@ def _copy(module: fx.GraphModule, part: _Part, node: fx.Node) -> None:
 
 
 def _take(part: _Part, node: fx.Node) -> None:
-    """Have it as an input, before all else that is there."""
+    """Make a node an input of the part, before all that is there."""
     value = node.meta.get("example_value")
     if node.op != "placeholder" and not isinstance(value, CROSSES):
         raise CaptureError(f"'{node.name}' is a {type(value).__name__}, which no graph takes")

@@ -1,5 +1,5 @@
-"""How the ATen graph spells what PyTorch spells by naming a type that nobody asked for, and what
-fake tensors hide."""
+"""ATen spellings for calls that PyTorch spells by naming a type that nobody asked for, or whose
+effect fake tensors hide."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MOVES = ("to", "cpu", "cuda")
 
 
 def moved(node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor | None:
-    """The result of a node of Dynamo's that takes a tensor to a device, to a memory format or to
-    where another tensor is, and names no type: the tensor itself if it is there already. PyTorch
-    would spell it as a conversion to the type that the tensor has. None of any other node, also if
-    the type changes, to that of another tensor."""
+    """Return the result of a node of Dynamo's that moves a tensor (to a device, a memory format, or
+    where another tensor is) and names no type: the tensor itself if it is there already. PyTorch
+    would spell the move as a conversion to the type that the tensor has. None for any other node,
+    also if the type changes to that of another tensor."""
     given = (*node.args[1:], *node.kwargs.values())
     is_conversion = node.op == "call_method" and node.target in MOVES
     if not is_conversion or any(isinstance(value, torch.dtype) for value in given):
@@ -51,8 +51,8 @@ def convert_like(
     copy: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> Any:
-    """A conversion to the type of another tensor, by naming that type: casting the other one must
-    not change it, nor cost anything."""
+    """Convert to the type of another tensor by naming that type, so that casting the other tensor
+    neither changes the result nor costs anything."""
     if tensor.layout is not other.layout:
         return NotImplemented
     if (tensor.dtype, tensor.device) == (other.dtype, other.device):
@@ -63,16 +63,19 @@ def convert_like(
 
 
 def drop_if_active(tensor: Tensor, p: float, train: bool) -> Any:
-    """Dropout that drops nothing returns the tensor that it was given, and who writes into the one
-    writes into the other. On fake tensors it returns a copy (torch 2.13), which would hide that."""
+    """Return the very tensor that is given if dropout drops nothing, so that a write into one
+    reaches the other. On fake tensors PyTorch returns a copy (torch 2.13), which would hide that.
+    """
     return NotImplemented if train and p != 0 else tensor
 
 
 def spell_out_but_products(equation: str, tensors: Any, *, path: Any = None) -> Any:
-    """An einsum that is not one matrix product, in parts. One that contracts nothing has
-    element-wise products, sums and views, in float32 under autocast: an outer product, as of
-    positions and frequencies in rotary embeddings, or a trace. One of more than two operands is
-    computed pair by pair, and of pairs too some are matrix products and others element-wise."""
+    """Decompose an einsum that is not one matrix product.
+
+    One that contracts nothing has element-wise products, sums and views, in float32 under autocast:
+    an outer product, as of positions and frequencies in rotary embeddings, or a trace. One of more
+    than two operands is computed pair by pair; some pairs are matrix products, others element-wise.
+    """
     if len(tensors) <= 2 and contracted(equation):
         return NotImplemented
     return aten.einsum.default.decompose(equation, tensors, path=path)

@@ -29,7 +29,7 @@ UNKNOWN_SIZE = 8192  # elements assumed along sizes that depend on data
 
 
 def fake_mode_of(module: fx.GraphModule) -> FakeTensorMode | None:
-    """The fake mode that a graph's values belong to; None for a graph without tensors."""
+    """Return the fake mode that a graph's values belong to; None for a graph without tensors."""
     for value in _values(module):
         if isinstance(value, FakeTensor):
             return value.fake_mode
@@ -37,15 +37,16 @@ def fake_mode_of(module: fx.GraphModule) -> FakeTensorMode | None:
 
 
 def any_sizes(mode: FakeTensorMode | None) -> AbstractContextManager[Any]:
-    """Around a trace or a replay: sizes that depend on data need not come out of the operator that
-    made them. One that writes into a view slices it again, for autograd, and nobody sees it."""
+    """Let a trace or a replay lose sizes that depend on data: they need not come out of the
+    operator that made them. An operator that writes into a view slices it again, for autograd, and
+    nobody sees the sizes of that."""
     sizes = None if mode is None else mode.shape_env
     return nullcontext() if sizes is None else sizes.ignore_fresh_unbacked_symbols()
 
 
 def is_estimate(module: nn.Module) -> bool:
-    """Whether a call now is to run a module that is real on fake tensors, under a mode of the
-    user's: to estimate its memory, say. What is kept of a call would be fake in later ones."""
+    """Whether a call now would run a real module on fake tensors, under a mode of the user's: to
+    estimate its memory, say. Anything kept of such a call would be fake in later ones."""
     if not torch._C._len_torch_dispatch_stack():
         return False
     modes = _get_current_dispatch_mode_stack()
@@ -60,14 +61,14 @@ def _values(module: fx.GraphModule) -> Iterator[Any]:
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """A size as a number: where it is symbolic, the one seen when captured."""
+    """Return a size as a number; for a symbolic size, the one seen when captured."""
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else UNKNOWN_SIZE
 
 
 def largest_number(constant: torch.Tensor) -> list[float]:
-    """The largest of the finite numbers in a tensor, if any are known."""
+    """Return the largest finite number in a tensor, as a list, which is empty if none is known."""
     if isinstance(constant, FakeTensor) or constant.is_meta:
         return []
     with unset_fake_temporarily():
@@ -77,7 +78,7 @@ def largest_number(constant: torch.Tensor) -> list[float]:
 
 @contextlib.contextmanager
 def replaying(module: fx.GraphModule) -> Iterator[None]:
-    """Fake tensors, no autograd, and no autocast from outside."""
+    """Run under fake tensors, without autograd, and without autocast from outside."""
     device_types = {t.device.type for n in module.graph.nodes for t in tensors_of(n)}
     with contextlib.ExitStack() as stack:
         for device_type in device_types - {"meta"}:
@@ -97,8 +98,8 @@ class CannotReplay(Exception):
 
 
 def replay(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """What the operator returns for fake operands. Where it has no rule for symbolic sizes, the
-    dtypes are read at the sizes seen when captured and given to the captured results."""
+    """Run an operator on fake operands. If it has no rule for symbolic sizes, the dtypes are read
+    at the sizes seen when captured, and given to the captured results. Raises CannotReplay."""
     operator: Callable[..., Any] = node.target  # type: ignore[assignment]
     try:
         return operator(*args, **kwargs)
@@ -120,7 +121,7 @@ def _has_symbols(tree: Any) -> bool:
 
 
 def concrete(value: Any) -> Any:
-    """A tensor or a size with the numbers seen when captured; anything else as it is."""
+    """Return a tensor or a size with the numbers seen when captured, and anything else as it is."""
     if isinstance(value, torch.Tensor):
         sizes = [size_hint(s) for s in value.shape]
         return torch.empty(sizes, dtype=value.dtype, device=value.device)
@@ -128,8 +129,8 @@ def concrete(value: Any) -> Any:
 
 
 def held_otherwise(tensor: torch.Tensor) -> str:
-    """What kind of tensor it is, if it is no plain one: nested, or of other tensors, as quantised
-    ones are. A part of a DTensor is as plain as the whole."""
+    """Return the kind of a tensor that is not plain: nested, or made of other tensors, as quantised
+    ones are; else "". A part of a DTensor is as plain as the whole."""
     if tensor.is_nested:
         return "a nested tensor"
     is_of_others = hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "device_mesh")

@@ -1,4 +1,4 @@
-"""Where in a graph autograd records.
+"""Grad modes: where in a graph autograd records.
 
 Private names of PyTorch used here:
 
@@ -20,8 +20,8 @@ INFERENCE_MODE = (_enter_inference_mode, _exit_inference_mode)
 
 
 def grad_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
-    """The nodes that change whether autograd records, and to what. Inference mode counts as
-    `no_grad`: a graph is for tensors that autograd may take as well."""
+    """Map each node that changes whether autograd records to whether it does afterwards. Inference
+    mode counts as `no_grad`: a graph is for tensors that autograd may take as well."""
     found: dict[fx.Node, bool] = {}
     records, before = torch.is_grad_enabled(), []
     for node in graph.nodes:
@@ -39,19 +39,19 @@ def grad_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
 
 
 def is_switch(node: fx.Node, captured: Container[str]) -> bool:
-    """Whether a node of an emitted graph is there to have a cast recorded, and is none of those
-    that were captured."""
+    """Whether a node of an emitted graph switches recording for a cast, and was not captured."""
     return node.target is SET_GRAD_ENABLED and node.name not in captured
 
 
 def mode_after(graph: fx.Graph) -> bool | None:
-    """Whether autograd records after a graph; None if the graph does not change it."""
+    """Return whether autograd records after a graph; None if the graph does not change it."""
     changes = grad_modes(graph)
     return changes[next(reversed(changes))] if changes else None
 
 
 def recorded_nodes(graph: fx.Graph) -> frozenset[fx.Node]:
-    """The operators that run while autograd records, given whether it does now, in the caller."""
+    """Return the operators that run while autograd records, given whether it does now, in the
+    caller."""
     changes, records, found = grad_modes(graph), torch.is_grad_enabled(), set()
     for node in graph.nodes:
         if node in changes:
@@ -62,7 +62,8 @@ def recorded_nodes(graph: fx.Graph) -> frozenset[fx.Node]:
 
 
 def differentiated(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Of these, those that are computed of what needs a gradient, as far as inputs tell."""
+    """Return the recorded operators that are computed from a value that needs a gradient, as far as
+    inputs tell."""
     recorded, found = recorded_nodes(graph), set[fx.Node]()
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -76,8 +77,9 @@ def differentiated(graph: fx.Graph) -> frozenset[fx.Node]:
 
 
 def last_casts(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """Casts to float32 that are only returned, after which nothing is written to, which they might
-    have read before, and which are recorded if what comes after the graph is."""
+    """Yield casts to float32 that can be made after the graph: they are only returned, nothing is
+    written to after them, which they might have read before, and they are recorded if the code
+    after the graph is."""
     if grad_modes(module.graph):
         return
     results = results_of(module)

@@ -1,4 +1,4 @@
-"""Memory that a retraced graph does not tell of: what its values say they share is not all."""
+"""Writes that a retraced graph hides: its values do not tell all the memory that they share."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SET = torch.ops.aten.set_.source_Tensor
 
 
 def hidden_memory(traced: fx.GraphModule) -> Iterator[str]:
-    """Writes of which the values in `meta` do not tell where they arrive: into another memory, or
-    into one that was handed on before under a second name."""
+    """Yield a sentence for each write whose target the values in `meta` do not tell: into another
+    memory, or into one that was handed on before under a second name."""
     for node in traced.graph.find_nodes(op="call_function", target=SET):
         if node.args[0].op in ("placeholder", "get_attr"):
             yield f"'{node.name}' puts a tensor into other memory (`x.data = y`)"
@@ -38,8 +38,8 @@ def hidden_memory(traced: fx.GraphModule) -> Iterator[str]:
 
 
 def _hands_on(traced: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a result of a higher-order operator is memory that its forward body, the first, was
-    given. Further outputs of that body are what it saves for backward."""
+    """Whether a higher-order operator returns memory that its forward body, the first, was given.
+    Further outputs of that body are what it saves for backward."""
     forward = next(iter(bodies_of(traced, node).values()), None)
     if forward is None or not is_retraced(forward):
         return False

@@ -1,4 +1,4 @@
-"""What people call the inputs of a graph.
+"""The names by which people know the inputs of a graph.
 
     L['module']._modules['head']._parameters['weight']      head.weight
     L['args'][1]['mask'], of forward(self, x, batch)        batch['mask']
@@ -28,13 +28,14 @@ PARTS = re.compile(r"\._(?:modules|parameters|buffers)\['((?:[^'\\]|\\.)*)'\]")
 
 @dataclass(frozen=True)
 class Names:
-    """What a model calls things.
+    """The names that a model's code has for modules, parameters, buffers and arguments.
 
-    modules: the path of each by its id as a string, which is how Dynamo refers to it.
-    stored: the path of each parameter and buffer by its id.
-    buffers: the ids of those that are buffers.
-    arguments: of what a graph begins with, if it is a call of the model: its arguments by position.
-    rest: what holds those that follow.
+    modules: module paths by id as a string, which is how Dynamo refers to a module.
+    stored: the paths of parameters and buffers by id.
+    buffers: the ids of the buffers among them.
+    arguments: for a graph that begins with a call of the model, its arguments by position; else
+        None.
+    rest: the name of the argument that holds all further ones.
     """
 
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -45,7 +46,7 @@ class Names:
 
     @classmethod
     def of(cls, model: nn.Module, called: Any = None) -> Names:
-        """`called`: the method of the model that a graph begins with, if it does with one."""
+        """Collect the names of a model. `called`: the method that a graph begins with, if any."""
         modules = {str(id(module)): path for path, module in model.named_modules()}
         buffers = {id(tensor): path for path, tensor in nn.Module.named_buffers(model)}
         parameters = {id(tensor): path for path, tensor in nn.Module.named_parameters(model)}
@@ -53,15 +54,15 @@ class Names:
         return cls(modules, stored, *_signature(called), buffers=buffers.keys() - parameters.keys())
 
     def of_inputs(self, module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, str]:
-        """What it calls the inputs of a graph of Dynamo's, by their names there. `inputs` are what
-        that is called with."""
+        """Return the model's names for the inputs of a graph of Dynamo's, by their names in the
+        graph. `inputs`: what the graph is called with."""
         placeholders = module.graph.find_nodes(op="placeholder")
         found = {n.name: self._spelled(n) for n in placeholders}
         stored = ((n, self.stored.get(id(x))) for n, x in zip(placeholders, inputs, strict=False))
         return found | {n.name: path for n, path in stored if path is not None}
 
     def buffers_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> set[str]:
-        """Those of the inputs of such a graph that are buffers."""
+        """Return the inputs of such a graph that are buffers."""
         placeholders = module.graph.find_nodes(op="placeholder")
         known = {
             n.name for n, x in zip(placeholders, inputs, strict=False) if id(x) in self.buffers
@@ -80,7 +81,7 @@ class Names:
         return f"{root}{rest}" if self.arguments is None else self._given(root, rest)
 
     def _given(self, root: str, rest: str) -> str:
-        """What the model calls what it is given, as `forward` of `CapturedCode` does."""
+        """Return the model's name for an argument, as `forward` of `CapturedCode` gets it."""
         position, keyword = re.match(r"\[(\d+)\]", rest), re.match(r"\['(\w+)'\]", rest)
         if root == "args" and position is not None:
             return f"{self._argument(int(position[1]))}{rest[position.end() :]}"
@@ -94,8 +95,8 @@ class Names:
 
 
 def call_inputs(module: fx.GraphModule, names: Mapping[str, str], buffers: Collection[str]) -> None:
-    """Note in the meta of the inputs of a graph, and of those inside it, how they are `called`, and
-    which are buffers."""
+    """Note the names of the inputs of a graph, and of graphs inside it, in their meta as `called`,
+    and whether they are buffers."""
     for node in module.graph.nodes:
         if node.op == "placeholder" and node.name in names:
             node.meta.update(called=names[node.name], is_buffer=node.name in buffers)
@@ -104,13 +105,14 @@ def call_inputs(module: fx.GraphModule, names: Mapping[str, str], buffers: Colle
 
 
 def _source(node: fx.Node) -> str:
-    """Where Dynamo found an input, in Python."""
+    """Return where Dynamo found an input, in Python."""
     name = getattr(getattr(node, "_dynamo_source", None), "name", None)
     return str(name() if callable(name) else name)
 
 
 def _signature(function: Any) -> tuple[list[str] | None, str]:
-    """The names of the arguments by position, and of those behind them."""
+    """Return the names of a function's positional arguments, and the name that holds any further
+    ones."""
     if function is None:
         return None, "args"
     try:

@@ -8,7 +8,7 @@
     x.unfold(1, 400, 1), F.unfold(x, 9)   backward: as many gradients as windows that overlap
     torch.stack([x] * 300)                backward: 300, which autograd adds up
 
-What their kernels keep in float32 meanwhile (a matrix product, `index_add`) counts as one.
+A sum that a kernel keeps in float32 meanwhile (a matrix product, `index_add`) counts as one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from amp_graph.graphs.fake import size_hint
 
 
 def added_up(node: fx.Node) -> int:
-    """The most that it adds up for an element of its result, or of a gradient."""
+    """Return the most numbers that a node adds up for an element of its result, or of a
+    gradient."""
     if not isinstance(node.target, OpOverload):
         return 1
     count = COUNTS.get(node.target._schema.name.removeprefix("aten::").rstrip("_"))
@@ -35,7 +36,7 @@ def added_up(node: fx.Node) -> int:
 
 
 def _overlap(dimensions: int, node: fx.Node, given: Any) -> int:
-    """Of windows, how many an element is in."""
+    """Return how many windows an element is in."""
     kernel, stride = given["kernel_size"], given.get("stride") or given["kernel_size"]
     sizes, steps = ([*each] * (dimensions // len(each)) for each in (kernel, stride))
     return _product(-(-k // s) for k, s in zip(sizes, steps, strict=True))
@@ -46,7 +47,7 @@ def _slid(node: fx.Node, given: Any) -> int:
 
 
 def _strided(node: fx.Node, given: Any) -> int:
-    """How many elements of the result share one element of the operand."""
+    """Return how many elements of the result share one element of the operand."""
     results, elements = (size_hint(x.meta["val"].numel()) for x in (node, given["self"]))
     return -(-results // max(1, elements))
 

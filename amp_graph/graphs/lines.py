@@ -1,7 +1,7 @@
-"""The line of the user's code that something was called at.
+"""The line of the user's code that called an operator.
 
 A call goes through the modes around it, such as that of `torch.set_default_device`, and through
-PyTorch's own code, as in a vmap or `functional_call`, which are not meant.
+PyTorch's own code, as in a vmap or `functional_call`; neither is meant.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n\s+(.*))?')
 
 
 def without_modes(frames: Sequence[FrameSummary]) -> Sequence[FrameSummary]:
-    """The outermost first, as they were given."""
+    """Return the frames without those of modes at the end. The outermost comes first, as given."""
     last = len(frames)
     while last and frames[last - 1].name in OF_MODES:
         last -= 1
@@ -27,7 +27,7 @@ def without_modes(frames: Sequence[FrameSummary]) -> Sequence[FrameSummary]:
 
 
 def called_at(node: fx.Node) -> FrameSummary | None:
-    """By what Dynamo keeps with each node as text."""
+    """Return the user's frame that called a node, from the text that Dynamo keeps with it."""
     found = FRAME.findall(node.meta.get("stack_trace") or "")
     frames = [FrameSummary(file, int(at), name, line=line) for file, at, name, line in found]
     users = (f for f in reversed(without_modes(frames)) if is_users(f.filename))
@@ -35,5 +35,5 @@ def called_at(node: fx.Node) -> FrameSummary | None:
 
 
 def place_of(frame: FrameSummary) -> str:
-    """As "net.py:12"."""
+    """Return a frame's place, as "net.py:12"."""
     return place(frame.filename, frame.lineno)

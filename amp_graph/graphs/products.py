@@ -2,7 +2,7 @@
 
     a (..., rows, terms) @ b (..., terms, columns)
 
-They are few where the product moves places, as by a rotation, and many where a layer makes
+There are few where the product moves places, as by a rotation, and many where a layer makes
 features.
 """
 
@@ -34,7 +34,7 @@ FACTORS: dict[Any, str] = {
 
 
 def terms_of(node: fx.Node) -> int | None:
-    """Those of a product of two tensors; None for any other node."""
+    """Return the terms of a product of two tensors; None for any other node."""
     if not isinstance(node.target, OpOverload):
         return None
     packet = node.target.overloadpacket
@@ -46,7 +46,7 @@ def terms_of(node: fx.Node) -> int | None:
 
 
 def contracted(equation: str) -> set[str]:
-    """The indices of an einsum that several operands have, and that are summed over."""
+    """Return the indices of an einsum that several operands have, and that are summed over."""
     spelled, arrow, result = equation.replace(" ", "").partition("->")
     indices, operands = {*filter(str.isalpha, spelled)}, spelled.split(",")
     kept = {*result} if arrow else {i for i in indices if spelled.count(i) == 1}
@@ -62,7 +62,7 @@ def _of_einsum(equation: str, tensors: Sequence[fx.Node], path: Any = None) -> i
 
 
 def _sizes(indices: str, shape: Sequence[int]) -> Mapping[str, int]:
-    """By the index that runs over each; those that three dots stand for are never summed over."""
+    """Return the size of each index. Indices that three dots stand for are never summed over."""
     front, _, back = indices.partition("...")
     named = (*shape[: len(front)], *shape[len(shape) - len(back) :])
     return dict(zip((*front, *back), named, strict=True))

@@ -1,12 +1,12 @@
-"""Parts of a tensor that are taken out one by one, taken out together.
+"""Join parts of a tensor that are taken out one by one, so that they are taken out together.
 
     q, k, v = qkv[0], qkv[1], qkv[2]        ->  q, k, v = qkv.unbind(0)
     x1, x2 = x[..., :n], x[..., n:]         ->  x1, x2 = x.split([n, n], -1)
     x1, x2 = x[..., ::2], x[..., 1::2]      ->  x1, x2 = x.unflatten(-1, (n, 2)).unbind(-1)
 
-Autograd makes of each part's gradient one of the whole tensor, zeros but for that part, and adds
-them up; of parts taken out together it puts the gradients side by side. The values are the same.
-Dynamo takes parts out one by one even where a model does not: `q, k, v = qkv`.
+Autograd makes each part's gradient one of the whole tensor, zeros but for that part, and adds them
+up; for parts taken out together it puts the gradients side by side. The values are the same. Dynamo
+takes parts out one by one even where a model does not: `q, k, v = qkv`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ BOUNDS = ("index", "start", "end", "step")
 
 
 def join_parts(module: fx.GraphModule) -> fx.GraphModule:
-    """Have an ATen graph take such parts out together, if they are all of a tensor and nobody
-    writes to their memory, in the graph or, given a result that lives there, after it: autograd
-    lets nobody write into one of several views. Returns the module."""
+    """Take parts of a tensor out together, in place, and return the module.
+
+    The parts have to make up all of the tensor, and nobody may write to their memory, in the graph
+    or, for a result that lives there, after it: autograd lets nobody write into one of several
+    views.
+    """
     found = [*_whole(module.graph)]
     if not found:
         return module
@@ -44,8 +47,8 @@ def join_parts(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _whole(graph: fx.Graph) -> Iterator[dict[fx.Node, range]]:
-    """Parts that make up all of a tensor along a dimension, each with what it spans of it; those
-    of one step, and those that autograd records, apart from others."""
+    """Yield the parts that make up all of a tensor along a dimension, each with its span. Parts of
+    another step, and those that autograd records, are kept apart from the rest."""
     parts: dict[tuple[Any, ...], dict[fx.Node, range]] = {}
     recorded = recorded_nodes(graph)
     for node in graph.nodes:
@@ -64,7 +67,7 @@ def _distinct(spans: Mapping[fx.Node, range]) -> list[range]:
 
 
 def _make_up(size: int, spans: Sequence[range]) -> bool:
-    """Whether spans of one step are each number below a size once, end to end or by turns."""
+    """Whether spans of one step cover each number below a size once, end to end or by turns."""
     step = spans[0].step
     if step > 1:
         return size % step == 0 and spans == [range(i, size, step) for i in range(step)]
@@ -72,7 +75,7 @@ def _make_up(size: int, spans: Sequence[range]) -> bool:
 
 
 def _along(node: fx.Node) -> tuple[fx.Node, int]:
-    """What a part is taken out of, and along which dimension."""
+    """Return the tensor that a part is taken out of, and the dimension."""
     given = arguments(node)
     return given["self"], given.get("dim", 0) % tensors_of(given["self"])[0].dim()
 
@@ -82,7 +85,7 @@ def _size(whole: fx.Node, dimension: int) -> Any:
 
 
 def _span(node: fx.Node) -> range | None:
-    """What a part spans, if that is known; at least one element."""
+    """Return the span of a part, at least one element; None if it is not known."""
     if node.target not in (aten.select.int, aten.slice.Tensor):
         return None
     whole, dimension = _along(node)

@@ -1,11 +1,11 @@
-"""`torch.vmap` inside of a model: retraced as the operators on whole batches that it makes.
+"""`torch.vmap` inside a model, retraced as the operators on whole batches that it makes.
 
     _add_batch_dim(x, 0, 1)
     y = x @ w                      ->      y = bmm(x, expand(w))
     _remove_batch_dim(y, 1, 8, 0)
 
-Other transforms of functorch have no such form: what `torch.func.grad` or `jvp` does is not there
-before it runs.
+Other transforms of functorch have no such form: the operators of `torch.func.grad` or `jvp` are not
+there before it runs.
 
 Private names of PyTorch used here:
 
@@ -40,8 +40,8 @@ STEPS = {
 
 
 def inside_vmap(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes from the begin of each vmap to its end. Raises CaptureError if there is another
-    transform, or a gradient is taken."""
+    """Return the nodes from the beginning of each vmap to its end. Raises CaptureError if there is
+    another transform, or a gradient is taken."""
     inside: set[fx.Node] = set()
     depth = 0
     for node in graph.nodes:
@@ -60,7 +60,8 @@ def inside_vmap(graph: fx.Graph) -> set[fx.Node]:
 
 
 def begins_of_transforms(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Of each node inside of a vmap or another transform, the node that begins the outermost."""
+    """Map each node inside a vmap or another transform to the node that begins the outermost
+    one."""
     found: dict[fx.Node, fx.Node] = {}
     depth, begin = 0, None
     for node in graph.nodes:
@@ -76,7 +77,7 @@ def begins_of_transforms(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 @contextlib.contextmanager
 def all_left() -> Iterator[None]:
-    """However what is inside ends, no vmap is left under way."""
+    """Leave, on exit, all transforms that were entered inside."""
     before = torch._C._functorch.maybe_current_level() or 0
     try:
         yield
@@ -86,7 +87,8 @@ def all_left() -> Iterator[None]:
 
 
 def drop_unused_detaches(graph: fx.Graph) -> None:
-    """Below autograd, which saves a detached operand or result, those are captured too."""
+    """Erase detaches that nobody reads. Below autograd, which saves a detached operand or result,
+    they are captured too."""
     for node in reversed(graph.nodes):
         if node.target is DETACH and not node.users:
             graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Which operators of Dynamo's graph write into the memory of its values."""
+"""Writes: which operators of Dynamo's graph write into the memory of its values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PURE = {"and_", "or_", "not_", "is_"}  # Python's words
 
 
 def writes_by_memory(graph: fx.Graph) -> dict[int, list[fx.Node]]:
-    """By the memory of values, the nodes that write into it."""
+    """Return the nodes that write into each memory that values have."""
     found: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         for operand in _written(node):
@@ -32,7 +32,8 @@ def writes_by_memory(graph: fx.Graph) -> dict[int, list[fx.Node]]:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """What a node writes into: by its schema, if it has one, else by its name and arguments."""
+    """Return the nodes that a node writes into: by its schema, if it has one, else by its name and
+    arguments."""
     if isinstance(node.target, OpOverload):
         values, declared = arguments(node), node.target._schema.arguments
         given = [values.get(a.name) for a in declared if a.alias_info and a.alias_info.is_write]
@@ -54,7 +55,7 @@ def _is_in_place(node: fx.Node) -> bool:
 
 
 def memory(node: fx.Node) -> int:
-    """A key of the memory that a value lives in, 0 if it has none of its own."""
+    """Return a key of the memory that a value lives in; 0 if it has none of its own."""
     value = node.meta.get("example_value")
     if type(value) is not FakeTensor or value.layout is not torch.strided or value.is_nested:
         return 0

@@ -1,9 +1,9 @@
-"""Whether a captured graph is one that a plan was saved for.
+"""Match a captured graph with a saved plan.
 
-It is if operators, operands by name, dtypes, shapes and module paths are the same: the fingerprint.
-It is the same computation at other shapes, or in the other of train and eval mode, if it has the
-same operators on float32 tensors, in the same order, on each other's results, in the same modules,
-but for views.
+A plan is for the same graph if operators, operands by name, dtypes, shapes and module paths are the
+same: the fingerprint. It is for the same computation, at other shapes or in the other of train and
+eval mode, if there are the same operators on float32 tensors, in the same order, on each other's
+results, in the same modules, apart from views.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ MAY_COPY = {"clone", "contiguous", "flatten", "ravel", "reshape", "reshape_as"}
 
 
 def fingerprint(plan: Plan) -> str:
-    """A digest of the graph that a plan is for, whatever was decided for it."""
+    """Return a digest of the graph that a plan is for, whatever was decided for it."""
     text = json.dumps(_description(plan), separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def computing(plan: Plan) -> dict[str, NodeFacts]:
-    """The nodes for which there is something to decide, but for those that hand on numbers: where
-    sizes are symbolic a graph has others, a slice of all that there is, say, which else is none."""
+    """Return the nodes with something to decide, apart from those that hand numbers on. Where sizes
+    are symbolic a graph has more of these: a slice of everything, say, which is no node otherwise.
+    """
     return {
         name: f for name, f in plan.facts.items() if not f.fixed and f.tensors and not _hands_on(f)
     }
@@ -57,7 +58,7 @@ def _computation(plan: Plan) -> list[Any]:
 
 
 def _made_by(plan: Plan, names: Iterable[str]) -> Iterator[str]:
-    """By which nodes values were made, whatever handed them on."""
+    """Yield the nodes that made these values, seen through nodes that hand them on."""
     for name in names:
         facts = plan.facts[name]
         while _hands_on(facts) and len(facts.reads) == 1:
@@ -85,14 +86,14 @@ def _node(f: NodeFacts, rename: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _symbols(plan: Plan) -> dict[str, str]:
-    """Symbolic sizes by the order in which they appear: torch numbers them as it likes."""
+    """Number symbolic sizes in the order in which they appear: torch numbers them as it likes."""
     sizes = (str(s) for f in plan.facts.values() for t in f.tensors for s in t.shape)
     symbols = dict.fromkeys(s for size in sizes for s in re.findall(r"\b[su]\d+\b", size))
     return {symbol: f"size{i}" for i, symbol in enumerate(symbols)}
 
 
 def common_nodes(plan: Plan, captured: Plan) -> int:
-    """How many nodes there are up to the first that differs."""
+    """Return how many nodes there are up to the first that differs."""
     pairs = zip(_computation(plan), _computation(captured), strict=False)
     return next((i for i, (theirs, ours) in enumerate(pairs) if theirs != ours), len(plan.facts))
 
@@ -110,7 +111,8 @@ def first_difference(plan: Plan, captured: Plan) -> str:
 
 
 def _spelled(plan: Plan, node: NodeFacts, op: str, path: str) -> str:
-    """What a node is, in words, as far as it is not that of an operator and a module."""
+    """Describe a node by the first of its operator, module and operands that differs from the given
+    ones."""
     if node.op != op:
         return node.op
     if node.module_path != path:

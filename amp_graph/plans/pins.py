@@ -30,8 +30,11 @@ from amp_graph.rules import Rule
 
 @dataclass(frozen=True)
 class Saved:
-    """The plans that a model is to follow and, for messages, where they came from and the version
-    of torch that they were saved under, if it is known."""
+    """The plans that a model is to follow.
+
+    origin: where they came from, for messages.
+    torch: the version of torch that they were saved under; "" if unknown.
+    """
 
     plans: tuple[Plan, ...]
     origin: str = "the plan given"
@@ -44,14 +47,14 @@ class Saved:
 
 @dataclass(frozen=True)
 class Pins:
-    """What a saved plan decided, by the names of the captured nodes.
+    """The decisions of a saved plan, by the names of the captured nodes.
 
-    exact: the captured graph is the saved one, so that every edit has to be possible.
+    exact: whether the captured graph is the saved one, so that every edit has to be possible.
     number: the plan's, among those saved.
-    others: what those of the same computation decided, by their numbers.
-    unplaced: what it decided of nodes that hand numbers on, of which other sizes may have none; not
+    others: the decisions of other plans for the same computation, by their numbers.
+    unplaced: decisions for nodes that hand numbers on, which may be missing at other sizes; not
         followed.
-    is_trial: of a search, which tells nobody what could not be.
+    is_trial: whether a search asks, which tells nobody what was not possible.
     """
 
     paints: Mapping[str, Paint]
@@ -65,7 +68,7 @@ class Pins:
 
 
 def pins_for(saved: Saved, captured: Plan) -> Pins:
-    """The decisions for a captured graph, given as a plan with nothing decided.
+    """Return the decisions for a captured graph, given as a plan with nothing decided.
 
     Raises PlanError if no saved plan is for this graph, or several that differ are.
     """
@@ -82,9 +85,14 @@ def pins_for(saved: Saved, captured: Plan) -> Pins:
 
 
 def pinned(fresh: Mapping[str, Paint], pins: Pins) -> dict[str, Paint]:
-    """The saved colours with their reasons; one edited by hand says what the lists would have
-    said. `fresh` is what they say without the plan. Raises PlanError if a colour was edited in one
-    of the plans of the same computation, and is another one in the others."""
+    """Return the saved colours with their reasons; for a colour edited by hand, the reason says
+    what the lists would have said.
+
+    fresh: what the lists say without the plan.
+
+    Raises PlanError if a colour was edited in one plan for this computation, and is another in the
+    others.
+    """
     found = _followed(fresh, pins.paints)
     for number, others in pins.others.items():
         again = _followed(fresh, others)
@@ -118,8 +126,8 @@ def check_honoured(
     pins: Pins,
     facts: Mapping[str, NodeFacts],
 ) -> None:
-    """Raises PlanError if a colour that was edited in the saved plan did not come about; warns if
-    that is so at another size or in another mode only than it was saved in."""
+    """Check that colours edited in the saved plan came about. Raises PlanError for the graph that
+    they were edited for; warns at another size or in another mode."""
     for name, saved in {**pins.paints, **pins.unplaced}.items():
         now, ours = painted[name], fresh[name]
         if saved.color in (now.color, ours.color):
@@ -142,7 +150,8 @@ def check_honoured(
 
 
 def _check_agreement(plans: Sequence[tuple[int, Plan]], origin: str) -> None:
-    """One graph may have been captured twice, with gradients and without."""
+    """Raise PlanError if plans for one graph differ. It may have been captured twice, with
+    gradients and without."""
     (first, plan), *others = plans
     paints = _all_paints(plan)
     for other, again in others:
@@ -176,7 +185,8 @@ def _exact_pins(plan: Plan, origin: str) -> Pins:
 
 
 def _pins(plans: Mapping[int, Plan], captured: Plan, origin: str) -> Pins:
-    """By the first of some plans, by their numbers, of the same computation as a captured one."""
+    """Return the pins of the first of some plans, given by their numbers, for the computation of
+    `captured`."""
     (number, paints), *others = ((n, _placed(plan, captured)) for n, plan in plans.items())
     bodies = {
         name: _pins({n: plan.bodies[name] for n, plan in plans.items()}, body, origin)
@@ -195,7 +205,7 @@ def _op(plan: Plan, name: str) -> str:
 
 
 def _placed(plan: Plan, captured: Plan) -> dict[str, Paint]:
-    """The paints of a plan, by the nodes of a captured graph in the places of its own."""
+    """Return a plan's paints by the nodes of a captured graph in the places of its own."""
     names = zip(computing(plan), computing(captured), strict=True)
     return {ours: plan.paints[theirs] for theirs, ours in names if theirs in plan.paints}
 

@@ -32,7 +32,7 @@ NOT_FINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def encode(value: Any) -> Any:
-    """The value as JSON objects, arrays, strings, numbers and nulls."""
+    """Return the value as JSON objects, arrays, strings, numbers and nulls."""
     if type(value) in PLAIN:
         return value
     if is_dataclass(value):
@@ -86,8 +86,8 @@ def _decode_fields(kind: Any, value: Any, where: str) -> Any:
 
 @functools.cache
 def _types(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """Of the fields of a class the type, and whether a value has to be given. Python evaluates the
-    text of annotations anew each time it is asked."""
+    """Return the type of each field of a dataclass, and whether it has to be given. Cached, as
+    Python evaluates the text of annotations anew each time it is asked."""
     hints = typing.get_type_hints(kind)
     return {f.name: (hints[f.name], _required(f)) for f in fields(kind) if f.init}
 
@@ -137,7 +137,7 @@ def _required(field: Field[Any]) -> bool:
 
 @functools.cache
 def _defaults(kind: Any) -> dict[str, Any]:
-    """Of the fields of a class the defaults; MISSING where a value has to be given."""
+    """Return the default of each field of a dataclass; MISSING where a value has to be given."""
     return {f.name: _default(f) for f in fields(kind)}
 
 

@@ -62,11 +62,11 @@ def save_plan(plan: Plan | Sequence[Plan], path: str | Path) -> None:
 
 
 def load_plan(path: str | Path) -> tuple[Plan, ...]:
-    """The plans in a file, in order of capture.
+    """Load the plans in a file, in order of capture.
 
     Raises PlanError, naming the file and the place in it, for a file that is missing, cut off, of
-    another format or of a newer schema, that has a value which is not possible, or in which what
-    describes the graph was edited.
+    another format or of a newer schema, that has a value which is not possible, or in which the
+    description of the graph was edited.
     """
     return _saved(path).plans
 
@@ -99,7 +99,8 @@ def _saved(path: str | Path) -> Saved:
 
 
 def _each_once(path: str | Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises PlanError for a key that it has twice: one would be lost."""
+    """Return a JSON object. Raises PlanError for a key that it has twice, one of which would be
+    lost."""
     table = dict(pairs)
     if len(table) < len(pairs):
         (key, _), *_ = (Counter(key for key, _ in pairs)).most_common(1)
@@ -108,7 +109,7 @@ def _each_once(path: str | Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]
 
 
 def plan_schema() -> dict[str, Any]:
-    """The JSON schema of a plan file, as in `docs/plan.schema.json`."""
+    """Return the JSON schema of a plan file, as in `docs/plan.schema.json`."""
     definitions: dict[str, Any] = {}
     plans = {"type": "array", "minItems": 1, "items": describe(Plan, definitions)}
     mark = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
@@ -119,7 +120,7 @@ def plan_schema() -> dict[str, Any]:
 
 
 def as_plans(plan: PlanSource) -> Saved:
-    """What `convert(model, plan=...)` accepts, read. Raises PlanError."""
+    """Read the `plan` argument of `convert`. Raises PlanError."""
     if isinstance(plan, (str, Path)):
         return _saved(plan)
     plans = (plan,) if isinstance(plan, Plan) else plan
@@ -178,7 +179,8 @@ def _without_fingerprints(table: Any) -> Any:
 
 
 def _lines(value: Any, depth: int = 0) -> str:
-    """JSON with one line per node, so that a change of one decision is a change of one line."""
+    """Return JSON with one line per node, so that a change of one decision is a change of one
+    line."""
     if depth >= LINES_TO_DEPTH or not value or not isinstance(value, (dict, list)):
         return json.dumps(value, allow_nan=False)
     indent = " " * (depth + 1)
