@@ -18,11 +18,11 @@ READERS = 16  # of one low value: so many gradients add up with about one roundi
 
 
 class Color(enum.Enum):
-    """Which list an operator is on and, after `paint`, what was decided for a node.
+    """The list that an operator is on and, after `paint`, the decision for a node.
 
-    A node painted ALLOW computes in low precision, DENY in float32. INFER and CLEAR nodes are
-    free: `place_casts` chooses. KEEP runs exactly as captured, on operands of the captured
-    dtypes: there is nothing to convert, or the model's own code fixed the precision.
+    A node painted ALLOW computes in low precision, DENY in float32. INFER and CLEAR nodes are free:
+    `place_casts` chooses. KEEP runs exactly as captured, on operands of the captured dtypes: there
+    is nothing to convert, or the model's own code fixed the precision.
     """
 
     ALLOW = "allow"

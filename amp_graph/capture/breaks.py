@@ -1,4 +1,4 @@
-"""Where and why Dynamo stopped capturing, as it says.
+"""Graph breaks: where and why Dynamo stopped capturing, as it says.
 
 Private names of PyTorch used here:
 
@@ -68,7 +68,8 @@ SAID_OF_DATA = (
 
 
 def break_in(graph: fx.GraphModule) -> list[str]:
-    """Where and why Dynamo ended this graph early, if it did: "net.py:12, print(x): why"."""
+    """Return where and why Dynamo ended this graph early: "net.py:12, print(x): why". Empty if it
+    did not."""
     ending: Any = getattr(graph, "compile_subgraph_reason", None)
     if not getattr(ending, "graph_break", False):
         return []
@@ -76,8 +77,8 @@ def break_in(graph: fx.GraphModule) -> list[str]:
 
 
 def in_other_words(said: str) -> str:
-    """What Dynamo says first of something that it cannot capture, for users of another tool, and
-    the function that it is about."""
+    """Reword the first line of a message of Dynamo's for users of another tool, and add the
+    function that it is about."""
     first = LAZY.sub(r"\1", said.strip().partition("\n")[0].removeprefix(ADVICE))
     words = next((words for start, words in IN_WORDS.items() if first.startswith(start)), first)
     called = re.search(r"qualname: ([^,\n]+)", said)
@@ -85,8 +86,8 @@ def in_other_words(said: str) -> str:
 
 
 def each_once(breaks: Collection[str]) -> list[str]:
-    """The distinct breaks. Of several with the same reason only the most exact are kept: lines if
-    there are any, else frames that Dynamo left to Python, else the call of the model."""
+    """Return the distinct breaks. Of several with the same reason only the most exact are kept:
+    lines if there are any, else frames that Dynamo left to Python, else the call of the model."""
     best: dict[str, int] = {}  # of each reason
     for told in breaks:
         reason = _reason(told)
@@ -99,13 +100,13 @@ def _reason(told: str) -> str:
 
 
 def _rank(told: str) -> int:
-    """0 of a line, 1 of a frame, 2 of the call of the model."""
+    """Return 0 for a line, 1 for a frame, 2 for the call of the model."""
     return 2 if told.startswith(f"{MODEL}: ") else int(OF_A_FRAME.match(told) is not None)
 
 
 def why_not_captured(error: Exception) -> str:
-    """Where and why Dynamo gave up on a model, with what an operator raised on fake tensors; or
-    what we said of it."""
+    """Return where and why Dynamo gave up on a model, with the error that an operator raised on
+    fake tensors; for an error of this package, its message."""
     own = getattr(error, "inner_exception", None)
     text = str(own if isinstance(own, AmpGraphError) else error).strip()
     reason = text.splitlines()[0] if text else type(error).__name__
@@ -119,15 +120,15 @@ def why_not_captured(error: Exception) -> str:
 
 
 def depends_on_data(error: Exception) -> bool:
-    """Whether Dynamo says that it gave up at a number or a size that is not known before the data
-    is. It gives up there in other words, too."""
+    """Whether Dynamo gave up at a number or a size that is known only with the data, as it says in
+    some of its messages."""
     if isinstance(error, GuardOnDataDependentSymNode):
         return True
     return str(error).startswith(SAID_OF_DATA)
 
 
 def _raised_in(error: Exception) -> str:
-    """The innermost function behind an error that is the user's: "net.py:12, __len__: "."""
+    """Return the innermost function of the user's behind an error: "net.py:12, __len__: "."""
     frames = traceback.extract_tb(error.__traceback__)
     where = [f"{place_of(f)}, {f.name}: " for f in frames if is_users(f.filename)]
     return "".join(where[-1:])

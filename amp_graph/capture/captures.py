@@ -1,10 +1,10 @@
-"""What was captured of a model, and which models are called by it.
+"""The captures of a model, and the models that are called by them.
 
     graphs of one model <---- its own calls
                         <---- calls of others that are alike: a copy, the next one of an ensemble
 
-Dynamo's guards say what a model has to be like, not which one it is. So one that is new is called
-by what was captured of others first: capturing takes seconds, in which a small one may be trained.
+Dynamo's guards say what a model has to be like, not which one it is. So a new model is called by
+the captures of others first: capturing takes seconds, in which a small one may be trained.
 
 Private names of PyTorch used here; seen to work on 2.11 and 2.13 to 2.15:
 
@@ -50,11 +50,11 @@ _assembling = threading.RLock()
 
 
 class Frame(NamedTuple):
-    """One that is being captured.
+    """The frame that is being captured.
 
-    policy_id, module_id: of the model.
-    is_entry: whether a call begins with it.
-    is_in_region: whether it is inside of an autocast region of the model's own.
+    policy_id, module_id: those of the model.
+    is_entry: whether a call begins with this frame.
+    is_in_region: whether it is inside an autocast region of the model's own.
     """
 
     policy_id: int = 0
@@ -64,11 +64,11 @@ class Frame(NamedTuple):
 
 
 class _Now(threading.local):
-    """What a thread is in the middle of.
+    """The current state of a thread.
 
-    caller: in whose call it is.
-    known: among how many captures it has looked one up.
-    frame: what it captures.
+    caller: the call that it is in.
+    known: how many captures there were when it looked one up.
+    frame: the frame that it captures.
     """
 
     def __init__(self) -> None:
@@ -86,30 +86,30 @@ _now = _Now()
 
 @torch.compiler.assume_constant_result
 def captured_policy_id() -> int:
-    """The `policy_id` of the model that this thread captures, 0 if it captures none. Dynamo asks
-    while it captures, and makes no guard of the answer."""
+    """Return the `policy_id` of the model that this thread captures, 0 if it captures none. Dynamo
+    calls this while it captures, and makes no guard of the answer."""
     return _now.frame.policy_id
 
 
 @torch.compiler.assume_constant_result
 def captured_module_id() -> int:
-    """The `id` of that model."""
+    """Return the `id` of the model that this thread captures."""
     return _now.frame.module_id
 
 
 def captured_names(entry: Entry) -> Names:
-    """What a model calls things in what this thread captures of it."""
+    """Return the model's names for what this thread captures of it."""
     return Names.of(entry.module, entry.entered if _now.frame.is_entry else None)
 
 
 def in_a_call() -> bool:
-    """Whether this thread is inside of a call by what was captured here."""
+    """Whether this thread is inside a call by captures of this package."""
     return _now.caller is not None
 
 
 @contextlib.contextmanager
 def other_captures_heard(hear: Callable[[], None]) -> Iterator[None]:
-    """Within, `hear` is called when Dynamo begins to capture for somebody else."""
+    """Have `hear` called, within, when Dynamo begins to capture for somebody else."""
 
     def begin(args: CallbackArgs) -> None:
         if args.callback_trigger is CallbackTrigger.DYNAMO and not in_a_call():
@@ -124,23 +124,27 @@ def other_captures_heard(hear: Callable[[], None]) -> Iterator[None]:
 
 
 class GuardsFail(Exception):
-    """A model is not like the one that was captured. Nothing of its call has run."""
+    """The model is not like the captured one. Nothing of its call has run."""
 
 
 class CapturedMeanwhile(Exception):
-    """By another thread, perhaps just what this one was about to. Nothing of its call has run."""
+    """Another thread captured something, perhaps just what this thread was about to. Nothing of
+    this thread's call has run."""
 
 
 class Assembled(NamedTuple):
-    """A graph in one model: its place in the model's record, and what runs it."""
+    """A graph in one model: its place in the model's record, and the function that runs it."""
 
     place: int
     run: Run
 
 
 class Called(Protocol):
-    """A model, as it is called by captured graphs. `frames` counts its captures; converted parts of
-    the same `policy_id` are captured with it."""
+    """A model as captured graphs call it.
+
+    frames: counts its captures.
+    policy_id: converted parts with the same one are captured with it.
+    """
 
     frames: Frames
     policy_id: int
@@ -150,22 +154,21 @@ class Called(Protocol):
         """The model itself."""
 
     def settings(self, is_first: bool) -> Mapping[str, Any]:
-        """Of Dynamo, other than SETTINGS, for a capture that begins now. `is_first`: of what was
-        captured before, nothing is in use."""
+        """Return Dynamo's settings, other than SETTINGS, for a capture that begins now. `is_first`:
+        nothing that was captured before is in use."""
 
     def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
-        """What is made of a graph for all models that are called by it."""
+        """Build a graph for all models that are called by it."""
 
     def assemble(self, built: Any) -> Assembled:
-        """It in this model."""
+        """Assemble a built graph in this model."""
 
 
 class Captures:
-    """The graphs of one model, as it is entered, in order of capture, each with what was built of
-    it.
+    """The graphs of one model, entered one way, in order of capture, each with its built form.
 
-    number: the model's, see `Frames`, or that of an earlier one of its kind: Dynamo goes on with
-        what it knows of that, see `CapturedCode`.
+    number: the model's, see `Frames`, or that of an earlier model of its kind, whose changing
+        numbers and sizes Dynamo then knows, see `CapturedCode`.
     own: settings of Dynamo, other than usual.
     """
 
@@ -179,7 +182,8 @@ class Captures:
         self.code = CapturedCode(entry, number, compile_graph, around)
 
     def have_changed(self) -> bool:
-        """Whether they are of no use any more, to whichever model. To be asked before each call."""
+        """Whether the captures are of no use to any model any more. Must be asked before each
+        call."""
         self._is_stale |= self._logs.have_changed() or self._said_once.have_changed()
         return self._is_stale
 
@@ -200,7 +204,7 @@ class Captures:
 
     @contextlib.contextmanager
     def _capturing(self, code: CodeType) -> Iterator[Attempt]:
-        """Around the capture of a frame, for which a thread waits until others have made theirs."""
+        """Surround the capture of a frame. A thread waits here until others have made theirs."""
         caller = _now.calling()
         is_first = self.code.begins_with(code)
         if is_first and not caller.may_capture():
@@ -225,8 +229,9 @@ class Captures:
 
 
 def _run(captures: Callable[[], Captures | None], index: int, *args: Any) -> Any:
-    """Run a graph of these in the model that is being called by them. That is another one, or none,
-    where Dynamo was told to run whatever was captured by anybody (`torch._dynamo.run`)."""
+    """Run a graph in the model that is being called by these captures. Where another model is
+    called, or none, since Dynamo was told to run everybody's captures (`torch._dynamo.run`), run it
+    as captured."""
     caller = _now.caller
     found = alive(captures)
     if caller is None or caller.captures is not found:
@@ -240,9 +245,12 @@ def _run(captures: Callable[[], Captures | None], index: int, *args: Any) -> Any
 
 
 class Caller:
-    """Calls a model, which it does not keep alive, by what was captured of it or, as a guest, of
-    another one. Of a guest nothing is captured before guards held in a call, nor where the captures
-    are MANY: then it raises GuardsFail."""
+    """Calls a model, which it does not keep alive, by its own captures or, as a guest, by another
+    model's.
+
+    For a guest nothing is captured before a call whose guards held, nor where there are MANY
+    graphs; GuardsFail is raised then.
+    """
 
     def __init__(self, captures: Captures, called: Called, is_guest: bool = False):
         self.captures, self._is_guest = captures, is_guest
@@ -277,7 +285,7 @@ class Caller:
         return is_welcome or not self._is_guest
 
     def assemble(self, index: int) -> Assembled:
-        """A graph in this model, from now on, whichever thread comes to it first."""
+        """Assemble a graph in this model, once, whichever thread comes first."""
         with _assembling:
             if index not in self.assembled:
                 _, built = self.captures.graphs[index]

@@ -1,4 +1,4 @@
-"""The Dynamo front end: what a module executes is captured as graphs, with guards.
+"""The Dynamo front end: a module's code is captured as graphs, with guards.
 
 Private names of PyTorch used here:
 
@@ -105,14 +105,14 @@ OFF = "PyTorch's Dynamo is off, by TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE or
 
 
 class CapturedCode:
-    """A function of a module and its arguments that enters it, with every graph of it given to
-    `compile_graph`. Dynamo keeps that, `capturing` and what they return for good.
+    """A function of a module and its arguments that runs the module captured: each graph is given
+    to `compile_graph`. Dynamo keeps `compile_graph`, `capturing`, and what they return, for good.
 
-    Dynamo skips frames of torch.nn itself, so that a bare nn.Sequential or nn.LSTM would never
-    be captured; this begins with a frame outside torch.nn that calls into it. Its code object and
-    name are its own, and `number` is the module's (see `with_own_code`). Hooks of the module
-    are captured with it, save those of FSDP. Captures are made inside of `capturing`, which takes
-    the code of the frame. Raises CaptureError if Dynamo is off.
+    Dynamo skips frames of torch.nn itself, so that a bare nn.Sequential or nn.LSTM would never be
+    captured; this begins with a frame outside torch.nn that calls into it. Its code object and name
+    are its own, and `number` is the module's (see `with_own_code`). Hooks of the module are
+    captured with it, save those of FSDP. Captures are made inside of `capturing`, which takes the
+    code of the frame. Raises CaptureError if Dynamo is off.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class CapturedCode:
         weakref.finalize(self, _abandoned.append, kept).atexit = False
 
     def begins_with(self, code: types.CodeType) -> bool:
-        """Whether nothing of a call has run where this is to be captured."""
+        """Whether nothing of a call has run when a frame of this code is captured."""
         return code is self._code and not self._is_sharded
 
     def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -159,8 +159,8 @@ class CapturedCode:
 
 
 class _StanceAside:
-    """While it is entered, by however many threads, the stance is the default one: that which a
-    script sets is for what it compiles, and what is captured here is none of that."""
+    """Puts the script's stance aside while it is entered, by however many threads: a stance is for
+    what the script compiles, and what is captured here is none of that."""
 
     def __init__(self) -> None:
         self._entering, self._depth, self._before = threading.Lock(), 0, DEFAULT
@@ -188,7 +188,7 @@ def is_forced_eager() -> bool:
 
 
 def is_off() -> bool:
-    """Whether Dynamo is told to capture nothing: by a setting, or a variable of the environment."""
+    """Whether Dynamo is told to capture nothing, by a setting or an environment variable."""
     return dynamo_config.disable or not hasattr(_context(_capture_nothing), "callback")
 
 
@@ -201,8 +201,8 @@ def _capture_nothing(graph: fx.GraphModule, example_inputs: list[Any]) -> Run:
 
 
 def with_own_code(function: Any, name: str) -> types.FunctionType:
-    """The function with a code object of its own, of this name: Dynamo counts recompilations per
-    object, and knows by name which sizes have changed."""
+    """Return the function with a code object of its own, of this name: Dynamo counts recompilations
+    per object, and knows by name which sizes have changed."""
     return types.FunctionType(
         function.__code__.replace(co_name=name),
         function.__globals__,
@@ -213,7 +213,7 @@ def with_own_code(function: Any, name: str) -> types.FunctionType:
 
 
 def _forward_alone(module: nn.Module) -> Callable[..., Any]:
-    """The module's `forward` as a function of the module too."""
+    """Return the module's `forward` as a function that takes the module."""
     own = module.__dict__.get("forward")
     if own is None:
         return type(module).forward
@@ -221,7 +221,7 @@ def _forward_alone(module: nn.Module) -> Callable[..., Any]:
 
 
 def _forget_abandoned() -> None:
-    """Let go of what Dynamo keeps for calls that are no more. Not as soon as they are gone: it may
+    """Let go of what Dynamo keeps for calls that are no more. Done late: when they go, Dynamo may
     be in the middle of that itself, at the death of an object that it has guards for."""
     with contextlib.suppress(IndexError):
         while True:
@@ -237,26 +237,28 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def is_of_capture(error: Exception) -> bool:
-    """Whether it was raised while Dynamo captured, rather than by what it had captured. Not all
-    such errors are of a class of its own: some are assertions that fail inside of it."""
+    """Whether Dynamo raised an error while it captured, rather than the captured code. Not all such
+    errors are of a class of its own: some are assertions that fail inside of it."""
     if isinstance(error, DYNAMO_ERRORS):
         return True
     return convert_frame.__file__ in _files_behind(error)
 
 
 def is_of_graph(error: Exception) -> bool:
-    """Whether an operator of a graph raised it, of which the model's own code may catch it."""
+    """Whether an operator of a graph raised an error, which the model's own code may catch
+    there."""
     return any(file.startswith("<eval_with_key>") for file in _files_behind(error))
 
 
 def _files_behind(error: Exception) -> list[str]:
-    """The files of the code that it was raised in, and came through."""
+    """Return the files of the code that an error was raised in, and came through."""
     return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def _inside_of(capturing: Capturing, capture: Callable[..., Any]) -> Callable[..., Any]:
-    """What Dynamo calls for a frame that it has no graph for. To set what is in force meanwhile
-    around each call of a model would cost more than looking up its graph."""
+    """Return the callback that Dynamo calls for a frame without a graph, made to run inside of
+    `capturing`. Settings are in force there alone: setting them around each call of a model would
+    cost more than looking up its graph."""
 
     def capture_inside(frame: Any, *args: Any, **kwargs: Any) -> Any:
         if is_coroutine(frame.f_code):
@@ -276,8 +278,8 @@ def _inside_of(capturing: Capturing, capture: Callable[..., Any]) -> Callable[..
 def settings(
     chosen: Mapping[str, Any] = SETTINGS, said_once: SaidOnce | None = None
 ) -> Iterator[None]:
-    """Dynamo's settings while it captures; the user's own are put back after. One thread at a time,
-    as they are the process's."""
+    """Put Dynamo's settings in force while it captures, and the user's own back after. One thread
+    at a time, as they are the process's."""
     said_once = said_once or SaidOnce()
     with _capturing, said_once.around_capture():
         before = {name: getattr(dynamo_config, name) for name in chosen}

@@ -1,9 +1,9 @@
-"""Which captures are a model's own.
+"""Count the captures of a model, and tell when they cost more than they are worth.
 
 Dynamo counts the frames that it captures for the whole process: those of other threads, of
-functions that the user compiles, of converted models inside of a converted model. None of these
-makes the graphs of the model beside or around them any worse. Each model has a callback of its own
-with Dynamo, which is called for all of its code, after a graph break as well, and for no other.
+functions that the user compiles, of converted models inside a converted model. None of these makes
+the graphs of the model beside or around them any worse. Each model has a callback of its own with
+Dynamo, which is called for all of its code, after a graph break as well, and for no other.
 
 Private names of PyTorch used here:
 
@@ -49,19 +49,19 @@ _left: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()  #
 
 @dataclass
 class Attempt:
-    """To capture a frame. `is_left`: whether Dynamo left it to Python."""
+    """An attempt to capture a frame. `is_left`: whether Dynamo left the frame to Python."""
 
     is_left: bool = False
 
 
 @dataclass
 class Cost:
-    """What capturing a model has cost, or several of them.
+    """The cost of capturing one model, or several.
 
-    models: how many were captured by themselves, and not called by what was kept of others alone.
+    models: how many were captured by themselves, rather than called by captures of others alone.
     captures: calls in which something was captured.
-    seconds: for which, on the clock, to be told.
-    work: seconds of the processor's for which, which a busy machine leaves as they are.
+    seconds: wall-clock time of capturing, to be told.
+    work: processor time of capturing, in seconds, which other work on a machine does not change.
     """
 
     models: int = 0
@@ -79,10 +79,10 @@ class Cost:
 
 
 class FramesOfThread(threading.local):
-    """What one thread's calls of a model have captured.
+    """The captures of one thread's calls of a model.
 
     begun: how many frames were begun.
-    raised: the code of those in which Dynamo saw an error of the model's, and left them to Python.
+    raised: the code of frames that Dynamo left to Python because it saw an error of the model's.
     """
 
     begun = 0
@@ -92,11 +92,11 @@ class FramesOfThread(threading.local):
 
 
 class Frames:
-    """How many frames of one model Dynamo has begun to capture.
+    """The frames of one model that Dynamo has begun to capture.
 
-    number: of the model, among all that there were in the process.
+    number: the model's, among all of the process.
     charged: calls that captured something; of several at once, which may have met the same, one.
-    unpaid: those, as far as other calls have not repaid them.
+    unpaid: charged calls that other calls have not repaid yet.
     failed: calls in a row that raised, in which something was to be captured.
     cost: of all captures so far.
     """
@@ -115,7 +115,7 @@ class Frames:
 
     @contextlib.contextmanager
     def counted(self, code: CodeType) -> Iterator[Attempt]:
-        """Around the model's callback for a frame of this code, one thread at a time."""
+        """Surround the model's callback for a frame of this code, one thread at a time."""
         attempt, began, work = Attempt(), time.perf_counter(), time.thread_time()
         before = counters["frames"]["total"]
         breaks, reasons = counters["graph_break"].copy(), counters["unimplemented"].copy()
@@ -138,7 +138,7 @@ class Frames:
                 self.skipped.append(_left[code])
 
     def end_call(self, has_captured: bool, charged: int) -> None:
-        """A call of the model has ended, before which so many were `charged`."""
+        """Take note that a call of the model has ended, before which so many were `charged`."""
         self.own.raised.clear()
         self.failed = 0
         if not has_captured:
@@ -148,21 +148,23 @@ class Frames:
             self.cost.captures += 1
 
     def end_failed_call(self, has_captured: bool) -> None:
-        """One has raised. What it captured is captured again if it comes again: see `try_again`."""
+        """Take note that a call has raised. Its captures are made again if it comes again: see
+        `try_again`."""
         self.try_again()
         self.failed += has_captured
         self.unpaid += has_captured
         self.cost.captures += has_captured
 
     def try_again(self) -> None:
-        """After what raised: it tells nothing of other calls, for which Dynamo would let be what
-        raised while it was captured, and what had been captured of the same code."""
+        """Have Dynamo capture code again that it would leave alone for good after an error. An
+        error tells nothing of other calls."""
         for code in self.own.raised:
             set_code_exec_strategy(code, AS_EVER)
         self.own.raised.clear()
 
     def why_too_many(self) -> tuple[str, str] | None:
-        """Why capturing costs more than it is worth, and what may help."""
+        """Return why capturing costs more than it is worth, and what may help; None if it
+        does not."""
         if self.failed >= MAX_CAPTURES:
             return "one call after another raised as it was captured", ""
         if self.unpaid < MAX_CAPTURES:
@@ -170,7 +172,7 @@ class Frames:
         return "it was captured anew again and again", self._what_changes()
 
     def why_so_slow(self) -> str | None:
-        """What to say, once, of captures that take long before they are too many."""
+        """Return, once, a warning about captures that take long, before they are too many."""
         if self._is_told or self.cost.seconds < LONG or self.unpaid < SOME:
             return None
         self._is_told = True
@@ -186,19 +188,19 @@ class Frames:
         return advice
 
     def why_nothing(self, model: nn.Module) -> str:
-        """Why nothing of a call of the model was captured."""
+        """Return why nothing of a call of the model was captured."""
         self.skipped = self.skipped or _skipped_before(model)
         return "; ".join(each_once(self.skipped)) or self.said or "Dynamo does not say why"
 
     def take_skipped(self) -> list[str]:
-        """Those that were skipped since this was last asked."""
+        """Return the frames that were skipped since the last call of this, each with why."""
         skipped, self.skipped = self.skipped, []
         return skipped
 
 
 def _failed_guard() -> str:
-    """Of the newest of those that the last capture found, if there were any. That another model was
-    captured before is none."""
+    """Return the guard for which Dynamo last captured anew; "" if there is none, or if it only says
+    that another model was captured before."""
     metrics = get_compilation_metrics()
     reason = metrics[-1].recompile_reason if metrics else None
     found = GUARD.match(reason or "")
@@ -209,14 +211,14 @@ def _failed_guard() -> str:
 
 
 def _skipped_before(model: nn.Module) -> list[str]:
-    """Why Dynamo skips the `forward` of some of these modules, as it said of the first model that
-    had one of their class; it does not say so again."""
+    """Return why Dynamo skips the `forward` of some of these modules, as it said of the first model
+    with that class. It does not say so again."""
     return [_left[code] for code in _left_codes(model)]
 
 
 def try_flat_again(model: nn.Module) -> None:
-    """Have Dynamo try those again that it skips because FSDP held the parameters of another model
-    flat, as it may not those of this one."""
+    """Have Dynamo capture code that it skips because FSDP held another model's parameters flat;
+    this model's may not be."""
     for code in _left_codes(model):
         if FLAT in _left[code]:
             del _left[code]
@@ -232,8 +234,8 @@ def _left_codes(model: nn.Module) -> list[CodeType]:
 
 
 def _told(code: CodeType, reason: str) -> str:
-    """Of a frame that Dynamo left to Python because of a break that it cannot go on after, in a
-    loop, say: "net.py:12, in forward: why"."""
+    """Describe a frame that Dynamo left to Python because of a break that it cannot go on after, in
+    a loop, say: "net.py:12, in forward: why"."""
     name = RESUMED.sub(r"\1", code.co_name)
     is_call = is_ours(code.co_filename)
     where = MODEL if is_call else f"{place(code.co_filename, code.co_firstlineno)}, in {name}"

@@ -1,9 +1,9 @@
-"""A graph runs under no TorchFunctionMode of the script's: what they do was captured with it.
+"""Run graphs under none of the script's TorchFunctionModes, whose effect was captured with them.
 
     with Mode(): model(x)     Dynamo captures that under the mode, and guards that it is on
 
-Run under it, a graph would do it twice. The mode of a default device stays: it only fills in what
-a graph has not said.
+Run under it, a graph would do it twice. The mode of a default device stays: it only fills in what a
+graph leaves open.
 
 Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
@@ -25,7 +25,7 @@ modes_on: Callable[[], int] = torch._C._len_torch_function_stack  # how many
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Within, none is on but that of a default device."""
+    """Turn all modes but that of a default device off, within."""
     taken = [_pop_mode() for _ in range(modes_on())]
     kept = [mode for mode in reversed(taken) if isinstance(mode, DeviceContext)]
     for mode in kept:

@@ -1,9 +1,9 @@
 """Hooks of modules, which Dynamo need not guard before there are any.
 
-Its guards look for them in each module at each call: 13 % of a forward pass of 32 tiny layers. That
-the first one has come is seen from less: PyTorch numbers the handles of all hooks, of whatever
-kind. From then on they are guarded, so that others that come, and those that go, are seen as well.
-They may come from the model's own code, as its first call is captured: that has guards, which
+Its guards look for hooks in each module at each call: 13 % of a forward pass of 32 tiny layers.
+Whether a first hook has come shows in less: PyTorch numbers the handles of all hooks, of whatever
+kind. From then on hooks are guarded, so that others that come, and those that go, are seen as well.
+Hooks may come from the model's own code, as its first call is captured: that has guards, which
 Dynamo makes at its end. Hooks for all modules have no guards.
 
 Private names of PyTorch used here:
@@ -33,7 +33,8 @@ GLOBAL = [
 
 
 class Hooks:
-    """Those of one model's modules: whether captures have to guard them. Does not keep it alive."""
+    """The hooks of one model's modules, and whether captures have to guard them. Does not keep the
+    model alive."""
 
     def __init__(self, model: nn.Module):
         self._model = weakref.ref(model)
@@ -45,14 +46,15 @@ class Hooks:
         self._calls_others = False  # modules that are no part of the model
 
     def settings(self, is_first: bool) -> Mapping[str, Any]:
-        """Of Dynamo, for a capture that begins now: of a module with hooks that was put into the
-        model, it may be. `is_first`: nothing that was captured before is in use."""
+        """Return Dynamo's settings for a capture that begins now, perhaps of a module with hooks
+        that was put into the model. `is_first`: nothing that was captured before is in use."""
         self._is_first = is_first
         self._are_there |= self._has_any()
         return {"skip_nnmodule_hook_guards": not self._are_there}
 
     def guard_new(self) -> None:
-        """Within a capture, before it has guards: those that it has brought, if it is the first."""
+        """Guard the hooks that a capture has added, if it is the first. Called within it, before it
+        has guards."""
         if self._is_first and not self._are_there and self._has_any():
             dynamo_config.skip_nnmodule_hook_guards = False
             self._are_there = self._are_guarded = True
@@ -61,11 +63,12 @@ class Hooks:
         return self._are_there
 
     def are_for_all(self) -> bool:
-        """Whether there are hooks for all modules, in the call that `have_changed` was asked of."""
+        """Whether there were hooks for all modules when `have_changed` was last asked."""
         return bool(self._for_all)
 
     def have_changed(self) -> bool:
-        """Whether what was captured is of no use any more. To be asked before each call."""
+        """Whether captures are of no use any more because hooks came or went. Must be asked before
+        each call."""
         for_all = _for_all_modules()
         if for_all == self._for_all and self._handles == RemovableHandle.next_id:
             if self._are_guarded == self._are_there:
@@ -78,7 +81,7 @@ class Hooks:
         return has_changed
 
     def number(self) -> int:
-        """How many hooks the model's modules have."""
+        """Return how many hooks the model's modules have."""
         model = self._model()
         return sum(
             len(m._forward_hooks)
@@ -97,7 +100,7 @@ class Hooks:
 
 
 def calls_others(graph: fx.GraphModule, own: Container[str]) -> bool:
-    """Whether a graph calls modules other than those whose ids, as strings, these are."""
+    """Whether a graph calls modules other than those with these ids, given as strings."""
     stacks = (node.meta.get("nn_module_stack") or {} for node in graph.graph.nodes)
     called = {key.partition("@")[0] for stack in stacks for key in stack}
     return not all(key in own for key in called)

@@ -1,10 +1,10 @@
-"""What code between two graphs, which runs under autocast, left in low precision.
+"""Inputs of a graph that code in front of it, which runs under autocast, left in low precision.
 
-A graph is rewritten from float32, so it takes them widened; casts that it need not have had the
-lists will put back where they belong. Dynamo, which captured it under autocast, recorded low values
-further on, too. The retrace makes them anew, except what graphs inside of it take and return, which
-is widened like inputs. A graph that asks for a low precision is left to autocast: `x.to(w.dtype)`
-is recorded as the answer that autocast gave, like a conversion that the author meant.
+A graph is rewritten from float32, so it takes such inputs widened; the pass puts casts back where
+they belong. Dynamo, which captured it under autocast, recorded low values further on, too. The
+retrace computes those anew, except values that graphs inside of it take and return, which are
+widened like inputs. A graph that asks for a low precision is left to autocast: `x.to(w.dtype)` is
+recorded as the answer that autocast gave, like a conversion that the author meant.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NARROWING = ("half", "bfloat16")  # methods that ask for a precision by their na
 
 def widen_inputs(graph: fx.GraphModule) -> list[int]:
     """Have a graph of Dynamo's, and those inside it, take float32 where autocast, in force now,
-    gives it less. Returns the positions of these inputs."""
+    gives less. Returns the positions of these inputs."""
     inputs = graph.graph.find_nodes(op="placeholder")
     if IN_REGION in graph.meta or not any(
         _is_under_autocast(node.meta.get("example_value")) for node in inputs
@@ -45,10 +45,11 @@ def taking_narrow(
     widened: Sequence[int],
     written: Container[int],
 ) -> Callable[..., Any]:
-    """What runs that graph with such inputs; what it writes into them is written back.
+    """Return a function that runs such a graph on its low inputs, and writes back what it writes
+    into them.
 
-    written: the positions of those that it may write into.
-    otherwise: runs it as it was, where one of those shares memory with another input, which it
+    written: the positions of the inputs that it may write into.
+    otherwise: runs the graph as it was, if one of those shares memory with another input, which it
         would no longer do widened.
     """
     at_risk = [i for i in widened if i in written]
@@ -69,7 +70,7 @@ def taking_narrow(
 
 
 def _share_memory(args: Sequence[Any], at_risk: Sequence[int]) -> bool:
-    """Whether another one has the memory of any of these."""
+    """Whether another argument shares the memory of one of these."""
     tensors = [x for x in args if isinstance(x, Tensor) and x.layout is torch.strided]
     owners = Counter(x.untyped_storage().data_ptr() for x in tensors)
     return any(owners[args[i].untyped_storage().data_ptr()] > 1 for i in at_risk)
@@ -86,13 +87,14 @@ def _is_narrow(value: Any) -> bool:
 
 
 def _outside_own_regions(graph: fx.GraphModule) -> Iterator[fx.Node]:
-    """The nodes for which the autocast around the graph is in force, not one of its own."""
+    """Yield the nodes for which the autocast around the graph is in force, not one of the graph's
+    own."""
     inside = in_regions(graph)
     return (node for node in graph.graph.nodes if node not in inside)
 
 
 def _asking(graph: fx.GraphModule) -> Iterator[str]:
-    """The names of nodes that ask for a low precision, in the graph or those inside it."""
+    """Yield the names of nodes that ask for a low precision, in the graph or those inside it."""
     for node in _outside_own_regions(graph):
         if any(a in LOW for a in tree_leaves((node.args, node.kwargs)) if type(a) is torch.dtype):
             yield node.name

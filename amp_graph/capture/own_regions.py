@@ -1,14 +1,13 @@
-"""What is captured by itself inside of an autocast region of the model's own belongs to the region.
+"""Graphs captured inside an autocast region of the model's own, which belong to the region.
 
     with torch.autocast("cpu", enabled=False):          x = self.w(x)
         y = self.inner(x)                        ->     enter_autocast("cpu", enabled=False)
                                                         ...
                                                         exit_autocast()
 
-The same holds for a module that Dynamo captures by itself, as it is called behind a graph's end:
-its graph says nothing of the region around it. A model is called with autocast off, or under the
-autocast that is put around the code between its graphs, so a region is known by how deep in
-autocast contexts it is.
+A module that is called behind a graph's end is captured by itself, and its graph says nothing of
+the region around it. A model is called with autocast off, or under the autocast that is put around
+the code between its graphs, so a region is known by how deep in autocast contexts it is.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from amp_graph.uncaptured import passed_over
 
 
 class DepthOfThread(threading.local):
-    """around: how deep in autocast contexts the model was called that this thread is in."""
+    """How deep in autocast contexts this thread's model was called: `around`."""
 
     around = 0
 
@@ -44,20 +43,19 @@ _now = DepthOfThread()
 
 
 def begin() -> int:
-    """At the beginning of a call of a model, or inside of contexts that are ours; what it returns
-    is for `end`."""
+    """Begin a call of a model, or contexts that are ours. The result is for `end`."""
     before, _now.around = _now.around, _depth()
     return before
 
 
 @passed_over
 def end(before: int) -> None:
-    """At the end of that call, or in front of that of these contexts."""
+    """End what `begin` began."""
     _now.around = before
 
 
 def is_in_region() -> bool:
-    """Whether this thread is inside of an autocast region of the model's own."""
+    """Whether this thread is inside an autocast region of the model's own."""
     return _depth() > _now.around
 
 
@@ -71,7 +69,7 @@ def _depth() -> int:
 
 
 def hold_in_region(is_inside: bool) -> None:
-    """Guard what is being captured by where it was: inside of a region or not."""
+    """Guard the current capture by whether it is inside a region."""
     if is_inside:
         hold_in_state(is_in_region, "inside of an autocast region")
     else:
@@ -79,7 +77,7 @@ def hold_in_region(is_inside: bool) -> None:
 
 
 def in_regions(module: fx.GraphModule) -> frozenset[fx.Node]:
-    """The nodes of a graph that are inside of regions, or are one."""
+    """Return the nodes of a graph that are inside regions, or are one."""
     depth, found = int(IN_REGION in module.meta), set()
     for node in module.graph.nodes:
         depth += (node.target is ENTER_AUTOCAST) - (node.target is EXIT_AUTOCAST)
@@ -89,7 +87,7 @@ def in_regions(module: fx.GraphModule) -> frozenset[fx.Node]:
 
 
 def mark_bodies(module: fx.GraphModule) -> None:
-    """Have the graphs inside of a graph know that they are in its regions."""
+    """Mark the graphs inside a graph that are in its regions."""
     inside = in_regions(module)
     for node in module.graph.nodes:
         for body in bodies_of(module, node).values():
@@ -99,7 +97,8 @@ def mark_bodies(module: fx.GraphModule) -> None:
 
 
 def region_of(users: Iterable[fx.Node]) -> AbstractContextManager[Any]:
-    """The region that a body is all of, by what runs it; none, if it is not."""
+    """Return the region that all of a body is in, by the nodes that run it; a null context if there
+    is none."""
     for node in users:
         if node.target is WITH_AUTOCAST:
             settings: Any = node.args[:4]
@@ -108,7 +107,7 @@ def region_of(users: Iterable[fx.Node]) -> AbstractContextManager[Any]:
 
 
 def write_region(module: fx.GraphModule) -> None:
-    """Have a graph of Dynamo's say itself under which autocast, in force now, it is."""
+    """Write the autocast that is in force now into a graph of Dynamo's."""
     graph = module.graph
     first = next(node for node in graph.nodes if node.op != "placeholder")
     kinds = autocast_devices()

@@ -124,8 +124,8 @@ def _is_higher_order(value: Any) -> bool:
 
 
 class _Retracer:
-    """One retrace. `new` maps a node of the old graph to its node (or constant) in the new one,
-    `fake` to its value on fake tensors; both are complete for all nodes already visited."""
+    """A retrace. `new` maps a node of the old graph to its node (or constant) in the new one,
+    `fake` to its value on fake tensors; both hold for all nodes visited so far."""
 
     def __init__(self, module: fx.GraphModule, names: Names, inputs: Sequence[Any]):
         self.module = module
@@ -213,8 +213,9 @@ class _Retracer:
         return node.meta["example_value"]
 
     def input(self, node: fx.Node) -> Any:
-        """Each input has a tensor of its own: Dynamo describes those of the backward of a custom
-        autograd function, a gradient and what was saved, by one if they are alike."""
+        """Return the value of an input, each with a tensor of its own: for the backward of a custom
+        autograd function Dynamo describes a gradient and a saved tensor by one, if they are alike.
+        """
         if "example_value" not in node.meta and not node.users:
             return None  # Dynamo 2.11 leaves it out
         value = node.meta["example_value"]
@@ -242,7 +243,8 @@ class _Retracer:
         return value if isinstance(value, FakeTensor) else self.fake_mode.from_tensor(value)
 
     def trace_stretch(self, stretch: list[fx.Node], is_mapped: bool) -> None:
-        """`is_mapped`: it is all of a vmap, which above autograd would be captured as such."""
+        """Trace nodes in a row. `is_mapped`: they are all of a vmap, which above autograd would be
+        captured as a vmap."""
         if not stretch:
             return
         inside = set(stretch)
@@ -290,7 +292,7 @@ class _Retracer:
 
 
 def _retrace_body(body: fx.GraphModule, names: Names, users: Iterable[fx.Node]) -> fx.GraphModule:
-    """A body that cannot be retraced runs as it is. `users`: what runs it."""
+    """Retrace a body. One that cannot be retraced runs as it is. `users`: the nodes that run it."""
     try:
         with as_read_by(users), region_of(users):
             return retrace(body, names)

@@ -1,4 +1,4 @@
-"""What a call of a model runs inside of: transforms, tracers, dispatch modes.
+"""The surroundings of a call of a model: transforms, tracers, dispatch modes.
 
 Private names of PyTorch used here:
 
@@ -47,9 +47,9 @@ set_flag: Callable[[bool], None] | None = getattr(
 
 
 def can_capture() -> bool:
-    """Whether Dynamo may be entered. Inside a functorch transform (and, without `set_flag`, under
-    a dispatch mode) it refuses, and would then never capture that code again. In forward-mode AD
-    it does not, but what scales gradients has no forward derivative."""
+    """Whether Dynamo may be entered. Inside a functorch transform (and, without `set_flag`, under a
+    dispatch mode) it refuses, and would then never capture that code again. In forward-mode AD it
+    does not refuse, but the functions that scale gradients have no forward derivative."""
     if set_flag is None and torch._C._len_torch_dispatch_stack():
         return False
     if forward_ad._current_level >= 0:
@@ -63,19 +63,19 @@ def in_a_transform() -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` is at work. Of `torch.compiler.is_exporting()` Dynamo 2.11 thinks that
-    it is true in whatever it captures."""
+    """Whether `torch.export` is at work. Dynamo 2.11 takes `torch.compiler.is_exporting()` for true
+    in all that it captures."""
     return torch.compiler._is_exporting_flag
 
 
 def is_compiling_here() -> bool:
-    """Whether this thread is compiling, or `torch.export` is at work. `torch.compiler` tells of all
-    threads at once: its `is_compiling()` is true in others, too (torch 2.13)."""
+    """Whether this thread is compiling, or `torch.export` is at work.
+    `torch.compiler.is_compiling()` is true in other threads, too (torch 2.13)."""
     return CompileContext.try_get() is not None or is_exporting()
 
 
 def wants_plain_code() -> bool:
-    """Whether what runs now is to be the model's own code in its own precision: `torch.jit.trace`,
+    """Whether the model's own code is to run now, in its own precision: `torch.jit.trace`,
     `torch.export` or `make_fx` makes a program of it, and `torch.func.grad` under autocast fails in
     many a backward."""
     if torch._C._get_tracing_state() is not None:
@@ -95,8 +95,8 @@ _own = _OfThread()
 
 
 def _compare_plain_code() -> None:
-    """Have `torch.jit.trace`, which is at work and gets plain code, compare that with plain code: a
-    difference of precision is none of what it traced. In place until it has."""
+    """Have `torch.jit.trace`, which is at work and gets plain code, compare its trace with plain
+    code, so that a difference of precision is no complaint. Undone once it has."""
     check: Any = getattr(_trace, "_check_trace", None)
     if check is None or _own.is_checking or hasattr(check, "of_plain_code"):
         return
