@@ -19,8 +19,8 @@ def is_dry_run(module: nn.Module, given: Any) -> bool:
 
 
 def parameters_by_now(module: nn.Module, given: Any) -> Iterator[nn.Parameter]:
-    """Those that a module has by now. Keras, which lists them in a way of its own, would keep what
-    stands in for them if it were asked in a dry run."""
+    """Yield the parameters that a module has by now. Keras, which lists them in a way of its own,
+    would keep stand-ins if it were asked in a dry run."""
     if type(module).named_parameters is not nn.Module.named_parameters and _are_described(given):
         return (p for _, p in nn.Module.named_parameters(module))
     return module.parameters()

@@ -1,4 +1,4 @@
-"""What happened to the models of a script: a few lines on stderr when it ends, and JSON."""
+"""The exit report on a script's models: a few lines on stderr, and JSON."""
 
 from __future__ import annotations
 
@@ -168,11 +168,13 @@ def _why_none(compiles: bool) -> str:
 
 
 def _in_lines(models: Sequence[Model]) -> list[dict[str, Any]]:
-    """What is told of in a line each: models that are alike in one, the layers of a model that a
-    script calls one by one, say; and those that are not, but of one name and first called at one
-    place, as in a search, if they are many. Of what was not converted the reason is enough. Those
-    that would go by one name go by what they print, if they are layers, or by where they were first
-    called."""
+    """Return the models as lines of the report.
+
+    Models that are alike share a line, as layers that a script calls one by one; so do models of
+    one name that were first called at one place, as in a search, if they are many. For models that
+    were not converted the reason is enough. Models with the same name are told apart by what they
+    print, if they are layers, or by where they were first called.
+    """
     lines: list[dict[str, Any]] = []
     for described in map(describe, alike_together(models)):
         twin = next((m for m in lines if _is_told_with(m, described)), None)
@@ -187,7 +189,8 @@ def _in_lines(models: Sequence[Model]) -> list[dict[str, Any]]:
 
 
 def _few(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same, with one that has the sums of those of one name and place if they are many."""
+    """Return the lines with one in place of many of the same name and place, which has their
+    sums."""
     groups: dict[Any, list[dict[str, Any]]] = {}
     for m in lines:
         kind = (m["model"], m["first_called_at"], m.get("dtype"), m.get("why"))
@@ -199,7 +202,8 @@ def _few(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _summed(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of models that were converted: of those that were not one is told of."""
+    """Sum up lines of converted models. Lines of models that were not converted are all the
+    same."""
     sums = {key: sum(m[key] for m in models) for key in SUMS}
     scaled = [m for m in models if "loss_scale" in m]
     if scaled:

@@ -1,4 +1,4 @@
-"""What becomes of each model that a script calls: converted at its first call, or left alone."""
+"""The first call of each model of a script: the model is converted, or left alone."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ class Models:
 
     @passed_over
     def on_call(self, module: nn.Module) -> Callable[..., Any] | None:
-        """What a call of this module is to run; None, if it is inside of another's call."""
+        """Return the function that a call of this module is to run; None inside of another model's
+        call."""
         if self.is_inside() or is_compiling_here() or wants_plain_code():
             return None
         if type(module).__module__ == "torch.jit._trace":  # a holder that is about to trace
@@ -271,7 +272,7 @@ class Models:
         self.seen = []
 
     def restore_all(self) -> None:
-        """Those that were converted here, and copies of them."""
+        """Restore all models that were converted here, and copies of them."""
         restore_all(self._policy)
 
 

@@ -72,7 +72,7 @@ VARIABLES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment asks for."""
+    """The settings in the environment."""
 
     policy: Policy = field(default_factory=Policy)
     dump: Path | None = None
@@ -256,7 +256,7 @@ def install(settings: Settings | None = None) -> Installation:
 
 
 def enable() -> None:
-    """As AMP_GRAPH_ENABLE=1 would have, in this process and its children."""
+    """Do what AMP_GRAPH_ENABLE=1 would have done, in this process and its children."""
     os.environ["AMP_GRAPH_ENABLE"] = "1"
     start()
 

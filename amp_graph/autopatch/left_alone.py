@@ -46,7 +46,7 @@ def why_not(module: nn.Module, inner: nn.Module) -> str:
 
 
 def other_dtypes(module: nn.Module) -> str:
-    """What its parameters are, if they are not all float32, or ""."""
+    """Return a sentence about the dtypes of a module's parameters; "" if all are float32."""
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
     found = ", ".join(sorted(map(dtype_name, dtypes)))
     return f"its parameters are {found}" if dtypes != {torch.float32} else ""

@@ -26,18 +26,18 @@ AGAIN = 2  # models that were captured by themselves: before that none was captu
 
 @dataclass
 class Model:
-    """One model, or several that are gone and were alike.
+    """A model of a script, or several that are gone and were alike.
 
-    spelled: as it prints itself, if it is a single layer: `Linear(in_features=8, ...)`.
+    spelled: for a single layer, as it prints itself: `Linear(in_features=8, ...)`.
     place: the line that called it first: "train.py:12".
-    record: of its conversion, while that is in place.
-    left_alone: why, if it is not converted.
+    record: the record of its conversion, while that is in place.
+    left_alone: why it is not converted, if it is not.
     is_in_other_dtypes: whether that is why; it may be cast.
-    parts: the names of those that are models by themselves, as they were called by themselves.
-    stands_for: how many models, once they are gone, or told of in one line.
-    outcomes: of the loss scales of those that are gone.
-    began, lived: when it was called first, and for how long from then on, once it is gone; in
-        seconds of the processor's, which a busy machine leaves as they are.
+    parts: the names of its parts that were called by themselves, as models.
+    stands_for: how many models it is, once they are gone, or told of in one line.
+    outcomes: the outcomes of the loss scales of models that are gone.
+    began, lived: when it was first called, and for how long it lived from then on, once it is gone;
+        in seconds of processor time, which other work on the machine does not change.
     """
 
     name: str
@@ -54,11 +54,12 @@ class Model:
     lived: float = field(default=0.0, compare=False)
 
     def let_go(self) -> None:
-        """Of a model that is gone, let go of the loss scale, which each step of every optimizer
-        looks at. It lives on with whatever else needs it, a backward pass that is still to come.
+        """Let go of the loss scale of a model that is gone: each step of every optimizer looks at
+        it. It lives on with whatever else needs it, such as a backward pass that is still to come.
 
-        Called by Python's collector, hence at any time, in any thread, under any mode: it computes
-        nothing and takes no lock."""
+        Called by Python's garbage collector, hence at any time, in any thread, under any mode: it
+        computes nothing and takes no lock.
+        """
         self.lived = self.lived or time.process_time() - self.began
         record = self.record
         scale = None if record is None else record.scale
@@ -72,7 +73,7 @@ class Model:
 
 
 def model_of(module: nn.Module) -> Model:
-    """What is to be told of a module that was called now."""
+    """Return the entry for a module that was called now."""
     shown = below_compile(module)
     is_layer = type(shown).__module__.startswith("torch.nn.") and not shown._modules
     spelled = repr(shown) if is_layer else ""
@@ -82,9 +83,9 @@ def model_of(module: nn.Module) -> Model:
 
 
 def owed(models: Iterable[Model], name: str) -> float:
-    """Of how many captures those that went by this name, and are gone, have not repaid the cost by
-    calls, as `Frames` has it of one model. Long ones count for several. 0 if all but one were
-    called by what was captured of others: so may be the next one, at no cost."""
+    """Return how many captures the models of this name that are gone have not repaid by calls, as
+    `Frames` has it for one model. Long captures count as several. 0 if all but one were called by
+    captures of others: the next one may be, too, at no cost."""
     records = [record for record, _ in _gone(models, name)]
     cost = sum(max(r.cost.captures, r.cost.work / SECONDS) for r in records)
     return cost - _calls(records) / REPAID_BY
@@ -113,7 +114,8 @@ def _calls(records: Iterable[Record]) -> int:
 
 
 def folded(models: Iterable[Model]) -> list[Model]:
-    """The same models, with one for all that are gone and were alike; those that live come last."""
+    """Return the models, with one entry for all that are gone and were alike; live ones come
+    last."""
     models = list(models)
     gone = [model for model in models if model.stands_for]
     alive = []
@@ -129,7 +131,7 @@ def folded(models: Iterable[Model]) -> list[Model]:
 
 
 def alike_together(models: Iterable[Model]) -> list[Model]:
-    """The same models, with one for all that are alike, whether they live or not."""
+    """Return the models, with one entry for all that are alike, live or not."""
     found: list[Model] = []
     for model in models:
         _add(found, model)

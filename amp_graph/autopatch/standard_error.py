@@ -1,4 +1,4 @@
-"""What is said to whoever runs a script: on standard error, where there is one."""
+"""Messages to whoever runs a script: on standard error, where there is one."""
 
 from __future__ import annotations
 

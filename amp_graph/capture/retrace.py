@@ -243,7 +243,7 @@ class _Retracer:
         return value if isinstance(value, FakeTensor) else self.fake_mode.from_tensor(value)
 
     def trace_stretch(self, stretch: list[fx.Node], is_mapped: bool) -> None:
-        """Trace nodes in a row. `is_mapped`: of a vmap, which is captured as such above autograd."""
+        """Trace nodes in a row. `is_mapped`: of a vmap, to be captured below autograd."""
         if not stretch:
             return
         inside = set(stretch)

@@ -1,4 +1,4 @@
-"""What a subcommand is, and the arguments and steps that several of them share."""
+"""Subcommands, and the arguments and steps that several of them share."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ progress_out = Console(stderr=True)
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand. `about` is its line in the list of commands, `more` what its help adds.
+    """A subcommand. `about` is its line in the list of commands, `more` what its help adds.
 
-    `run` returns the exit code: 0 for success, 1 for an answer of "no" (the plans differ, the
-    error is above the bound). Whatever it raises becomes exit code 2.
+    `run` returns the exit code: 0 for success, 1 for an answer of "no" (the plans differ, the error
+    is above the bound). An exception becomes exit code 2.
     """
 
     name: str
@@ -94,7 +94,7 @@ def policy_of(args: Namespace) -> Policy | None:
 
 
 def check_files(*files: str | None) -> None:
-    """As `check_file`, of those that are given."""
+    """Check each file that is given, as `check_file` does."""
     for file in files:
         if file is not None:
             check_file(file)

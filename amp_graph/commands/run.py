@@ -65,7 +65,8 @@ def _end_by_signal(interrupted: list[KeyboardInterrupt]) -> None:
 
 
 def _run_file(script: Path) -> None:
-    """As `python script` would: in a `__main__` that stays, its folder first on the path."""
+    """Run a file as `python script` would: in a `__main__` that stays, its folder first on the
+    path."""
     file = str(script.absolute())
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=file, __builtins__=builtins, __annotations__={})

@@ -8,7 +8,8 @@ __all__ = ["render"]
 
 
 def _import_rich() -> None:
-    """It draws from Python's random numbers while it is imported, and those are the script's."""
+    """Import rich with Python's random state put back: the import draws from it, and it is the
+    script's."""
     state = random.getstate()
     import rich.style  # noqa: F401
 

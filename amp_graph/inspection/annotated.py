@@ -40,19 +40,19 @@ from amp_graph.reasons import Chains, Reason, short_reason, unlisted
 
 @dataclass(frozen=True)
 class AnnotatedNode:
-    """One node of a graph that runs.
+    """A node of a graph that runs.
 
     kind: input, parameter, buffer, constant, graph, operator, cast or output.
-    color: what it was painted; "" for a cast.
-    math: the precision it computes in; storage: the dtype of what it returns.
-    low: it computes in low precision, or on tensors of it, or stores its result so.
-    is_float: it is an operator on float32 tensors.
+    color: the colour it was painted; "" for a cast.
+    math: the precision it computes in. `storage`: the dtype of its result.
+    low: whether it computes in low precision, or on tensors of it, or stores its result so.
+    is_float: whether it is an operator on float32 tensors.
     operands, readers: nodes of the same graph, casts included.
-    value: of a cast, the captured node whose value it converts.
-    copy_of: of a cast of a weight, the one before it that makes the copy which both are.
-    bytes: of an operator, what its results take up in memory of their own; of a cast, what it
-        reads and writes.
-    traffic: bytes that an operator would read and write less in low precision.
+    value: for a cast, the captured node whose value it converts.
+    copy_of: for a cast of a weight, the earlier cast that makes the copy which both are.
+    bytes: for an operator, the memory of its own that its results take; for a cast, what it reads
+        and writes.
+    traffic: how many bytes fewer an operator would read and write in low precision.
     """
 
     name: str
@@ -105,7 +105,7 @@ class AnnotatedGraph:
     uncompiled: str | None = None
 
     def everything(self) -> list[AnnotatedGraph]:
-        """This graph and all inside it."""
+        """Return this graph and all graphs inside it."""
         inner = [g for body in self.bodies.values() for g in body.everything()]
         return [self, *inner]
 
@@ -148,7 +148,7 @@ def _body(module: fx.GraphModule, name: str) -> fx.GraphModule | None:
 
 
 class _Writer:
-    """What all nodes of one graph have in common."""
+    """Writes the annotated nodes of one graph."""
 
     def __init__(self, plan: Plan, module: fx.GraphModule, lists: OpLists, flops: FlopCounts):
         self.plan, self.flops = plan, flops
@@ -169,7 +169,7 @@ class _Writer:
         return self._cast(node) if facts is None else self._captured(node, facts)
 
     def _switch(self, node: fx.Node) -> AnnotatedNode:
-        """What turns gradient recording on for a cast, or off again after it."""
+        """Annotate a node that turns gradient recording on for a cast, or off again after it."""
         why = "has the cast recorded that is first needed where nothing is"
         op, why_here = short_op(op_name(node)), (Reason(node.name, why),)
         return AnnotatedNode(
@@ -252,7 +252,8 @@ class _Writer:
         )
 
     def _planned(self, value: str, node: fx.Node) -> Cast | None:
-        """What the plan says of a cast of the value, or of the cast for which it is clamped."""
+        """Return the planned cast that a node of the graph is, or is the clamp of. `value`: its
+        operand."""
         made = node
         while made.target is not CAST:
             made = next(iter(made.users))

@@ -30,7 +30,7 @@ from amp_graph.rules import OPEN, Rule
 
 @dataclass(frozen=True)
 class NodeDecision:
-    """What was decided for a node: its colour, the precision it runs in, and the reason."""
+    """The decision for a node: its colour, the precision it runs in, and the reason."""
 
     color: str
     precision: str
@@ -52,8 +52,12 @@ class Change:
 
 @dataclass(frozen=True)
 class GraphDifference:
-    """What differs between two plans. `name` counts the graphs, bodies by their own name.
-    `edited`: whether a colour of each was, so that other nodes and casts are still to follow."""
+    """The differences between two plans.
+
+    name: counts the graphs; bodies go by their own name.
+    edited: whether a colour of each plan was edited, so that other nodes and casts are still to
+        follow.
+    """
 
     name: str
     changes: tuple[Change, ...]
@@ -70,8 +74,10 @@ class GraphDifference:
 
 @dataclass(frozen=True, repr=False)
 class Difference(Shown):
-    """What `diff` returns: false if nothing differs. `only_before`, `only_after`: how many graphs
-    have no counterpart."""
+    """The result of `diff`; false if nothing differs.
+
+    only_before, only_after: how many graphs have no counterpart.
+    """
 
     graphs: tuple[GraphDifference, ...]
     only_before: int = 0

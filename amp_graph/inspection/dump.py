@@ -98,7 +98,7 @@ def _unseen(saved: Saved, plans: Sequence[Plan]) -> Iterator[Plan]:
 
 
 def _remove_others(folder: Path, written: Sequence[Path]) -> None:
-    """Those of the names that a dump gives which this one did not write."""
+    """Remove files with names that a dump gives, unless this dump wrote them."""
     for path in set(folder.iterdir()).difference(written):
         if OF_A_GRAPH.fullmatch(path.name) and path.is_file():
             path.unlink()

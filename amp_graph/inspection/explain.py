@@ -35,7 +35,7 @@ CASTS_SHOWN = 8
 
 @dataclass(frozen=True, repr=False)
 class Report(Shown):
-    """What `explain` returns: `print` it, show it in a notebook, `save` it, or read `data`.
+    """The result of `explain`: `print` it, show it in a notebook, `save` it, or read `data`.
 
     depth: how many levels of modules to show.
     """

@@ -65,8 +65,8 @@ class FlopCounts:
 
 
 def _given(argument: Any) -> Hashable:
-    """What of an argument decides how much is computed: of a tensor the sizes seen when captured,
-    dtype and device."""
+    """Return what decides how much is computed with an argument: for a tensor the sizes seen when
+    captured, dtype and device."""
     if isinstance(argument, fx.Node):
         argument = argument.meta.get("val")
     if isinstance(argument, torch.Tensor):

@@ -1,4 +1,4 @@
-"""One self-contained HTML page for a model: it needs no network and no server.
+"""A self-contained HTML page for a model: it needs no network and no server.
 
 All data is one JSON object in the page, escaped so that no name can end it or become markup, and
 the script only ever sets text, so a module called `<script>` is shown and not run.
@@ -44,7 +44,7 @@ def _graph(graph: AnnotatedGraph) -> dict[str, Any]:
 
 
 def _spelled(node: AnnotatedNode, labels: dict[str, str]) -> dict[str, str]:
-    """What the page only shows, spelled as in all views."""
+    """Return the texts that the page only shows, spelled as in all views."""
     return {
         "call": call(node, labels),
         "line": line_of(node.source),
@@ -54,7 +54,7 @@ def _spelled(node: AnnotatedNode, labels: dict[str, str]) -> dict[str, str]:
 
 
 def _tiles(model: AnnotatedModel) -> list[tuple[str, str, str]]:
-    """What the page says at the top: a figure, what it is of, and more of it."""
+    """Return the tiles at the top of the page: a figure, its subject, and a note."""
     data = report_data(model, suggest=False)
     whole: Figures = data.modules[0].figures
     on_tensors = f"on {model.dtype} tensors"

@@ -55,7 +55,7 @@ def render(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class _Row:
-    """One line of the table; `body` names the inner graph to show below it."""
+    """A line of the table. `body` names the inner graph to show below it."""
 
     cells: tuple[str, ...]
     body: str | None = None

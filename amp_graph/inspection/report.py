@@ -31,7 +31,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a subtree of modules runs. `bytes` counts what operators store."""
+    """The figures of a subtree of modules. `bytes` counts what operators store."""
 
     operators: Share = Share()
     flops: Share = Share()
@@ -53,7 +53,8 @@ class ModuleFigures:
 
 @dataclass(frozen=True)
 class CastFigures:
-    """One cast of a graph: the value, the dtype it becomes, its bytes, and who needs it why."""
+    """A cast of a graph: the value, its new dtype, the bytes, and which reader needs it, and
+    why."""
 
     graph: str
     value: str
@@ -64,8 +65,8 @@ class CastFigures:
 
 @dataclass(frozen=True)
 class GraphFigures:
-    """One graph: its nodes, casts apart from them, figures and bytes, and how it runs otherwise
-    than asked if it does."""
+    """The figures of a graph. `casts` are not among its `nodes`. `fallback`: how it runs, if not as
+    asked."""
 
     name: str
     nodes: int
@@ -92,7 +93,7 @@ class ReportData:
 
     @property
     def note(self) -> str:
-        """What the figures leave out, if anything."""
+        """A note on what the figures leave out; "" if nothing."""
         uncaptured = any(not graph.nodes and graph.fallback for graph in self.graphs)
         return "; code that is not captured is not counted" if uncaptured else ""
 

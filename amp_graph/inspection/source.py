@@ -39,7 +39,8 @@ class AnnotatedModel:
 
 
 def annotated_model(model: nn.Module) -> AnnotatedModel:
-    """What there is to see of a converted model. Raises AmpGraphError if there is nothing."""
+    """Return a converted model as all views show it. Raises AmpGraphError if no graph is
+    captured."""
     conversion = conversion_of(model)
     compiler, places = conversion.compiler, conversion.places_in_force()
     if not places:

@@ -1,10 +1,10 @@
-"""What a user could change to run more in low precision, the most rewarding first.
+"""Suggestions: changes by which a user could run more in low precision, the most rewarding first.
 
-Every operator that stays in float32 is counted under the decision that is at the end of its chain
-of reasons: an operator on no list, a denied ancestor, a float32 value that it reads, a cast in the
-model's own code, an override. The changes that would free most if all of these became low are
-tried: what they free is then counted, and a change that frees nothing, or whose casts move more
-bytes than are saved where there are no products, is not told.
+Every operator that stays in float32 is counted under the decision at the end of its chain of
+reasons: an operator on no list, a denied ancestor, a float32 value that it reads, a cast in the
+model's own code, an override. The changes that would free most, if all of these became low, are
+tried, and what they free is counted. A change is not told if it frees nothing, or if its casts move
+more bytes than are saved where there are no products.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Found: TypeAlias = list[tuple[AnnotatedNode, AnnotatedNode]]
 
 @dataclass(frozen=True)
 class Change:
-    """What it is about, how to make it, and what would then be decided by."""
+    """A change: its subject, how to make it, and the grounds of decisions after it."""
 
     what: str
     how: str
@@ -48,8 +48,10 @@ Tell: TypeAlias = Callable[[Found, Grounds], Change]
 
 @dataclass(frozen=True)
 class Suggestion:
-    """One change: what it is about, how to make it, and what it would free. `bytes`: what the
-    operators move less; `cast_bytes`: what casts move more."""
+    """A change and its gain: its subject, how to make it, and what it would free.
+
+    bytes: how many fewer the freed operators move. `cast_bytes`: how many more casts move.
+    """
 
     what: str
     how: str
@@ -83,7 +85,7 @@ def suggestions(model: AnnotatedModel) -> tuple[Suggestion, ...]:
 
 
 def _tried(trials: Trials) -> Iterator[Suggestion]:
-    """Those that promise most, with what they bring."""
+    """Yield the changes that promise most, with their gains."""
     groups = _groups(trials.graphs)
     promised = {key: sum(map(_promise, found)) for key, found in groups.items()}
     best = sorted((key for key in groups if promised[key]), key=lambda key: -promised[key])
@@ -109,8 +111,8 @@ def _worth(s: Suggestion) -> float:
 
 
 def _groups(graphs: Iterable[AnnotatedGraph]) -> dict[tuple[Tell, str], Found]:
-    """What stays in float32, with the decision at the end of its chain of reasons, by the change
-    that would free it."""
+    """Return the nodes that stay in float32, each with the decision at the end of its chain of
+    reasons, by the change that would free them."""
     groups: dict[tuple[Tell, str], Found] = defaultdict(list)
     for graph in graphs:
         nodes = {n.name: n for n in graph.nodes}
@@ -142,7 +144,8 @@ def _is_freed(
 
 
 def _key(node: AnnotatedNode, root: AnnotatedNode) -> tuple[Tell, str] | None:
-    """Which change would free the node, and which decision it shares with others."""
+    """Return the change that would free a node, and the decision that the node shares with
+    others."""
     if root.rule == Rule.UNLISTED:
         return _unlisted, root.op
     if node.rule == Rule.PROMOTED:

@@ -31,8 +31,9 @@ class Shown:
 
 
 def without_colors(shown: RenderableType, width: int) -> str:
-    """What a terminal of so many columns would show, as plain text that ends in a newline: in a
-    notebook too, where Rich displays what it is to print, and under `FORCE_COLOR`."""
+    """Return the text that a terminal of this width would show, without colours, ended by a
+    newline; also in a notebook, where Rich displays instead of printing, and under `FORCE_COLOR`.
+    """
     text = io.StringIO()
     console = Console(
         file=text, width=width, highlight=False, force_terminal=False, force_jupyter=False
@@ -42,7 +43,7 @@ def without_colors(shown: RenderableType, width: int) -> str:
 
 
 class _Table(Table):
-    """One whose cells are a line each."""
+    """A table with one line per cell."""
 
     def add_row(self, *cells: Any, **options: Any) -> None:
         super().add_row(*map(_in_a_line, cells), **options)

@@ -33,7 +33,7 @@ Edit = Callable[[NodeFacts], NodeFacts]
 
 @dataclass(frozen=True)
 class Grounds:
-    """What is decided by. `edit` changes what is known of a node, as other code of the model
+    """The grounds of decisions. `edit` changes the facts of a node, as other code of the model
     would."""
 
     policy: Policy
@@ -44,8 +44,8 @@ class Grounds:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a change frees: operators that become low, less those that no longer are; the bytes that
-    they read and write less, and their FLOPs. `cast_bytes`: what casts move more."""
+    """The gain of a change: operators that become low, less those that no longer are; the bytes
+    that they read and write less, and their FLOPs. `cast_bytes`: how many more casts move."""
 
     nodes: int = 0
     bytes: int = 0
@@ -62,7 +62,7 @@ class Gain:
 
 
 class Trials:
-    """Those of one model. `painted`: how many nodes have been painted anew."""
+    """The trials of changes to one model. `painted`: how many nodes have been painted anew."""
 
     def __init__(self, model: AnnotatedModel):
         self.now = Grounds(model.policy, model.lists)
@@ -74,15 +74,15 @@ class Trials:
 
     @property
     def graphs(self) -> list[AnnotatedGraph]:
-        """Those that run as decided, bodies among them."""
+        """The graphs that run as decided, bodies included."""
         return [part.graph for part in self._parts if part.is_converted]
 
     def gain(self, then: Grounds) -> Gain:
-        """That of all graphs that run as decided."""
+        """Return the gain of all graphs that run as decided."""
         return self._sum((p for p in self._parts if p.is_converted), then)
 
     def gain_of(self, graph: AnnotatedGraph) -> Gain:
-        """That of one which does not, if it did."""
+        """Return the gain of a graph that does not run as decided, if it did."""
         return self._sum((p for p in self._parts if p.graph is graph), self.now)
 
     def _sum(self, parts: Iterable[_Part], then: Grounds) -> Gain:
@@ -107,7 +107,7 @@ def _parts(graph: AnnotatedGraph, plan: Plan, pins: Pins | None) -> Iterator[_Pa
 
 @dataclass(frozen=True)
 class _Part:
-    """One graph, and what was decided for it."""
+    """A graph or a body, and the plan for it."""
 
     graph: AnnotatedGraph
     plan: Plan
@@ -126,7 +126,8 @@ class _Part:
         return cast_bytes(self.plan.facts, self.flow, self.plan.paints, self.plan.low)
 
     def facts_then(self, now: Grounds, then: Grounds) -> Facts:
-        """What is known of the nodes under other lists, in another precision, or of other code."""
+        """Return the facts of the nodes under other lists, in another precision, or with other
+        code."""
         facts = self.plan.facts
         if then.lists is not now.lists:
             facts = {n: _listed(f, now.lists, then.lists) for n, f in facts.items()}
@@ -173,7 +174,7 @@ class _Part:
 
 
 def _listed(f: NodeFacts, was: OpLists, now: OpLists) -> NodeFacts:
-    """As other lists have it, which differ in no more than these."""
+    """Return a node's facts under other lists, which differ in colour, group and bounds alone."""
     listing = now.lookup(f.op)
     if listing is None or listing == was.lookup(f.op):
         return f

@@ -53,11 +53,12 @@ Progress = Callable[[int, float], None]
 
 @dataclass(frozen=True, repr=False)
 class Calibration(Shown):
-    """What `calibrate` returns.
+    """The result of `calibrate`.
 
     plans: for `convert(model, plan=...)`; denied nodes have the rule "calibrated" and the reason.
-    denied: the nodes that were denied, as (graph, node, reason). before, after: the error of the
-    plan as it was and as it is; after is at most `bound`. trials: how many plans were tried.
+    denied: the denied nodes, as (graph, node, reason).
+    before, after: the error of the plan as it was and as it is; `after` is at most `bound`.
+    trials: how many plans were tried.
     """
 
     plans: tuple[Plan, ...]

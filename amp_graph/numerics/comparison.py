@@ -1,4 +1,4 @@
-"""What `compare` returns: figures, a table and a drawing."""
+"""The result of `compare`: figures, a table and a drawing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NORMAL, SUBNORMAL, LARGEST = -14, -24, 15
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Shown):
-    """What `compare` returns.
+    """The result of `compare`.
 
     nodes: in order of execution. outputs, loss, gradients: relative errors of the model's outputs,
     its loss and the gradients of its parameters; infinite where one is not finite, NaN where there
@@ -143,7 +143,7 @@ def table(comparison: Comparison, width: int) -> RenderableType:
 
 
 def _not_compared(comparison: Comparison) -> str:
-    """What of the outcome is not, or ""."""
+    """Return the part of the outcome that is not compared, and why; "" if all is."""
     shares = comparison.not_finite.items()
     named = (f"{percent(share, 1)} of {NAMED.get(what, what)}" for what, share in shares)
     if found := ", ".join(named):
@@ -204,7 +204,8 @@ def _gradients(comparison: Comparison) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the table of nodes. One that folds takes two lines where there is no room."""
+    """A column of the table of nodes. A column that folds takes two lines where there is no
+    room."""
 
     heading: str
     cell: Callable[[NodeNumerics], str]

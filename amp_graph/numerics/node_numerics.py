@@ -1,4 +1,4 @@
-"""What `compare` finds of one operator."""
+"""The findings of `compare` about one operator."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from amp_graph.numerics.statistics import Statistics
 
 @dataclass(frozen=True)
 class NodeNumerics:
-    """One operator of a graph. `added` is how much larger the error of its value is than that of
-    any of its operands: where an error first appears. `call` counts the graphs that ran."""
+    """An operator of a graph, and its errors.
+
+    added: how much larger the error of its value is than that of any operand: where an error
+        begins.
+    call: counts the graphs that ran.
+    """
 
     node: str
     label: str
@@ -40,7 +44,8 @@ class NodeNumerics:
 
     @property
     def badness(self) -> tuple[bool, float, float]:
-        """What sorts the worst first: overflow, then the error that begins here, then underflow."""
+        """The key that sorts the worst first: overflow, then the error that begins here, then
+        underflow."""
         backward = self.backward
         overflow = self.forward.overflow + (backward.overflow if backward else 0.0)
         return overflow > 0, self.added, self.faults

@@ -125,7 +125,7 @@ class _Finding:
 
 @dataclass
 class _Flags(Observer):
-    """What is not finite, by place; `found` in the order in which it appeared."""
+    """The values and gradients that are not finite, by place; `found`: in order of appearance."""
 
     values: dict[Place, frozenset[str]] = field(default_factory=dict)
     gradients: dict[Place, frozenset[str]] = field(default_factory=dict)
@@ -168,7 +168,8 @@ def _in_order(found: frozenset[str]) -> tuple[str, ...]:
 
 
 def _not_finite(outcome: Outcome) -> Iterator[NonFinite]:
-    """What a run gave that is not finite, as if it came from code outside of the graphs."""
+    """Yield the results of a run that are not finite, as if code outside of the graphs had made
+    them."""
     results = [("forward", OUTSIDE, "an output", tensor) for tensor in outcome.outputs]
     if outcome.loss is not None:
         results.append(("forward", "the loss", "the loss", outcome.loss))

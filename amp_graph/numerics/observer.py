@@ -11,12 +11,12 @@ from torch import fx
 
 @dataclass(frozen=True)
 class Place:
-    """One node in one run of a graph.
+    """A node in one run of a graph.
 
     call: the position of this run among the graphs that the call ran, which tells repeated runs of
         one graph apart.
-    graph, body: the graph, and the body inside of it, whose plan has the node.
-    name: of the node.
+    graph, body: the graph, and the body inside it, whose plan has the node.
+    name: the node's.
     """
 
     call: int
@@ -25,7 +25,7 @@ class Place:
     name: str
 
     def at(self, node: fx.Node) -> Place:
-        """That of another node of the same graph."""
+        """Return the place of another node of the same graph."""
         return replace(self, name=node.name)
 
 

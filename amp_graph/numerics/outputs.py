@@ -1,4 +1,4 @@
-"""What of a model's output is compared, and trained on where no loss is given."""
+"""The outputs of a model that are compared, and trained on where no loss is given."""
 
 from __future__ import annotations
 

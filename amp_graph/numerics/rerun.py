@@ -48,8 +48,8 @@ Loss: TypeAlias = Callable[[Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave: its floating outputs, its loss, and the gradients of the parameters, each
-    detached; `gradients` is empty if nothing needs one."""
+    """The outcome of a run: floating outputs, loss, and gradients of the parameters, all detached.
+    `gradients` is empty if nothing needs one."""
 
     outputs: tuple[torch.Tensor, ...]
     loss: torch.Tensor | None
@@ -213,7 +213,7 @@ def _as_emitted(index: int) -> None:
 
 
 def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """One that autograd may save."""
+    """Return a tensor that autograd may save."""
     return tensor.clone() if tensor.is_inference() else tensor
 
 
@@ -226,7 +226,8 @@ def _scalar(loss: Any) -> torch.Tensor:
 
 
 def _own_error(model: nn.Module, batch: Batch) -> Exception | None:
-    """What the model's own code raises. Dynamo's error, if an operator refuses, is another."""
+    """Return the error that the model's own code raises, if any. Dynamo's, for an operator that
+    refuses, is another."""
     try:
         with unchanged(model, parameters=True), torch.enable_grad():
             call_with(plain_code(model), batch)

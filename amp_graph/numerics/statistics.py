@@ -1,4 +1,4 @@
-"""What becomes of the numbers of one tensor when it is computed in mixed precision.
+"""Compare the numbers of one tensor in mixed precision with those in float32.
 
 float32   1.0   1e-9   7e4    mixed (float16)   1.0   0   inf
 underflow 1/3, overflow 1/3
@@ -15,10 +15,11 @@ import torch
 
 @dataclass(frozen=True)
 class Statistics:
-    """One tensor of a mixed run beside that of the float32 run.
+    """A tensor of a mixed run beside that of the float32 run.
 
-    error: the distance of the two in the 2-norm, relative to float32's norm, of what is finite in
-        float32; infinite where the mixed one is not, NaN if there is nothing to compare.
+    error: the distance of the two in the 2-norm, relative to float32's norm, over the numbers that
+        are finite in float32; infinite where the mixed one is not finite, NaN if there is nothing
+        to compare.
     underflow: the share of values that are not zero in float32 and zero in mixed.
     overflow: the share that is finite in float32 and not in mixed.
     smallest, largest: the exponents of 2 of the smallest and the largest magnitude of the mixed

@@ -48,7 +48,8 @@ class WatchedGraph(fx.Interpreter):
         return value
 
     def _run_inside(self, n: fx.Node) -> Any:
-        """As the operator would run, its bodies watched too; not the backward one of a function."""
+        """Run a higher-order operator with its bodies watched, but for the backward body of a
+        custom function."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if n.target is CHECKPOINT:
             return self._body(n.args[0]).run(*args[1:])
