@@ -1,4 +1,4 @@
-"""What a model does because something is missing is captured for as long as it is missing.
+"""Guard the absence of a key or an attribute for which a model branches.
 
     try: mask = self.masks[n]               in a dictionary: os.environ, ModuleDict, __dict__, too
     except KeyError: mask = self.masks[n] = self.make(n)
@@ -80,7 +80,7 @@ def _as_constant(method: Any, asked: Any) -> Any:
 
 
 def _lacks(name: str, owner: Any) -> bool:
-    """Of an object, it is a class or one of a class with `__slots__`."""
+    """Whether an object lacks an attribute, be it a class or of a class with `__slots__`."""
     return not hasattr(owner, name)
 
 

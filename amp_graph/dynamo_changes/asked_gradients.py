@@ -35,7 +35,7 @@ ASSIGNS = getattr(builtin, "SetAttrBuiltinVariable", None)
 
 
 def _assign(method: Any, setter: Any, frame: Any, x: Any, name: Any, value: Any) -> Any:
-    """`x.requires_grad = True` is `x.requires_grad_()`, and nothing if it is as it was."""
+    """Treat `x.requires_grad = True` as `x.requires_grad_()`, and skip it if nothing changes."""
     if isinstance(x, TensorVariable) and _constant(name) == "requires_grad":
         asked = _constant(value)
         if asked is x.as_proxy().node.meta["example_value"].requires_grad:
@@ -59,7 +59,8 @@ def _end(method: Any, graph: Any, results: Sequence[Any], frame: Any) -> None:
 
 
 def _differentiable(graph: fx.Graph, asked: set[fx.Node]) -> set[fx.Node]:
-    """The nodes that hang on what requires a gradient without having been `asked` to."""
+    """Return the nodes that depend on a value which requires a gradient without being `asked`
+    to."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.target is torch.autograd.grad:

@@ -1,4 +1,4 @@
-"""What attention is called with is settled while a model is captured.
+"""Settle arguments of attention while a model is captured.
 
     scaled_dot_product_attention(q, k, v, is_causal=length > 1)
 
@@ -59,12 +59,12 @@ OLD_CHOICE = getattr(torch.backends.cuda, "sdp_kernel", object())  # until it is
 
 
 def attention_kernels_guarded() -> contextlib.AbstractContextManager[None]:
-    """Within, Dynamo guards which kernels are put back at the end of a block."""
+    """Have Dynamo guard, within, which kernels are put back at the end of a block."""
     return method_inside(SDPAKernelVariable, "enter", partial(_enter, _enabled()))
 
 
 def _are_enabled(kernels: tuple[bool, ...]) -> bool:
-    """Whether these kernels are, and no others."""
+    """Whether exactly these kernels are enabled."""
     return _enabled() == kernels
 
 

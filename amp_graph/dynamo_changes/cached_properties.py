@@ -1,4 +1,4 @@
-"""What a cached property computes is captured, on Python 3.11 too.
+"""Capture cached properties on Python 3.11, too.
 
     @functools.cached_property
     def mask(self): return torch.ones(n, n).tril()

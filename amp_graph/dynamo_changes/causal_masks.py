@@ -27,7 +27,7 @@ from amp_graph.graphs.writes import is_as_made
 
 
 def found_causal(mask: Tensor, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Whether the caller says that it is causal, or, where nothing is said, whether it is, of that
+    """Whether a mask is causal: as the caller says or, where nothing is said, by its numbers and
     size."""
     if is_causal is not None:
         return is_causal is True
@@ -56,7 +56,7 @@ def _is_made_causal(node: fx.Node) -> bool:
 
 
 def _given(node: fx.Node) -> fx.Node:
-    """Before booleans became numbers to add."""
+    """Return the mask as it was before booleans became numbers to add."""
     match node.target, *node.args:
         case "masked_fill_", fx.Node(target=torch.zeros_like), fx.Node() as mask, hidden:
             if hidden == -math.inf and is_as_made(node):

@@ -38,8 +38,9 @@ def in_segments(
     *use_reentrant: Any,
     **options: Any,
 ) -> Any:
-    """As `checkpoint_sequential`: segments of the same length, of which the last is not recomputed
-    and has what is left over. Dynamo 2.13 would guard a default value where there is none."""
+    """Run `checkpoint_sequential` as PyTorch does: segments of equal length, and a last one with
+    the rest, which is not recomputed. The signature has no default that Dynamo 2.13 would guard in
+    vain."""
     if use_reentrant:
         options["use_reentrant"] = use_reentrant[0]
     layers = [*functions.children()] if isinstance(functions, nn.Sequential) else functions

@@ -36,7 +36,7 @@ from amp_graph.dynamo_changes.replaced import method_inside
 
 @contextlib.contextmanager
 def checkpointed_writes_inside() -> Iterator[None]:
-    """Within, Dynamo goes on after such a write."""
+    """Have Dynamo go on, within, after such a write."""
     around: list[int] = []  # the scopes that bodies now traced are called from
 
     def check(method: Any, effects: Any, item: Any) -> Any:

@@ -46,8 +46,8 @@ def _call_method(method: Any, tensor: Any, frame: Any, name: str, *args: Any, **
 
 
 def _is_new(question: fx.Node) -> bool:
-    """Whether it is asked about a value that was made in the graph, in memory of its own, and of
-    which nothing else has been made, which autograd records if it has recorded that."""
+    """Whether the branch asks about a value that was made in the graph, in memory of its own, and
+    of which nothing else was made; if autograd recorded it, that counts as well."""
     asked = question.args[0]
     if not isinstance(asked, fx.Node) or asked.op == "placeholder" or len(asked.users) > 1:
         return False
@@ -58,7 +58,7 @@ def _is_new(question: fx.Node) -> bool:
 
 
 def _is_clamped(asked: fx.Node, frame: Any) -> bool:
-    """Whether the frame branches now, to clamp what it has asked about."""
+    """Whether the frame branches now, to clamp the value that it has asked about."""
     steps = _steps(frame.instructions)
     names = _clamped_in(_branch(steps, frame.next_instruction.offset))
     if names is None or names["x"] not in frame.symbolic_locals:
@@ -69,8 +69,8 @@ def _is_clamped(asked: fx.Node, frame: Any) -> bool:
 
 
 def _names(asked: fx.Node, frame: Any) -> int:
-    """How many variables stand for a value, in the frame, those around it, and what is to be
-    written to objects."""
+    """Return how many variables stand for a value: in the frame, in those around it, and in pending
+    writes to objects."""
     found, changes = [], frame.output.side_effects
     frames = [frame]
     while (around := getattr(frames[-1], "parent", None)) is not None:
@@ -89,7 +89,8 @@ def _names(asked: fx.Node, frame: Any) -> int:
 
 
 class _Step(NamedTuple):
-    """An instruction: the variables of its function that it is about, or what else it is."""
+    """An instruction: its name, the variables of its function that it is about, and other
+    arguments."""
 
     offset: int
     name: str
@@ -110,7 +111,8 @@ def _steps(instructions: Iterable[Instruction]) -> list[_Step]:
 
 
 def _branch(steps: list[_Step], offset: int) -> list[_Step]:
-    """What runs if the condition holds that is jumped by at an offset; empty if none is there."""
+    """Return the instructions that run if the condition of the jump at an offset holds; empty if
+    there is no jump."""
     at = {step.offset: number for number, step in enumerate(steps)}
     first = next((number for number, step in enumerate(steps) if step.offset >= offset), 0)
     start, end = first + 1, _target(steps[first], at)
@@ -124,7 +126,8 @@ def _target(step: _Step, at: dict[int, int]) -> int:
 
 
 def _clamped_in(steps: list[_Step]) -> dict[str, str] | None:
-    """What these call the variables of `_clamp`, if they do the same."""
+    """Return these instructions' names for the variables of `_clamp`, if they do the same; else
+    None."""
     if [(s.name, s.rest) for s in steps] != [(s.name, s.rest) for s in CLAMP]:
         return None
     pairs = {
@@ -152,7 +155,7 @@ def _clamp(x: Tensor, bound: float) -> None:
 
 
 def _until_stored(steps: list[_Step]) -> list[_Step]:
-    """A function's statements, without what begins it and returns."""
+    """Return a function's instructions, without those that begin it and return."""
     last = max(number for number, step in enumerate(steps) if step.name.startswith("STORE"))
     return [step for step in steps[: last + 1] if step.name != "RESUME"]
 

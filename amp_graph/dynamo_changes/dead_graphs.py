@@ -1,4 +1,4 @@
-"""What records a graph for Dynamo, after the capture, holds no proxy of what is gone.
+"""Keep no proxies of dead objects in the tracers that Dynamo leaves behind.
 
     sum(torch.is_tensor(o) for o in gc.get_objects())   raises ReferenceError, after a first call
 

@@ -1,4 +1,4 @@
-"""What a model only hands through, such as the names of its samples, is not guarded.
+"""Guard no values that a model only hands through, such as the names of its samples.
 
     return {"name": batch["name"], "logits": self.head(x)}
 

@@ -75,7 +75,7 @@ from amp_graph.dynamo_changes.replaced import (
 
 
 def _joined(*tables: Mapping[Any, Any]) -> dict[Any, Any]:
-    """One table of several, which have no key in common."""
+    """Join tables that have no key in common."""
     found = {key: value for table in tables for key, value in table.items()}
     assert len(found) == sum(map(len, tables))
     return found

@@ -64,9 +64,10 @@ def compile_in_parts(
     compile_graph: Callable[[fx.GraphModule, list[Any]], Run],
     model: nn.Module | None = None,
 ) -> Run:
-    """What runs a graph of Dynamo's, of `model` if that is known, by `compile_graph`: whole, or in
-    parts where a gradient may be asked for by one of its results. Raises CaptureError if such a
-    result has a hook: Dynamo has it run where the result is made, which is not reached then."""
+    """Compile a graph of Dynamo's by `compile_graph`: whole, or in parts where a gradient may be
+    asked for by one of its results. `model`: the model it is of, if known. Raises CaptureError if
+    such a result has a hook: Dynamo has it run where the result is made, which is not reached then.
+    """
     before = cuts(module.graph)
     hooked = [*filter(_is_hooked, module.graph.output_node().all_input_nodes)]
     is_plain = not before and not hooked
@@ -177,7 +178,7 @@ def _plain(value: Any) -> types.FunctionType | None:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """It and those of the functions inside of it."""
+    """Yield a code object and those of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -37,7 +37,7 @@ def _register_hook(method: Any, effects: Any, tensor: Any, hook: Any, *others: A
 
 
 class _KeepingDtype(VariableTracker):
-    """What `keeping_dtype` makes of a hook."""
+    """The variable for the result of `keeping_dtype`."""
 
     def __init__(self, hook: VariableTracker, **own: Any):
         super().__init__(**own)

@@ -56,7 +56,7 @@ def constants(args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]] | None
 
 
 def _call_method(method: Any, attribute: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of a string, if the attribute is one."""
+    """Call a method of an attribute that is a string."""
     if attribute.is_python_constant() and isinstance(attribute.as_python_constant(), str):
         return ConstantVariable.create(attribute.as_python_constant()).call_method(*args, **kwargs)
     return method(attribute, *args, **kwargs)

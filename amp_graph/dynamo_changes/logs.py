@@ -58,7 +58,8 @@ class UnheardLogs(set[Callable[..., Any]]):
         self._left_out: set[tuple[logging.Logger, int]] = set()
 
     def settings(self) -> Mapping[str, Any]:
-        """Of Dynamo, for a capture that begins now. What the user has it ignore, it does ignore."""
+        """Return Dynamo's settings for a capture that begins now. What the user has Dynamo ignore
+        stays ignored."""
         self.update(dynamo_config.ignore_logging_functions)
         return {"ignore_logging_functions": self}
 

@@ -43,7 +43,7 @@ from amp_graph.dynamo_changes.ended_graphs import end_graph
 
 
 def _load_own(method: Any, frame: Any, instruction: Any) -> None:
-    """Of a frame that is not inlined, and of those with the same globals."""
+    """Load a global in a frame that is not inlined, or shares its globals."""
     _end_if_written(frame, instruction.argval, by_module=True)
     method(frame, instruction)
 
@@ -63,7 +63,7 @@ def _load_inlined(method: Any, frame: Any, instruction: Any) -> None:
 
 
 def _to_write(method: Any, frame: Any, name: str) -> Any:
-    """What Dynamo asks for before it writes; reads do not come here."""
+    """Return the variable for a global before Dynamo writes it; reads do not come here."""
     if _is_found(frame):
         return method(frame, name)
     _end(name)

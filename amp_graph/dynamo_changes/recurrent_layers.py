@@ -31,7 +31,7 @@ KEY = DispatchKey.CompositeImplicitAutograd
 
 @contextlib.contextmanager
 def recurrent_layers_whole() -> Iterator[None]:
-    """Within, the Python dispatcher takes their results from `results`."""
+    """Have the Python dispatcher, within, take the layers' results from `results`."""
     with contextlib.ExitStack() as inside:
         for layer in RECURRENT:
             inside.callback(layer._dispatch_cache.clear)
@@ -51,9 +51,9 @@ def results(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, ...]:
-    """Tensors like those that the layer returns, from fake ones: sizes, strides, dtype, device, and
-    a gradient if any operand needs one. Of operands of several dtypes there are none but under
-    autocast, which has them in one."""
+    """Return fake tensors like the layer's results: sizes, strides, dtype, device, and a gradient
+    if any operand needs one. Operands of several dtypes occur under autocast alone, which converts
+    them to one."""
     states = [hx] if isinstance(hx, Tensor) else list(hx)
     operands = [input, *states, *params]
     dtypes = {t.dtype for t in operands}

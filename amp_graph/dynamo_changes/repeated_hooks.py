@@ -50,7 +50,7 @@ def _asks(hook: Any) -> bool:
 
 
 def _spelled(hook: Any) -> tuple[Any, ...]:
-    """What it does, whatever names it gives to its arguments."""
+    """Return the body of a hook's code, whatever its arguments are called."""
     code = hook.__code__
     return code.co_code, code.co_names, code.co_consts, code.co_argcount
 

@@ -1,4 +1,4 @@
-"""What PyTorch does otherwise for a while: methods of its classes, and entries of its tables.
+"""Replace methods of PyTorch's classes, and entries of its tables, for a while.
 
 Private names of PyTorch used here:
 
@@ -30,7 +30,7 @@ LOOK_UP = "var_getattr" if torch.__version__ < "2.14" else "tp_getattro_impl"
 
 @contextlib.contextmanager
 def method_inside(kind: type | ModuleType, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Within, a `Change` is made. What somebody else puts in its place meanwhile stays."""
+    """Make a `Change`, within. If somebody else replaces the method meanwhile, theirs stays."""
     method, own = getattr(kind, name), kind.__dict__.get(name)
 
     @functools.wraps(method)
@@ -49,13 +49,13 @@ def method_inside(kind: type | ModuleType, name: str, around: Callable[..., Any]
 
 
 def existing(*changes: Change) -> tuple[Change, ...]:
-    """Those whose method this version of PyTorch has."""
+    """Return the changes whose method this version of PyTorch has."""
     return tuple((kind, name, around) for kind, name, around in changes if hasattr(kind, name))
 
 
 def by_function(kind: type, calls: Mapping[Any, Callable[..., Any]]) -> Change:
-    """Dynamo captures a call of a function, which it knows as a variable of this kind, by what
-    `calls` has for that function: `call(method, variable, frame, args, kwargs)`."""
+    """Return a change by which Dynamo captures calls of some functions, known to it as variables of
+    this kind, through `calls`: `call(method, variable, frame, args, kwargs)` by function."""
 
     def call_function(method: Any, variable: Any, *called: Any) -> Any:
         call = calls.get(variable.value)
@@ -67,14 +67,15 @@ def by_function(kind: type, calls: Mapping[Any, Callable[..., Any]]) -> Change:
 
 
 def those_of(place: ModuleType, names: Iterable[str]) -> list[Any]:
-    """What a module of PyTorch's has by these names; of what is deprecated it may have nothing."""
+    """Return the objects of these names in a module of PyTorch's; deprecated ones may be
+    missing."""
     return [getattr(place, name) for name in names if hasattr(place, name)]
 
 
 @contextlib.contextmanager
 def with_entries(table: dict[Any, Any], own: Mapping[Any, Any]) -> Iterator[None]:
-    """Within, a table has these as well, or instead of its own. Other threads that look up what it
-    has of its own find something at all times."""
+    """Put entries into a table, within, in place of its own. Other threads that look up entries of
+    its own find something at all times."""
     before = {key: table[key] for key in own if key in table}
     table.update(own)
     try:
@@ -86,8 +87,8 @@ def with_entries(table: dict[Any, Any], own: Mapping[Any, Any]) -> Iterator[None
 
 
 def found_as(kind: Callable[..., Any], *own: Any) -> Callable[[Any, Any], Any]:
-    """An entry for Dynamo's tables of what a model uses: it is this kind of variable, which is made
-    of it and `own`, for as long as it is that object."""
+    """Return an entry for Dynamo's tables of objects that a model uses: such a variable is made of
+    the object and `own`, for as long as it is that object."""
 
     def find(builder: Any, value: Any) -> Any:
         builder.install_guards(GuardBuilder.ID_MATCH)

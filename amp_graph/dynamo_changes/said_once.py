@@ -1,4 +1,4 @@
-"""What a model says once: warnings, and what a logger is told by a method that remembers.
+"""Leave messages out of graphs that a model gives once: warnings, and cached calls of loggers.
 
 Dynamo ends a graph at `warnings.warn` and at each call of a logger, and leaves a whole frame
 uncaptured where that is in a loop. But most warnings are shown once per place, or never
@@ -40,7 +40,7 @@ SHOWN = {"ignore": NEVER, "default": ONCE, "module": ONCE, "once": ONCE}
 
 @dataclass(frozen=True)
 class Warned:
-    """A call of `warnings.warn`, by what Python's filters look at."""
+    """A call of `warnings.warn`, by the features that Python's filters look at."""
 
     text: str
     category: type[Warning]
@@ -49,7 +49,7 @@ class Warned:
     module: str
 
     def shown(self, filters: Sequence[Any]) -> int:
-        """How often, by the first of the filters that is for it."""
+        """Return how often the warning is shown, by the first filter that is for it."""
         for action, text, category, module, line in filters:
             is_of_place = _matches(module, self.module) and line in (0, self.line)
             if is_of_place and _matches(text, self.text) and issubclass(self.category, category):
@@ -58,12 +58,13 @@ class Warned:
 
 
 def _matches(pattern: Any, text: str) -> bool:
-    """As Python does: its own filters have strings, those of users regular expressions."""
+    """Match a filter's pattern as Python does: its own filters have strings, those of users regular
+    expressions."""
     return pattern is None or (pattern == text if isinstance(pattern, str) else pattern.match(text))
 
 
 class SaidOnce:
-    """What was left out of the graphs of a model."""
+    """The messages that were left out of the graphs of a model."""
 
     def __init__(self) -> None:
         self._filters: Sequence[Any] = ()
@@ -73,8 +74,8 @@ class SaidOnce:
 
     @contextlib.contextmanager
     def around_capture(self) -> Iterator[None]:
-        """In it nothing is said, nor are warnings of PyTorch shown, nor that a library tells of an
-        operator's shapes in an old way. To be entered by one thread at a time."""
+        """Say nothing, within; also hide warnings of PyTorch's, such as that a library describes an
+        operator's shapes in an old way. One thread at a time may enter."""
         self._filters = [*warnings.filters]
         is_pythons = isinstance(warnings.warn, types.BuiltinFunctionType)  # not put there by a user
         own = {id(warnings.warn): found_as(_Warn, self)} if is_pythons else {}
@@ -108,8 +109,8 @@ class SaidOnce:
         return changed
 
     def leaves_out(self, warned: Warned, registry: Any) -> bool:
-        """Whether a warning need not be in the graph. In a `warnings.catch_warnings()` of the
-        model's it has to be, unless a filter of the model's keeps it from being shown."""
+        """Whether a warning can be left out of the graph. Inside a `warnings.catch_warnings()` of
+        the model's it cannot, unless a filter of the model's hides it."""
         if self._inside.are_own:
             return warned.shown(self._inside.own(warnings.filters)) is NEVER
         shown = warned.shown(self._filters)
@@ -122,7 +123,7 @@ class SaidOnce:
         return True
 
     def leaves_out_call(self, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call of a logger's method need not be."""
+        """Whether a call of a logger's method can be left out of the graph."""
         function = getattr(method, "__func__", None)
         if not isinstance(function, functools._lru_cache_wrapper):
             return False

@@ -1,4 +1,4 @@
-"""What a model writes into its configuration in its first call is no reason to capture it again.
+"""Do not capture a model again for what its first call wrote into its configuration.
 
     if self.config.problem_type is None:                classifiers of transformers (5.23), once
         self.config.problem_type = "regression"         they are given labels

@@ -36,7 +36,8 @@ def _call(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any
 
 
 def _may_be_spelled(function: Any, number: Any, *others: Any) -> bool:
-    """What is asked of a symbol here is guarded."""
+    """Whether a function of such a number can be spelled otherwise. Questions to a symbol become
+    guards."""
     if function is math.exp:
         return bool(number.sym_num < 0)
     # A power of a negative number may be an error, where `**` makes a complex one. One that

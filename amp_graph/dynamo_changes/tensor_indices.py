@@ -48,14 +48,15 @@ MASKS = (torch.bool, torch.uint8)
 
 
 class _Indices(NamedTuple):
-    """Of a tensor: those that take one of a dimension, by dimension, and the others, in order."""
+    """The indices of a tensor: those that take one element of a dimension, by dimension, and the
+    others, in order."""
 
     numbers: dict[int, Any]
     others: list[Any]
 
 
 def as_read_by(users: Iterable[fx.Node]) -> contextlib.AbstractContextManager[Any]:
-    """Within, indices are taken as in a function that is for these operators."""
+    """Take indices, within, as in a function that is for these operators."""
     is_for_many = any(user.target is FLEX_ATTENTION for user in users)
     return TransformGetItemToIndex() if is_for_many else contextlib.nullcontext()
 
@@ -85,7 +86,8 @@ def _number(frame: Any, index: Any) -> Any:
 
 
 def _indices(tensor: Any, key: Any) -> _Indices | None:
-    """None if there is no such number, or if it is not known which dimension each is for."""
+    """Sort the indices of a tensor. None if no index is a number in a tensor, or if it is not known
+    which dimension each index is for."""
     if type(tensor) is not TensorVariable or not isinstance(tensor.ndim, int):
         return None
     keys = [k.realize() for k in key.items] if isinstance(key, TupleVariable) else [key]
@@ -108,7 +110,7 @@ def _placed(keys: Sequence[Any], sizes: Sequence[Any], ndim: int) -> _Indices:
 
 
 def _is_number(index: Any) -> bool:
-    """In a tensor or as a size that depends on data."""
+    """Whether an index is a number in a tensor, or a size that depends on data."""
     if isinstance(index, SymNodeVariable):
         return index.python_type() is int
     if type(index) is not TensorVariable or index.ndim != 0:
@@ -118,7 +120,8 @@ def _is_number(index: Any) -> bool:
 
 
 def _dimensions(index: Any) -> Any:
-    """How many an index is for, `...` for all that are left; None if that is not known."""
+    """Return how many dimensions an index is for, `...` for all that are left; None if that is not
+    known."""
     if isinstance(index, SliceVariable) or _is_number(index):
         return 1
     if type(index) is TensorVariable and index.dtype is not None:

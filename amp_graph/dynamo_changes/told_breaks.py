@@ -29,8 +29,8 @@ UNTOLD = "step_unsupported"
 
 @contextlib.contextmanager
 def breaks_told() -> Iterator[None]:
-    """Within, why graphs end is told, for one frame. Dynamo begins it anew after a break, and ends
-    the graph then."""
+    """Tell, within, why graphs end, for one frame. After a break Dynamo begins the frame anew, and
+    ends the graph there."""
     last: dict[str, Any] = {}
 
     def log(method: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,7 @@ def leaves_out_causal(
     kv_offset: int,
     local_attention_size: int | None = None,
 ) -> bool:
-    """Whether attention that is causal needs no mask beside `is_causal=True`."""
+    """Whether causal attention needs no mask beside `is_causal=True`."""
     return q_length == kv_length and leaves_out_bidirectional(
         padding_mask, kv_length, local_attention_size
     )
@@ -53,7 +53,7 @@ def leaves_out_causal(
 def leaves_out_bidirectional(
     padding_mask: Tensor, kv_length: int, local_attention_size: int | None = None
 ) -> bool:
-    """Whether other attention needs none."""
+    """Whether attention in both directions needs no mask."""
     is_local = local_attention_size is not None and kv_length >= local_attention_size
     return not is_local and is_full(padding_mask)
 
@@ -81,7 +81,7 @@ def _before_casts(node: fx.Node) -> fx.Node:
 
 
 def _counts_up(value: Any) -> bool:
-    """Whether along the last dimension each number is one more than the one before."""
+    """Whether each number along the last dimension is one more than the one before."""
     if value.dtype is not torch.int64:
         return False
     node = value.as_proxy().node

@@ -38,8 +38,8 @@ SETTERS = (warnings.simplefilter, warnings.filterwarnings)
 
 
 class FiltersInside:
-    """The filters in force while a model is captured: `outside` is the list of those that are not
-    the model's own."""
+    """The filters in force while a model is captured. `outside`: the list of those that are not the
+    model's own."""
 
     def __init__(self, outside: Sequence[Any]) -> None:
         self.outside = outside
@@ -48,7 +48,7 @@ class FiltersInside:
 
     @contextlib.contextmanager
     def known(self) -> Iterator[None]:
-        """Within, Dynamo goes on where a block is given a filter."""
+        """Have Dynamo go on, within, where a block is given a filter."""
         setters = {id(setter): found_as(_Setter, self) for setter in SETTERS}
         entered = {_Again: found_as(_AgainEntered)}
         with (
@@ -65,12 +65,12 @@ class FiltersInside:
         return warnings.filters is not self.outside
 
     def own(self, filters: Sequence[Any]) -> list[Any]:
-        """Those of a list that are the model's, which may equal others."""
+        """Return the filters of a list that are the model's own. They may equal others."""
         outside = {*map(id, self.outside)}
         return [f for f in filters if id(f) not in outside]
 
     def set(self, setter: Any, given: tuple[list[Any], dict[str, Any]] | None) -> bool:
-        """Whether the call of a setter need not be in the graph."""
+        """Whether the call of a setter can be left out of the graph."""
         if given is None or not self.are_own or "error" in (*given[0], *given[1].values()):
             self._is_lost = True
             return False
@@ -83,7 +83,7 @@ class FiltersInside:
         return entered
 
     def _reconstruct(self, method: Any, block: Any, codegen: Any) -> None:
-        """What code behind a break enters in place of a block."""
+        """Write what code behind a break enters in place of a block."""
         args = {k: value.as_python_constant() for k, value in block.catch_warnings_args.items()}
         lists = [filters for entered, filters in self._blocks if entered is block]
         if self._is_lost or "record" in args or not lists:
@@ -95,7 +95,7 @@ class FiltersInside:
 
 @dataclass(frozen=True, eq=False)
 class _Again:
-    """Enters a block with the filters that it had. Called by what Dynamo writes."""
+    """Enters a block with the filters that it had. Called by code that Dynamo writes."""
 
     args: dict[str, Any]
     filters: Sequence[Any]
@@ -113,7 +113,7 @@ def set_first(filters: Sequence[Any]) -> None:
 
 
 class _Setter(SkipFunctionVariable):
-    """`warnings.simplefilter`, or the like, in a frame that is being captured."""
+    """The variable for `warnings.simplefilter`, or the like, in a frame that is being captured."""
 
     def __init__(self, value: Any, filters: FiltersInside, **kwargs: Any) -> None:
         super().__init__(value, **kwargs)
