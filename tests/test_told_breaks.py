@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import amp_graph
+from amp_graph import ConversionWarning
 from amp_graph.dynamo_changes import told_breaks
 
 pytestmark = [
@@ -143,3 +144,24 @@ AT = {
 def test_no_break_is_told_of_in_names_of_dynamo(kind: type[TwoLayers]) -> None:
     (told,) = breaks_of(kind())
     assert AT[kind] in told
+
+
+class RefusesCompilers(nn.Module):
+    """Like the collectives with gradients of `torch.distributed.nn`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            raise RuntimeError("gather is not supported under torch.compile; use another")
+        return self.layer(x)
+
+
+def test_what_a_model_raises_only_while_it_is_captured_is_told() -> None:
+    model = amp_graph.convert(RefusesCompilers(), policy="bfloat16")
+    raised = r"it raises RuntimeError\('gather is not supported .*'\) while it is captured"
+    with pytest.warns(ConversionWarning, match=rf"test_told_breaks.py:\d+, .*: {raised}"):
+        model(torch.randn(4, 8))
+    assert amp_graph.plans(model)[0].autocast

@@ -58,6 +58,8 @@ IN_WORDS = {
 ADVICE = "Consider annotating your code using torch._check*(). "  # which may stand before that
 LAZY = re.compile(r"LazyVariableTracker\(realized: (.+)\)")  # or around it
 
+RAISED = re.compile(r"raised exception (\w+\(.*\))")  # and what
+
 MODEL = "the call of the model"
 OF_A_FRAME = re.compile(r"[^,]+, in \S+: ")  # "net.py:12, in forward: why"
 
@@ -81,6 +83,8 @@ def in_other_words(said: str) -> str:
     function that it is about."""
     first = LAZY.sub(r"\1", said.strip().partition("\n")[0].removeprefix(ADVICE))
     words = next((words for start, words in IN_WORDS.items() if first.startswith(start)), first)
+    if first.startswith("Observed exception") and (raised := RAISED.search(said)):
+        return f"it raises {raised[1]} while it is captured"
     called = re.search(r"qualname: ([^,\n]+)", said)
     return f"{words} ({called[1]})" if called else words
 
