@@ -44,10 +44,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import checkpoint
 
 from amp_graph.capture.frames import Attempt
-from amp_graph.capture.surroundings import (
-    call_beside_traces,
-    under_dispatch_modes,
-)
+from amp_graph.capture.interrupts import interrupts_held
+from amp_graph.capture.surroundings import call_beside_traces, under_dispatch_modes
 from amp_graph.dynamo_changes.in_force import changes_in_force
 from amp_graph.dynamo_changes.left_to_python import is_coroutine
 from amp_graph.dynamo_changes.replaced import with_entries
@@ -265,7 +263,7 @@ def _inside_of(capturing: Capturing, capture: Callable[..., Any]) -> Callable[..
             return ConvertFrameReturn()  # which leaves it alone
         if frame.f_code is DECORATED_CALL:
             return ConvertFrameReturn(WITH_ALL_IT_CALLS, apply_to_code=False)
-        with capturing(frame.f_code) as attempt:
+        with interrupts_held(), capturing(frame.f_code) as attempt:
             result = capture(frame, *args, **kwargs)
             attempt.is_left = result.guarded_code is None
             return result

@@ -1,0 +1,101 @@
+"""Ctrl-C in the middle of a capture: the capture ends first, then the script is interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from nets import low_share
+from torch import Tensor, nn
+
+import amp_graph
+from amp_graph.capture.interrupts import PATIENCE, interrupts_held
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+@pytest.fixture(autouse=True)
+def pythons_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+class InterruptedWhileCaptured(nn.Module):
+    """Interrupts the process while Dynamo captures it, for so many `times`."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.layer, self.times = nn.Linear(8, 8), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.interrupt()
+
+    @torch.compiler.assume_constant_result
+    def interrupt(self) -> int:
+        for _ in range(self.times):
+            os.kill(os.getpid(), signal.SIGINT)
+        self.times = 0
+        return 1
+
+
+def test_a_model_interrupted_while_it_is_captured_goes_on_in_the_next_call() -> None:
+    model = InterruptedWhileCaptured(times=1)
+    expected = model.layer(X) + 1
+    amp_graph.convert(model, policy="bfloat16")
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    assert model.times == 0
+    torch.testing.assert_close(model(X), expected, rtol=2e-2, atol=2e-2)
+    assert low_share(model, X) == 1
+
+
+def survived(interrupts: int) -> int:
+    """How many of them what is held went on after, before it was interrupted."""
+    seen = 0
+    try:
+        with interrupts_held():
+            for _ in range(interrupts):
+                os.kill(os.getpid(), signal.SIGINT)
+                seen += 1
+    except KeyboardInterrupt:
+        return seen
+    raise AssertionError("not interrupted")
+
+
+def test_an_interrupt_is_handled_at_the_end_alone() -> None:
+    assert survived(interrupts=1) == 1
+
+
+def test_whoever_insists_is_heard_at_once() -> None:
+    assert survived(interrupts=PATIENCE) == PATIENCE - 1
+
+
+def test_the_handler_of_a_script_decides() -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    try:
+        with interrupts_held(), interrupts_held():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not heard
+        assert heard == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_other_threads_change_no_handler() -> None:
+    found: list[object] = []
+
+    def look() -> None:
+        with interrupts_held():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found == [signal.default_int_handler]
