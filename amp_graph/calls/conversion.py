@@ -17,6 +17,7 @@ from amp_graph.batches import Batch, call_with
 from amp_graph.calls.captured_calls import CapturedCalls
 from amp_graph.calls.compiled_by_others import AROUND, come_to, is_left, tell_of_compile_around
 from amp_graph.calls.copies import StandIn, put_in, take_out
+from amp_graph.calls.tracebacks import without_ours
 from amp_graph.calls.uncalled import await_call
 from amp_graph.capture.captures import captured_module_id, captured_policy_id
 from amp_graph.capture.dynamo import is_forced_eager
@@ -220,7 +221,11 @@ class Conversion(Entered):
         else:
             if self.scale is not None and torch.is_grad_enabled():
                 self.scale.begin_forward(module.training)
-            result = self._calls[method](*args, **kwargs)
+            try:
+                result = self._calls[method](*args, **kwargs)
+            except BaseException as error:
+                error.__traceback__ = without_ours(error.__traceback__)
+                raise
         if self.policy.output_dtype is None:
             return result
         return map_tensors(self._as_output, result)
