@@ -1,10 +1,14 @@
 """Tracebacks of errors in a model's own code, without the frames between it and its call.
 
-train.py, in <module>                       train.py, in <module>
-conversion.py, in __call__                  conversion.py, in __call__
-captured_calls.py, in __call__        ->    net.py, in forward
-... Dynamo's entry, and ours again
-net.py, in forward
+    train.py, in <module>                       train.py, in <module>
+    conversion.py, in __call__                  conversion.py, in __call__
+    captured_calls.py, in __call__        ->    net.py, in forward
+    ... Dynamo's entry, and ours again
+    net.py, in forward
+
+Private name of PyTorch used here:
+
+    torch._dynamo.eval_frame    by its file
 """
 
 from __future__ import annotations
