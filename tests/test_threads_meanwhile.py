@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import amp_graph
 from amp_graph.calls.conversion import restore_all
 from amp_graph.convert import convert_at_first_call
+from amp_graph.modules import Forwards
 from amp_graph.policy import Policy
 from amp_graph.training import weights
 from amp_graph.training.weights import LowPrecisionWeights
@@ -135,3 +136,30 @@ def test_models_are_restored_while_others_are_converted() -> None:
         sys.setswitchinterval(before)
     restore_all(policies[0])
     assert not any(map(amp_graph.is_converted, models))
+
+
+@torch.no_grad()
+def test_what_two_threads_find_changed_is_captured_anew_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One has found it, when another captures anew before it does."""
+
+    class Patched(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    model, results = evaluated(Patched), []
+    model(X)
+    have_changed = Forwards.have_changed
+
+    def slowly(forwards: Forwards) -> bool:
+        found = have_changed(forwards)
+        monkeypatch.setattr(Forwards, "have_changed", have_changed)
+        results.append(beside_it(model))
+        return found
+
+    monkeypatch.setattr(Patched, "forward", lambda self, x: Net.forward(self, x) * 2)
+    monkeypatch.setattr(Forwards, "have_changed", slowly)
+    results += [model(X) for _ in range(3)]
+    assert len(results) == 4 and all(torch.equal(result, results[0]) for result in results)
+    assert len(amp_graph.plans(model)) == 2

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from amp_graph.backend.compiler import Compiler
-from amp_graph.calls.chosen import PLAINLY, Chosen, Way
+from amp_graph.calls.chosen import ENDED, LEFT, STALE, Chosen
 from amp_graph.calls.convertible import initialize
 from amp_graph.calls.first_report import tell_of_first_call
 from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.calls.or_else import or_else
 from amp_graph.calls.outside import Outside, Watches, is_ours
 from amp_graph.calls.own_code import OwnCode
+from amp_graph.calls.ways import PLAINLY, Way
 from amp_graph.capture.breaks import depends_on_data, why_not_captured
 from amp_graph.capture.captures import Caller
 from amp_graph.capture.dynamo import (
@@ -59,7 +60,7 @@ class CapturedCalls:
     def graphs_in_force(self) -> set[int]:
         """Those that a call may run, by their places in the record; until something is captured
         anew, those that were captured before."""
-        if self._chosen.own_code is not None:
+        if self._chosen.state in ENDED:
             return set()
         return self._chosen.places()
 
@@ -67,12 +68,12 @@ class CapturedCalls:
         chosen = self._chosen
         if self._is_new and self._entry.is_call:
             initialize(self._entry.module, args, kwargs)
-        if self._is_new and chosen.own_code is None and is_off():
+        if self._is_new and chosen.state not in ENDED and is_off():
             self._run_own_code((OFF, ""), "is not captured", at_once=True)
-        if chosen.own_code is None or chosen.is_stale:
+        if chosen.state is not LEFT:
             chosen.choose()
-        if (own_code := chosen.own_code) is not None and not chosen.is_stale:
-            return own_code(*args, **kwargs)
+        if chosen.state is LEFT:
+            return chosen.own_code(*args, **kwargs)
         frames, runs, uncaptured = self._frames.own.begun, self._graphs.own.runs, None
         charged, way, records = self._frames.charged, chosen.way, torch.is_grad_enabled()
         kept = Kept(self._entry.module, parameters=False) if self._is_new else None
@@ -112,13 +113,13 @@ class CapturedCalls:
         says_little = watch is not None and self._says_little(watch, kept)
         if watch is not None and not says_little:
             self._judge(watch)
-        is_of_first = watch is not None or self._chosen.own_code is not None
+        is_of_first = watch is not None or self._chosen.state in ENDED
         if not says_little and (is_of_first or not self._is_new or self._watches.are_over()):
             self._tell()
         self._frames.end_call(has_captured, charged)
         if has_captured or says_little:
             self._watches.add()
-        if has_captured or says_little or self._chosen.is_stale:  # others are to be captured
+        if has_captured or says_little or self._chosen.state is STALE:  # others are to be captured
             ran = self._graphs.own.runs
         self._stop_if_too_many(self._graphs.own.runs - ran)
 
@@ -131,7 +132,7 @@ class CapturedCalls:
         is_first = self._may_set_itself_up and bool(sets_up or self._hooks.are_for_all())
         if is_first and sets_up:
             self._frames.take_skipped()
-            self._chosen.is_stale = True  # where Dynamo left code to Python
+            self._chosen.capture_anew()  # where Dynamo left code to Python
         self._may_set_itself_up &= not is_first
         return is_first
 
@@ -179,7 +180,7 @@ class CapturedCalls:
         """Capture no more, if something of Python is another at call after call, a list that grows,
         say, or the layers that are chosen, or so many small graphs ran in a call: the model's own
         code is faster than capturing it, or entering them."""
-        if self._chosen.own_code is not None:
+        if self._chosen.state in ENDED:
             return
         if (why := self._frames.why_too_many()) is not None:
             self._run_own_code(why, "is no longer captured")
@@ -215,7 +216,7 @@ class CapturedCalls:
         """They were left by plan `index`, and have run where autocast failed for a reason."""
         self._chosen.go_back(for_good=True)
         self._record.drop(index)
-        if self._chosen.own_code is None:  # else it was told of what could not be captured
+        if self._chosen.state not in ENDED:  # else it was told of what could not be captured
             again = "runs by its captured graphs again, small as they are"
             warn(f"{self._entry.name} {again}: autocast fails ({reason})")
 
@@ -247,7 +248,7 @@ class CapturedCalls:
         is_other = is_of_capture(error) and not isinstance(error, CAPTURED_TOO_OFTEN)
         has_run = self._graphs.own.runs != runs
         may_help = depends_on_data(error) or (is_other and not has_run)
-        untried = self._chosen.untried_way(tried, self._is_new, may_help)
+        untried = tried.untried(self._is_new, may_help)
         before = self._chosen.capture_by(untried, tried)
         if before is not None:
             try:
@@ -255,12 +256,12 @@ class CapturedCalls:
             except BaseException:  # of the model's own, as it is called
                 self._chosen.put_back(before)
                 raise
-            if untried is PLAINLY and self._chosen.own_code is None:
+            if untried == PLAINLY and self._chosen.state not in ENDED:
                 why = f"a graph is not captured under it: {why_not_captured(error)}"
                 self.own_code.not_under_autocast(self._between, why)
             return result
-        if (own_code := self._chosen.own_code) is not None:  # another thread has found that out
-            return own_code(*args, **kwargs)
+        if self._chosen.state in ENDED:  # another thread has found that out
+            return self._chosen.own_code(*args, **kwargs)
         index = self.own_code.stand_in(f"not captured ({why_not_captured(error)})")
         planned, own_code = self._record.plans[index], self.own_code.run(index)
         try:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum, auto
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.alike import Kind, captures_for, keep, kind_of, number_for
 from amp_graph.calls.model_graphs import ModelGraphs
+from amp_graph.calls.ways import PLAINLY, Way
 from amp_graph.capture.captures import Caller, Captures, GuardsFail
-from amp_graph.capture.dynamo import BREAK_AT_DATA, EACH_SIZE_APART
 from amp_graph.capture.frames import try_flat_again
 from amp_graph.modules import Forwards, Run
 from amp_graph.outer_autocast import without_autocast
@@ -23,31 +24,33 @@ from amp_graph.training.engine import OUTSIDE, backward_pass
 from amp_graph.weak_references import weak_method
 
 
-class Way(NamedTuple):
-    """How a model is captured.
+class State(Enum):
+    """By what a model is called: by captures, until these end and its own code runs.
 
-    settings: of Dynamo, other than usual.
-    around: what is put around a run.
+    CAPTURED: by captures; if there is no caller either, it was not called yet.
+    STALE: by these only in a backward pass, which computes again what the forward pass did, and
+        the same way; else by new ones.
+    LEAVING: by these only in a backward pass, else by its own code.
+    LEFT: by its own code.
     """
 
-    settings: Mapping[str, Any]
-    around: Callable[[Run], Run]
+    CAPTURED = auto()
+    STALE = auto()
+    LEAVING = auto()
+    LEFT = auto()
 
 
-PLAINLY = Way({}, without_autocast)
+CAPTURED, STALE, LEAVING, LEFT = State  # each call asks; as `State.LEFT` they take longer (3.11)
+ENDED = LEAVING, LEFT
 InForce = tuple[Caller | None, Run, Way]  # what `Chosen` says of these
 
 
 class Chosen:
     """By what one model is called; it is held weakly.
 
-        own_code    is_stale
-        None        False       by captures; if `caller` is None as well, it was not called yet
-        None        True        by these only in a backward pass, which computes again what the
-                                forward pass did, and the same way; else by new ones
-        a run       True        by these only in a backward pass, else by its own code
-        a run       False       by its own code
-
+    state: is read without the lock, and changed by `_turn`.
+    own_code: once it was chosen. It stays when it is gone back from, as a call may be about to
+        run it.
     caller: what `run`, which is there before it, calls the model with.
     first_plan: of the graphs, by its place in the record.
     way: how captures are made.
@@ -55,9 +58,9 @@ class Chosen:
 
     def __init__(self, graphs: ModelGraphs, compiler: Compiler):
         self._graphs, self._compiler = graphs, compiler
-        self.own_code: Run | None = None
-        self._while_it_works: Run | None = None  # own code, instead of captures that work
-        self.is_stale = False
+        self.state = CAPTURED
+        self.own_code: Run
+        self._may_go_back = False  # from that to captures, which work
         self.caller: Caller | None = None
         self.run: Run
         self.first_plan = 0
@@ -75,20 +78,31 @@ class Chosen:
 
     def choose(self) -> None:
         """Before a call: go by what comes next, if captures hold no more."""
-        if self.own_code is not None:  # captures, which may be gone back to, are not asked
-            self.is_stale = backward_pass() != OUTSIDE
+        if self.state in ENDED:  # captures, which may be gone back to, are not asked
+            if backward_pass() == OUTSIDE:
+                self._turn({LEAVING: LEFT})
             return
         caller, hooks_have_changed = self.caller, self._graphs.hooks.have_changed()
         if caller is None:
             self._begin()
         elif hooks_have_changed or caller.captures.have_changed() or self._forwards.have_changed():
-            self.is_stale = True
-        if self.is_stale and backward_pass() == OUTSIDE:
             with self._choosing:
-                if self.own_code is not None:
-                    self.is_stale = False
-                elif self.caller is caller:
+                if hooks_have_changed or self.caller is caller:  # the former tell this once
+                    self.capture_anew()
+        if self.state is STALE and backward_pass() == OUTSIDE:
+            with self._choosing:
+                self._turn({LEAVING: LEFT})
+                if self.state is STALE and self.caller is caller:
                     self._capture()
+
+    def _turn(self, to: Mapping[State, State]) -> None:
+        """From the present state to the one beside it, if it is among these."""
+        with self._choosing:
+            self.state = to.get(self.state, self.state)
+
+    def capture_anew(self) -> None:
+        """When no backward pass runs."""
+        self._turn({CAPTURED: STALE})
 
     def _begin(self) -> None:
         with self._choosing:
@@ -130,22 +144,13 @@ class Chosen:
             self._call_by(caller, caller)
             self._compiler.record.cost.models = 1
 
-    def untried_way(self, tried: Way, is_first: bool, settings_may_help: bool) -> Way | None:
-        """In which capture may fail no more. In a first call all sizes are known."""
-        settings, around = tried
-        if settings_may_help and not settings:
-            return Way(BREAK_AT_DATA, around)
-        if settings_may_help and settings is not EACH_SIZE_APART and not is_first:
-            return Way(EACH_SIZE_APART, around)
-        return None if around is without_autocast else PLAINLY
-
     def capture_by(self, untried: Way | None, tried: Way) -> InForce | None:
         """Capture in the way that is `untried`, since capture failed in the one that was `tried`.
         Return what was in force, for `put_back`; None if no way is left. If another thread has
         changed the way meanwhile, nothing is done but that."""
         with self._choosing:
             before = self.caller, self.run, self.way
-            if self.way is tried:
+            if self.way == tried:
                 if untried is None:
                     return None
                 self.way = untried
@@ -159,18 +164,21 @@ class Chosen:
 
     def new_caller(self) -> Caller:
         """What captures anew, for `run` to go on by, perhaps."""
-        captures = Captures(self._graphs.entry, self._number, self.way.settings)
+        captures = Captures(self._graphs.entry, self._number, self.way.settings.value)
         return Caller(captures, self._graphs)
 
     def _call_by(self, caller: Caller, run: Run) -> None:
         self._places_before = self.places()
-        self._forwards, self.is_stale = Forwards(self._graphs.entry), False
+        self._forwards = Forwards(self._graphs.entry)
+        self._turn({STALE: CAPTURED})
         self.run = self.way.around(run)
         self.caller = caller
 
     def put_around(self, around: Callable[[Run], Run]) -> None:
         """From the next captures on."""
-        self.way, self.is_stale = self.way._replace(around=around), True
+        with self._choosing:
+            self.way = self.way._replace(around=around)
+            self.capture_anew()
 
     def go_on_without(self, caller: Caller) -> None:
         """Nothing more is to be put around a run; what was captured so is called from now on."""
@@ -178,29 +186,32 @@ class Chosen:
 
     def end_with(self, own_code: Run, at_once: bool) -> None:
         """Capture no more, but run this: at once, or when no backward pass goes on."""
-        self.own_code, self.is_stale = own_code, not at_once
+        with self._choosing:
+            self.own_code, self._may_go_back = own_code, False
+            self._turn(dict.fromkeys(State, LEFT if at_once else LEAVING))
 
     def leave_for(self, own_code: Run) -> None:
         """The same, but not for good, when no backward pass goes on."""
-        self._while_it_works = own_code
-        self.end_with(own_code, at_once=False)
+        with self._choosing:
+            self.end_with(own_code, at_once=False)
+            self._may_go_back = True
 
     def go_back(self, for_good: bool) -> None:
-        """From that own code to the captures before it."""
+        """From that own code to the captures before it, unless other own code was chosen."""
         with self._choosing:
-            if self.own_code is self._while_it_works:
-                self.own_code = None
-            if for_good:
-                self._while_it_works = None
+            if self._may_go_back:
+                self._turn({LEAVING: STALE, LEFT: CAPTURED})
+                self._may_go_back = not for_good
 
     def leave_again(self) -> None:
-        """Unless it was gone back for good, or other own code was chosen."""
+        """Unless it was gone back for good."""
         with self._choosing:
-            self.own_code = self.own_code or self._while_it_works
+            if self._may_go_back:
+                self._turn({STALE: LEAVING, CAPTURED: LEFT})
 
     def share(self) -> None:
         """Let others be called by what was captured in the first call, if it is still of use and
         nothing is to run beside its graphs."""
-        is_all = self.way.around is without_autocast and self.own_code is None and not self.is_stale
+        is_all = self.way.around is without_autocast and self.state is CAPTURED
         if is_all and self._kind is not None and self.caller and self.caller.captures.graphs:
             keep(self._kind, self.caller.captures)
