@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from amp_graph.backend.compiler import Compiler
+from amp_graph.calls.before import Before
 from amp_graph.calls.chosen import ENDED, LEFT, STALE, Chosen
 from amp_graph.calls.convertible import initialize
 from amp_graph.calls.first_report import tell_of_first_call
@@ -23,7 +24,7 @@ from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.calls.or_else import or_else
 from amp_graph.calls.outside import Outside, Watches, is_ours
 from amp_graph.calls.own_code import OwnCode
-from amp_graph.calls.ways import PLAINLY, Way
+from amp_graph.calls.ways import PLAINLY
 from amp_graph.capture.breaks import depends_on_data, why_not_captured
 from amp_graph.capture.captures import Caller
 from amp_graph.capture.dynamo import (
@@ -74,30 +75,29 @@ class CapturedCalls:
             chosen.choose()
         if chosen.state is LEFT:
             return chosen.own_code(*args, **kwargs)
-        frames, runs, uncaptured = self._frames.own.begun, self._graphs.own.runs, None
-        charged, way, records = self._frames.charged, chosen.way, torch.is_grad_enabled()
-        kept = Kept(self._entry.module, parameters=False) if self._is_new else None
-        watch = self._watches.take()
+        before, uncaptured = Before(), None
+        before.begun, before.charged = self._frames.own.begun, self._frames.charged
+        before.runs, before.records = self._graphs.own.runs, torch.is_grad_enabled()
+        before.way = chosen.way
+        before.kept = Kept(self._entry.module, parameters=False) if self._is_new else None
+        before.watch = watch = self._watches.take()
         run = chosen.run if watch is None else self._graphs.watched_by(watch)(chosen.run)
         try:
             result = run(*args, **kwargs)
         except BaseException as error:
             if watch is not None:
                 self._watches.add()
-            if not is_ours(error, is_watched=watch is not None, is_new=kept is not None):
+            if not is_ours(error, is_watched=watch is not None, is_new=before.kept is not None):
                 is_of_model = isinstance(error, Exception)  # and no interrupt
-                self._begin_again(is_of_model and self._frames.own.begun != frames)
+                self._begin_again(is_of_model and self._frames.own.begun != before.begun)
                 raise
-            uncaptured, watch = error, None
+            uncaptured, before.watch = error, None
         if uncaptured is not None:  # outside of the handler: its error is no part of the user's own
-            torch.set_grad_enabled(records)  # as it was before what had been captured already
-            if kept is not None:
-                kept.put_back()
-            result = self._run_uncaptured(uncaptured, way, runs, kept, args, kwargs)
-        has_captured = self._frames.own.begun != frames
+            result = self._run_uncaptured(uncaptured, before, args, kwargs)
+        has_captured = self._frames.own.begun != before.begun
         is_counted = self._frames.unpaid or self._frames.failed
-        if has_captured or is_counted or self._is_new or watch is not None:
-            self._look_back(watch, kept, has_captured, charged, runs)
+        if has_captured or is_counted or self._is_new or before.watch is not None:
+            self._look_back(before, has_captured)
         return result
 
     def _begin_again(self, has_captured: bool = True) -> None:
@@ -105,23 +105,21 @@ class CapturedCalls:
         self._frames.end_failed_call(has_captured)
         self._stop_if_too_many()
 
-    def _look_back(
-        self, watch: Outside | None, kept: Kept | None, has_captured: bool, charged: int, ran: int
-    ) -> None:
-        """After a call: whether all that was asked for happened, and whether to go on so. Before it
-        so many calls were `charged`, see `Frames`, and so many graphs of this thread had run."""
-        says_little = watch is not None and self._says_little(watch, kept)
+    def _look_back(self, before: Before, has_captured: bool) -> None:
+        """After a call: whether all that was asked for happened, and whether to go on so."""
+        watch, runs = before.watch, self._graphs.own.runs - before.runs
+        says_little = watch is not None and self._says_little(watch, before.kept)
         if watch is not None and not says_little:
             self._judge(watch)
         is_of_first = watch is not None or self._chosen.state in ENDED
         if not says_little and (is_of_first or not self._is_new or self._watches.are_over()):
             self._tell()
-        self._frames.end_call(has_captured, charged)
+        self._frames.end_call(has_captured, before.charged)
         if has_captured or says_little:
             self._watches.add()
         if has_captured or says_little or self._chosen.state is STALE:  # others are to be captured
-            ran = self._graphs.own.runs
-        self._stop_if_too_many(self._graphs.own.runs - ran)
+            runs = 0
+        self._stop_if_too_many(runs)
 
     def _says_little(self, watch: Outside, kept: Kept | None) -> bool:
         """Whether later calls go otherwise: they find what this one has set up, hooks or, where it
@@ -220,24 +218,13 @@ class CapturedCalls:
             again = "runs by its captured graphs again, small as they are"
             warn(f"{self._entry.name} {again}: autocast fails ({reason})")
 
-    def _run_uncaptured(
-        self,
-        error: Exception,
-        tried: Way,
-        runs: int,
-        kept: Kept | None,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
+    def _run_uncaptured(self, error: Exception, before: Before, args: Any, kwargs: Any) -> Any:
         """Capture with more breaks, then each size apart, if that is likely to help a model that
         would begin for the third time; then with the code between graphs in float32. If all was
-        tried, run its own code under autocast, and go on so: it may raise no such error, or catch
-        it. The next call is captured again if it raises, or is a first one that changed the model,
-        which may set itself up in it.
-
-        tried, runs, kept: how the model was captured, how many graphs had run in this thread, and
-            the model, as the call found them.
-        """
+        tried, run its own code."""
+        torch.set_grad_enabled(before.records)  # whatever had been captured has run
+        if before.kept is not None:
+            before.kept.put_back()
         cause = getattr(error, "inner_exception", None)
         if isinstance(cause, MISTAKES):
             self._begin_again()
@@ -246,20 +233,28 @@ class CapturedCalls:
             self._begin_again()
             return self.own_code.run_uncaptured(*args, **kwargs)
         is_other = is_of_capture(error) and not isinstance(error, CAPTURED_TOO_OFTEN)
-        has_run = self._graphs.own.runs != runs
+        has_run = self._graphs.own.runs != before.runs
         may_help = depends_on_data(error) or (is_other and not has_run)
-        untried = tried.untried(self._is_new, may_help)
-        before = self._chosen.capture_by(untried, tried)
-        if before is not None:
-            try:
-                result = self(*args, **kwargs)
-            except BaseException:  # of the model's own, as it is called
-                self._chosen.put_back(before)
-                raise
-            if untried == PLAINLY and self._chosen.state not in ENDED:
-                why = f"a graph is not captured under it: {why_not_captured(error)}"
-                self.own_code.not_under_autocast(self._between, why)
-            return result
+        untried = before.way.untried(self._is_new, may_help)
+        in_force = self._chosen.capture_by(untried, before.way)
+        if in_force is None:
+            return self._end_with_own_code(error, before.kept, args, kwargs)
+        try:
+            result = self(*args, **kwargs)
+        except BaseException:  # of the model's own, as it is called
+            self._chosen.put_back(in_force)
+            raise
+        if untried == PLAINLY and self._chosen.state not in ENDED:
+            why = f"a graph is not captured under it: {why_not_captured(error)}"
+            self.own_code.not_under_autocast(self._between, why)
+        return result
+
+    def _end_with_own_code(
+        self, error: Exception, kept: Kept | None, args: Any, kwargs: Any
+    ) -> Any:
+        """Run it under autocast, and go on so: it may raise no error of capture, or catch it. The
+        next call is captured again if it raises, or is a first one that changed the model, which
+        may set itself up in it."""
         if self._chosen.state in ENDED:  # another thread has found that out
             return self._chosen.own_code(*args, **kwargs)
         index = self.own_code.stand_in(f"not captured ({why_not_captured(error)})")
