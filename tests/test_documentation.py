@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = page.parent / name if name else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_every_change_of_dynamo_is_told_of_once() -> None:
+    changes = {file.name for file in (ROOT / "amp_graph/dynamo_changes").glob("[!_]*.py")}
+    told = Counter(re.findall(r"\b\w+\.py\b", "".join(page.read_text() for page in PAGES)))
+    assert {name: told[name] for name in changes} == dict.fromkeys(changes, 1)
 
 
 def test_every_variable_has_a_row() -> None:
