@@ -30,11 +30,12 @@ _kept: list[tuple[Kind, Captures]] = []  # the latest first
 
 @dataclass(frozen=True)
 class Kind:
-    """What Dynamo does not guard of a model, or never takes for a symbol, and how it is converted.
+    """The kind of a model: features that Dynamo does not guard, or never takes for a symbol, and
+    how the model is converted. Models of one kind may be called by each other's captures.
 
-    code: the class, its `forward` or what else it is entered by, and the `forward` of its parts.
-    ties: of each module, parameter and buffer, in order, which one of them it is.
-    shapes: of its parameters.
+    code: the class, its `forward` or the method it is entered by, and the `forward` of its parts.
+    ties: for each module, parameter and buffer, in order, which one of them it is.
+    shapes: those of its parameters.
     """
 
     code: tuple[Any, ...]
@@ -45,10 +46,13 @@ class Kind:
 
 
 def kind_of(entry: Entry, compiler: Compiler) -> Kind | None:
-    """None for a model that has its captures for itself: what Inductor compiles may go by the
-    addresses of its parameters, saved plans are for one model, a parametrized part has a class of
-    its own, which holds it and which graphs hold, and one that is converted by itself may have
-    another policy. Not asked about models with hooks, such as FSDP's."""
+    """Return a model's kind; None for a model that has its captures for itself.
+
+    That is so if Inductor compiles them, which may go by the addresses of parameters; for saved
+    plans, which are for one model; for a parametrized part, whose class holds the part, and is held
+    by graphs; and for a part that is converted by itself, perhaps by another policy. Not asked
+    about models with hooks, such as FSDP's.
+    """
     module = entry.module
     if compiler.policy.is_compiled or compiler.saved is not None:
         return None
@@ -70,16 +74,19 @@ def _ties(module: nn.Module) -> tuple[int, ...]:
 
 
 def captures_for(kind: Kind) -> list[Captures]:
-    """Those of models of this kind, the latest first."""
+    """Return the captures of models of this kind, the latest first."""
     with _lock:
         return [captures for known, captures in _kept if known == kind]
 
 
 def number_for(hosts: Sequence[Captures]) -> int | None:
-    """Under which number one is captured that is like these, and for which none of them holds: if
-    they are several, that of the latest, so that Dynamo knows which numbers and sizes change from
-    one to the next (a counter in a part that they share) and takes them for symbols. None, for one
-    of its own, if that was tried and is of no use."""
+    """Return the number to capture a model under that is like these, though none of them holds for
+    it.
+
+    From several on it is that of the latest, so that Dynamo knows which numbers and sizes change
+    from one model to the next (a counter in a part that they share) and takes them for symbols.
+    None, for a number of its own, if that was tried in vain.
+    """
     if len(hosts) < SEVERAL:
         return None
     ((_, most),) = Counter(host.number for host in hosts).most_common(1)
@@ -94,6 +101,6 @@ def keep(kind: Kind, captures: Captures) -> None:
 
 
 def forget() -> None:
-    """Keep none of those that were."""
+    """Drop all captures that were kept."""
     with _lock:
         _kept.clear()

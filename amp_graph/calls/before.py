@@ -1,4 +1,4 @@
-"""What is kept of how things were before a call, for when it has ended."""
+"""The state before a call, for when it has ended."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from amp_graph.kept import Kept
 
 @dataclass(init=False, slots=True)
 class Before:
-    """What a call of a model finds. It is made in each, so without a call of Python's.
+    """The state that a call of a model finds. One is made in each call, so without a Python
+    `__init__`.
 
     begun, charged: see `Frames`.
     runs: how often a graph of the model ran in this thread.
     way: how the model is captured.
-    records: whether autograd does.
-    kept: of the model, until a call of it has told of what was converted.
-    watch: what watches the call; none any more if it turns out not to be captured.
+    records: whether autograd records.
+    kept: the model's state, until a call has told what was converted.
+    watch: the watch over this call; None if there is none, or the call turns out not to be
+        captured.
     """
 
     begun: int

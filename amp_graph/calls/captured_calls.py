@@ -43,8 +43,8 @@ from amp_graph.weak_references import weak_method
 
 
 class CapturedCalls:
-    """Calls a model, where it is entered, by what `compiler` makes of the graphs that are captured
-    of it, or were of a model that is alike; and by its own code where there are none."""
+    """The calls of a model at one entry: by its captures, or those of a model that is alike,
+    compiled by `compiler`; by its own code where there are none."""
 
     def __init__(self, entry: Entry, compiler: Compiler):
         self._entry, self._policy, self._record = entry, compiler.policy, compiler.record
@@ -59,8 +59,8 @@ class CapturedCalls:
         self._may_set_itself_up = True  # once, in a call that tells nothing of later ones
 
     def graphs_in_force(self) -> set[int]:
-        """Those that a call may run, by their places in the record; until something is captured
-        anew, those that were captured before."""
+        """Return the places in the record of the graphs that a call may run; until something is
+        captured anew, those that were captured before."""
         if self._chosen.state in ENDED:
             return set()
         return self._chosen.places()
@@ -101,12 +101,12 @@ class CapturedCalls:
         return result
 
     def _begin_again(self, has_captured: bool = True) -> None:
-        """After a call that raised, which tells nothing of others."""
+        """Begin anew after a call that raised, which tells nothing of other calls."""
         self._frames.end_failed_call(has_captured)
         self._stop_if_too_many()
 
     def _look_back(self, before: Before, has_captured: bool) -> None:
-        """After a call: whether all that was asked for happened, and whether to go on so."""
+        """Look, after a call, whether all that was asked for happened, and whether to go on so."""
         watch, runs = before.watch, self._graphs.own.runs - before.runs
         says_little = watch is not None and self._says_little(watch, before.kept)
         if watch is not None and not says_little:
@@ -122,8 +122,9 @@ class CapturedCalls:
         self._stop_if_too_many(runs)
 
     def _says_little(self, watch: Outside, kept: Kept | None) -> bool:
-        """Whether later calls go otherwise: they find what this one has set up, hooks or, where it
-        is not captured, parts; or may be without the hooks for all modules, a FLOP counter's."""
+        """Whether later calls will go otherwise than this one: they find hooks that it has set up
+        or, where it is not captured, parts; or they may be without hooks for all modules, a FLOP
+        counter's."""
         if watch.adds_hooks:
             return True
         sets_up = watch.found and kept is not None and kept.was_set_up()
@@ -137,7 +138,7 @@ class CapturedCalls:
     def _tell(self) -> None:
         """Report what Dynamo skipped and, after the first call, what was converted. From then on
         models that are alike may be called by these captures, if no code ran beside their graphs.
-        Of concurrent first calls the one that is watched does this."""
+        Of concurrent first calls the watched one reports."""
         skipped = self._frames.take_skipped()
         if self._is_new:
             self._is_new = False
@@ -152,9 +153,11 @@ class CapturedCalls:
         return any(index >= self._chosen.first_plan for index in self._record.runs)
 
     def _judge(self, watch: Outside) -> None:
-        """Run the code between graphs under autocast if it did what belongs in low precision; the
-        first graph without, if it is in front of that: what Dynamo records under autocast may ask
-        for a low precision, as `x.to(y.dtype)`, which the model does not."""
+        """Have the code between graphs run under autocast if it did work for low precision.
+
+        If that came before the first graph, this one runs without autocast: what Dynamo records
+        under autocast may ask for a low precision, as `x.to(y.dtype)`, which the model does not.
+        """
         knows_more = self._policy.names_parts or watch.takes_off  # than autocast
         if not watch.found or knows_more or not self._watches.end():
             return
@@ -175,9 +178,9 @@ class CapturedCalls:
             self._between = index
 
     def _stop_if_too_many(self, runs: int = 0) -> None:
-        """Capture no more, if something of Python is another at call after call, a list that grows,
-        say, or the layers that are chosen, or so many small graphs ran in a call: the model's own
-        code is faster than capturing it, or entering them."""
+        """Capture no more if that costs more than it is worth: some Python value is another in call
+        after call (a list that grows, the layers that are chosen), or so many small graphs ran in a
+        call that the model's own code is faster."""
         if self._chosen.state in ENDED:
             return
         if (why := self._frames.why_too_many()) is not None:
@@ -188,7 +191,7 @@ class CapturedCalls:
             warn(f"{self._entry.name} {slow}")
 
     def _run_own_code(self, why: tuple[str, str], what: str, at_once: bool = False) -> None:
-        """From now on."""
+        """Run the model's own code from now on."""
         reason, advice = why
         index = self.own_code.stand_in(reason)
         self._chosen.end_with(self.own_code.run(index), at_once)
@@ -202,7 +205,8 @@ class CapturedCalls:
         warn(f"{self._entry.name} is no longer captured and {self._record.plans[index].otherwise}")
 
     def _run_small_graphs(self, *args: Any, **kwargs: Any) -> Any:
-        """In a call in which autocast failed. If this raises as well, nothing has changed."""
+        """Run a call in which autocast failed by the graphs. If they raise as well, nothing has
+        changed."""
         self._chosen.go_back(for_good=False)
         try:
             return self(*args, **kwargs)
@@ -211,7 +215,7 @@ class CapturedCalls:
             raise
 
     def _stay_with_small_graphs(self, index: int, reason: str) -> None:
-        """They were left by plan `index`, and have run where autocast failed for a reason."""
+        """Stay with the graphs that plan `index` had left: they have run where autocast failed."""
         self._chosen.go_back(for_good=True)
         self._record.drop(index)
         if self._chosen.state not in ENDED:  # else it was told of what could not be captured
@@ -219,9 +223,9 @@ class CapturedCalls:
             warn(f"{self._entry.name} {again}: autocast fails ({reason})")
 
     def _run_uncaptured(self, error: Exception, before: Before, args: Any, kwargs: Any) -> Any:
-        """Capture with more breaks, then each size apart, if that is likely to help a model that
-        would begin for the third time; then with the code between graphs in float32. If all was
-        tried, run its own code."""
+        """Capture again after an error: with more breaks, then each size apart, if that is likely
+        to help a model that would begin for the third time; then with the code between graphs in
+        float32. If all was tried, run the model's own code."""
         torch.set_grad_enabled(before.records)  # whatever had been captured has run
         if before.kept is not None:
             before.kept.put_back()
@@ -252,9 +256,9 @@ class CapturedCalls:
     def _end_with_own_code(
         self, error: Exception, kept: Kept | None, args: Any, kwargs: Any
     ) -> Any:
-        """Run it under autocast, and go on so: it may raise no error of capture, or catch it. The
-        next call is captured again if it raises, or is a first one that changed the model, which
-        may set itself up in it."""
+        """Run the model's own code under autocast from now on: it may raise no error of capture, or
+        catch it. The next call is captured again if this one raises, or is a first one that changed
+        the model, which may set itself up in it."""
         if self._chosen.state in ENDED:  # another thread has found that out
             return self._chosen.own_code(*args, **kwargs)
         index = self.own_code.stand_in(f"not captured ({why_not_captured(error)})")
@@ -278,8 +282,8 @@ class CapturedCalls:
     def _autocast_around(
         self, index: int, begin_at: BeginAt | None, passed_on: set[type[Exception]], run: Run
     ) -> Run:
-        """A captured call, with the code between its graphs, for which plan `index` stands, under
-        autocast if it can be; else it is captured without, and goes on so."""
+        """Put autocast around a captured call, for the code between its graphs, for which plan
+        `index` stands. If that fails, it is captured without, and goes on so."""
         calls: Any = weakref.proxy(self)  # which keeps what is returned
         callers: list[Caller] = []
 

@@ -25,12 +25,12 @@ from amp_graph.weak_references import weak_method
 
 
 class State(Enum):
-    """By what a model is called: by captures, until these end and its own code runs.
+    """How a model is called: by captures, until these end and its own code runs.
 
-    CAPTURED: by captures; if there is no caller either, it was not called yet.
-    STALE: by these only in a backward pass, which computes again what the forward pass did, and
-        the same way; else by new ones.
-    LEAVING: by these only in a backward pass, else by its own code.
+    CAPTURED: by captures. If there is no caller either, it was not called yet.
+    STALE: by these captures in a backward pass, which computes again what the forward pass did, and
+        in the same way; else by new ones.
+    LEAVING: by these captures in a backward pass; else by its own code.
     LEFT: by its own code.
     """
 
@@ -46,13 +46,13 @@ InForce = tuple[Caller | None, Run, Way]  # what `Chosen` says of these
 
 
 class Chosen:
-    """By what one model is called; it is held weakly.
+    """The choice of what one model is called by. The model is held weakly.
 
-    state: is read without the lock, and changed by `_turn`.
-    own_code: once it was chosen. It stays when it is gone back from, as a call may be about to
-        run it.
-    caller: what `run`, which is there before it, calls the model with.
-    first_plan: of the graphs, by its place in the record.
+    state: read without the lock, and changed by `_turn`.
+    own_code: the own code to run, once it was chosen. It stays after `go_back`, as a call may be
+        about to run it.
+    caller: the caller inside `run`, which is set before it.
+    first_plan: the place of the first graph in the record.
     way: how captures are made.
     """
 
@@ -72,12 +72,13 @@ class Chosen:
         self._choosing = threading.RLock()
 
     def places(self) -> set[int]:
-        """Where the record has the graphs that calls run; until there is one, that they ran."""
+        """Return the places in the record of the graphs that calls run; until there is one, of the
+        graphs that they ran before."""
         assembled = [] if self.caller is None else [*self.caller.assembled.values()]
         return {graph.place for graph in assembled} or self._places_before
 
     def choose(self) -> None:
-        """Before a call: go by what comes next, if captures hold no more."""
+        """Choose, before a call, what it goes by if captures hold no more."""
         if self.state in ENDED:  # captures, which may be gone back to, are not asked
             if backward_pass() == OUTSIDE:
                 self._turn({LEAVING: LEFT})
@@ -96,12 +97,12 @@ class Chosen:
                     self._capture()
 
     def _turn(self, to: Mapping[State, State]) -> None:
-        """From the present state to the one beside it, if it is among these."""
+        """Change the present state to the one beside it in `to`, if it is there."""
         with self._choosing:
             self.state = to.get(self.state, self.state)
 
     def capture_anew(self) -> None:
-        """When no backward pass runs."""
+        """Capture anew as soon as no backward pass runs."""
         self._turn({CAPTURED: STALE})
 
     def _begin(self) -> None:
@@ -119,7 +120,8 @@ class Chosen:
             self._be_guest()
 
     def _be_guest(self) -> None:
-        """Be called by what was captured of the next one that is alike, if there is one."""
+        """Call the model by the captures of the next model that is alike, or capture it if there is
+        none."""
         for captures in self._hosts:
             if not captures.have_changed():
                 caller = Caller(captures, self._graphs, is_guest=True)
@@ -145,9 +147,9 @@ class Chosen:
             self._compiler.record.cost.models = 1
 
     def capture_by(self, untried: Way | None, tried: Way) -> InForce | None:
-        """Capture in the way that is `untried`, since capture failed in the one that was `tried`.
-        Return what was in force, for `put_back`; None if no way is left. If another thread has
-        changed the way meanwhile, nothing is done but that."""
+        """Capture in the way `untried`, since capture failed in the way `tried`. Returns what was
+        in force, for `put_back`; None if no way is left. If another thread has changed the way
+        meanwhile, nothing more is done."""
         with self._choosing:
             before = self.caller, self.run, self.way
             if self.way == tried:
@@ -158,12 +160,12 @@ class Chosen:
             return before
 
     def put_back(self, before: InForce) -> None:
-        """Go by that again, which was captured before and is as good as it was."""
+        """Return to captures from before, which are as good as they were."""
         with self._choosing:
             self.caller, self.run, self.way = before
 
     def new_caller(self) -> Caller:
-        """What captures anew, for `run` to go on by, perhaps."""
+        """Return a caller that captures anew, which `run` may go on by."""
         captures = Captures(self._graphs.entry, self._number, self.way.settings.value)
         return Caller(captures, self._graphs)
 
@@ -175,43 +177,43 @@ class Chosen:
         self.caller = caller
 
     def put_around(self, around: Callable[[Run], Run]) -> None:
-        """From the next captures on."""
+        """Put this around runs, from the next captures on."""
         with self._choosing:
             self.way = self.way._replace(around=around)
             self.capture_anew()
 
     def go_on_without(self, caller: Caller) -> None:
-        """Nothing more is to be put around a run; what was captured so is called from now on."""
+        """Put nothing around runs any more, and call the model by what was captured that way."""
         self.way, self.caller = self.way._replace(around=without_autocast), caller
 
     def end_with(self, own_code: Run, at_once: bool) -> None:
-        """Capture no more, but run this: at once, or when no backward pass goes on."""
+        """Capture no more, and run this code: at once, or as soon as no backward pass runs."""
         with self._choosing:
             self.own_code, self._may_go_back = own_code, False
             self._turn(dict.fromkeys(State, LEFT if at_once else LEAVING))
 
     def leave_for(self, own_code: Run) -> None:
-        """The same, but not for good, when no backward pass goes on."""
+        """Run this code as soon as no backward pass runs, until `go_back`."""
         with self._choosing:
             self.end_with(own_code, at_once=False)
             self._may_go_back = True
 
     def go_back(self, for_good: bool) -> None:
-        """From that own code to the captures before it, unless other own code was chosen."""
+        """Go back from that code to the captures before it, unless other own code was chosen."""
         with self._choosing:
             if self._may_go_back:
                 self._turn({LEAVING: STALE, LEFT: CAPTURED})
                 self._may_go_back = not for_good
 
     def leave_again(self) -> None:
-        """Unless it was gone back for good."""
+        """Undo `go_back`, unless it was for good."""
         with self._choosing:
             if self._may_go_back:
                 self._turn({STALE: LEAVING, CAPTURED: LEFT})
 
     def share(self) -> None:
-        """Let others be called by what was captured in the first call, if it is still of use and
-        nothing is to run beside its graphs."""
+        """Let other models be called by the captures of the first call, if these are still of use
+        and nothing is to run beside their graphs."""
         is_all = self.way.around is without_autocast and self.state is CAPTURED
         if is_all and self._kind is not None and self.caller and self.caller.captures.graphs:
             keep(self._kind, self.caller.captures)

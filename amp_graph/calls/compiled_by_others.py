@@ -1,4 +1,4 @@
-"""What is asked, and told, when somebody else's Dynamo comes to a converted model.
+"""A converted model that somebody else's Dynamo comes to: questions to it, and warnings.
 
 Private names of PyTorch used here; seen to work on 2.13, and there in 2.15:
 
@@ -53,7 +53,8 @@ def tell_of_compile_around() -> None:
 
 @torch.compiler.assume_constant_result
 def come_to() -> None:
-    """The same, where Dynamo has come to the call of a converted model while it captures."""
+    """Warn of `torch.compile` around a converted model, where Dynamo has come to its call in a
+    capture."""
     tell_of_compile_around()
 
 

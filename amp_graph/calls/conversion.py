@@ -41,7 +41,7 @@ ById: TypeAlias = weakref.WeakValueDictionary[int, T]  # threads may add to one 
 
 
 class Entered(StandIn):
-    """Stands in front of a method that runs in mixed precision, and belongs to a conversion."""
+    """A stand-in for a method that runs in mixed precision, which belongs to a conversion."""
 
     @property
     def conversion(self) -> Conversion:
@@ -73,7 +73,7 @@ class Entered(StandIn):
 
 
 class Method(Entered):
-    """In front of a method other than the call. It has the attributes of that."""
+    """A stand-in for a method other than the call. It has the method's attributes."""
 
     def __init__(self, conversion: Conversion, name: str):
         super().__init__(conversion.module)
@@ -138,17 +138,18 @@ class Conversion(Entered):
         return self.compiler.record.scale
 
     def places_in_force(self) -> list[int]:
-        """Where in the record the graphs are that calls may run, and code without one: all but
-        graphs that were captured anew since, or belong to calls that are captured no more, and
-        plans that were taken back."""
+        """Return the places in the record of graphs that calls may run, and of code without a
+        graph. Left out are graphs that were captured anew since, or belong to calls that are
+        captured no more, and plans that were taken back."""
         live = (calls.graphs_in_force() for calls in self._calls.values())
         gone = self.compiler.captured.difference(*live)
         own_code = {place for place, plan in enumerate(self.compiler.plans) if plan.fallback}
         return sorted((self.compiler.captured | own_code) - gone)
 
     def scale_for(self, dtype: torch.dtype) -> GraphScale | None:
-        """There is one for all graphs that need it, from when the first does: a model may be
-        converted before it is moved to where its low precision is another."""
+        """Return the loss scale for graphs in `dtype`, one for all graphs that need one. It is made
+        when the first does: a model may be converted before it is moved to a device with another
+        low precision."""
         config = self.policy.loss_scale_for(dtype)
         if config is None:
             return None
@@ -169,13 +170,13 @@ class Conversion(Entered):
             attach(optimizer, self.scale, self)
 
     def open(self) -> None:
-        """From now on the model's calls come here."""
+        """Have the model's calls come here from now on."""
         put_in(self)
         _open[id(self)] = self
         await_call(self, self.module)
 
     def close(self) -> None:
-        """The model runs its own code again."""
+        """Have the model run its own code again."""
         self.is_awaited = False
         take_out(self.module)
         _open.pop(id(self), None)
@@ -185,7 +186,8 @@ class Conversion(Entered):
             detach(optimizer, self)
 
     def of_copy(self, own_code: Run) -> Run:
-        """What runs a copy of the model that `nn.DataParallel` made for one call on one GPU."""
+        """Return a function that runs a copy of the model that `nn.DataParallel` made for one call
+        on one GPU."""
         self.is_awaited = False
         return self._calls[CALL].own_code.of_copy(own_code)
 
@@ -199,7 +201,7 @@ class Conversion(Entered):
         conversion.open()
 
     def tell_of_compile(self) -> None:
-        """Around it."""
+        """Warn, once, that `torch.compile` is around the model."""
         if not self._is_told_of_compile:
             self._is_told_of_compile = True
             warn(f"{type(self.module).__name__} {AROUND}")
@@ -231,8 +233,8 @@ class Conversion(Entered):
         return map_tensors(self._as_output, result)
 
     def _end_waiting(self) -> None:
-        """Also of the models that this one was copied from: its gradients may be given to them, as
-        in federated or meta-learning."""
+        """Note that a call was recorded, also for the models that this one was copied from: its
+        gradients may be given to them, as in federated or meta-learning."""
         for each in (self, *living(self.copied_from)):
             each.is_awaited = False
 
@@ -249,15 +251,15 @@ _open: ById[Conversion] = weakref.WeakValueDictionary()
 
 
 def restore_all(policy: Policy) -> None:
-    """The models that were converted by this very policy, and copies of them."""
+    """Restore the models that were converted by this very policy, and copies of them."""
     for conversion in living(_open.valuerefs()):
         if conversion.policy is policy:
             conversion.close()
 
 
 def found_conversion(model: nn.Module) -> Conversion | None:
-    """The conversion of `model` itself, or of the module in a wrapper; None if there is none.
-    Raises AmpGraphError for what is no module."""
+    """Return the conversion of `model` itself, or of the module in a wrapper; None if there is
+    none. Raises AmpGraphError if `model` is no module."""
     if not isinstance(model, nn.Module):
         raise AmpGraphError(f"this is for a torch.nn.Module, not {in_brief(model)}")
     inner = unwrapped(model)
@@ -272,7 +274,8 @@ def _what_to_do(model: nn.Module) -> str:
 
 
 def conversion_of(model: nn.Module) -> Conversion:
-    """As `found_conversion`. Raises AmpGraphError if there is none."""
+    """Return the conversion of `model`, as `found_conversion` does. Raises AmpGraphError if there
+    is none."""
     conversion = found_conversion(model)
     if conversion is None:
         raise AmpGraphError(f"{type(model).__name__} is not converted; {_what_to_do(model)}")
@@ -282,8 +285,8 @@ def conversion_of(model: nn.Module) -> Conversion:
 def asked_for(
     model: nn.Module, policy: PolicySource, plan: PlanSource | None
 ) -> tuple[Policy, Saved | None]:
-    """The policy and plans to look at a model or export it with: what is given, else those that it
-    was converted with. Raises PolicyError and PlanError."""
+    """Return the policy and plans to look at a model or export it with: those given, else those
+    that it was converted with. Raises PolicyError and PlanError."""
     conversion = found_conversion(model)
     saved = None if plan is None else as_plans(plan)
     if conversion is not None and policy is None:

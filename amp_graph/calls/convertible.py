@@ -1,4 +1,4 @@
-"""What can be converted at all, and why other models cannot.
+"""The models that can be converted, and why others cannot.
 
 Private name of PyTorch used here:
 

@@ -49,23 +49,24 @@ def converted_parts(model: nn.Module) -> list[nn.Module]:
 
 
 def is_copy(module: nn.Module) -> bool:
-    """Whether it was given the `__dict__` of a converted model, and is none itself."""
+    """Whether a module was given the `__dict__` of a converted model, and is not converted
+    itself."""
     entry = module.__dict__.get(CALL)
     return isinstance(entry, StandIn) and not entry.is_for(module)
 
 
 def take_out_of_copy(module: nn.Module) -> None:
-    """It is to run its own code, and not what stands in front of another's."""
+    """Take stand-ins out of a module that are for another one, so that it runs its own code."""
     for name, entry in list(module.__dict__.items()):
         if isinstance(entry, StandIn) and not entry.is_for(module):
             del module.__dict__[name]
 
 
 class StandIn:
-    """Stands in front of a method of a converted model, which is not kept alive by it: nothing that
-    a model's `__dict__` holds may, or only Python's collector would free the model.
+    """A stand-in for a method of a converted model. It does not keep the model alive: if anything
+    in a model's `__dict__` did, only Python's garbage collector would free the model.
 
-    name: of the method, and of the entry in the model's `__dict__`.
+    name: the method's, and that of the entry in the model's `__dict__`.
     """
 
     name: str
@@ -117,17 +118,17 @@ class StandIn:
 
 
 class Converted(Protocol):
-    """What stands in front of a model's call."""
+    """The stand-in for a model's call."""
 
     @property
     def module(self) -> nn.Module:
         """The model."""
 
     def stand_ins(self) -> Iterable[StandIn]:
-        """Itself, and those in front of other methods."""
+        """Return itself, and the stand-ins for other methods."""
 
     def of_copy(self, own_code: Run) -> Run:
-        """What runs a copy of the model that has this code."""
+        """Return a function that runs a copy of the model that has this code."""
 
     def convert_too(self, copied: nn.Module) -> None:
         """Convert a copy of the model alike."""
@@ -159,7 +160,7 @@ class DeepCopy(StandIn):
 
     @property
     def __func__(self) -> Any:
-        """As a bound method has it, for those who bind it to their copy."""
+        """The function, as of a bound method, for code that binds it to a copy of its own."""
         return getattr(type(self.module), self.name)
 
     def __call__(self, memo: dict[int, Any]) -> Any:
@@ -195,8 +196,8 @@ class Reduce(StandIn):
 
 
 def _plain(state: Any, levels: int = 5) -> Any:
-    """What a class has pickled, with nothing of ours in the `__dict__` that is there somewhere. All
-    else is the same objects as before, since `copy.copy` shares them."""
+    """Return what a class has pickled without stand-ins in the `__dict__` that is somewhere in it.
+    All else are the same objects as before, since `copy.copy` shares them."""
     if levels == 0 or type(state) not in (tuple, list, dict):
         return state
     if type(state) is dict:
@@ -212,14 +213,15 @@ def _plain(state: Any, levels: int = 5) -> Any:
 
 
 def put_in(conversion: Converted) -> None:
-    """From now on calls of the model and copies of it are made here."""
+    """Put stand-ins into a model, so that its calls and its copies are made here from now on."""
     module = conversion.module
     entries = (*conversion.stand_ins(), Replicate(module), DeepCopy(module), Reduce(module))
     module.__dict__.update((entry.name, entry) for entry in entries)
 
 
 def take_out(module: nn.Module) -> None:
-    """Calls of a model, and copies of it, are made by its own methods again."""
+    """Take the stand-ins out of a model, so that its own methods serve its calls and copies
+    again."""
     for name, entry in list(module.__dict__.items()):
         if isinstance(entry, StandIn):
             del module.__dict__[name]

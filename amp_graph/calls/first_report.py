@@ -1,4 +1,4 @@
-"""What is told of a model when its first call is over."""
+"""The report on a model when its first call is over."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def tell_of_first_call(entry: Entry, policy: Policy, plans: Sequence[Plan], has_
 
 
 def _unmatched(override: Override, facts: Sequence[NodeFacts]) -> tuple[str, str] | None:
-    """What of an override names no node, with one that is close; an operator only if there is none
-    of its name by now, since a policy may be for several models."""
+    """Return the part of an override that names no node, with a close name. An operator counts only
+    if none of its name is registered by now, since a policy may be for several models."""
     if override.name is not None:
         names = [f.name for f in facts]
         if not fnmatch.filter(names, override.name):

@@ -1,4 +1,4 @@
-"""What becomes of the graphs by which a model is called: its own, or those of one like it."""
+"""The graphs that a model is called by: its own, or those of one like it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ MANY, FEW, FEW_LOW = 16, 8, 4
 
 
 class Graph(NamedTuple):
-    """What was built of a graph; the inputs that it takes widened; and whether it calls modules
-    that are no part of the model."""
+    """A graph as built; the inputs that it takes widened; and whether it calls modules that are no
+    part of the model."""
 
     built: Built
     widened: list[int]
@@ -46,9 +46,9 @@ class CallsOfThread(threading.local):
     """How far one thread is in its call of a model.
 
     runs: how often a graph ran.
-    watch: looks at what runs outside of graphs; None if nobody does.
-    behind_first: to be done once the first graph of the call has run, if anything is; outside of
-        autocast regions of the model's own, and of custom functions, for which autocast is off.
+    watch: watches code outside of graphs; None if nobody does.
+    behind_first: to be called once the first graph of the call has run; outside of autocast regions
+        of the model's own, and of custom functions, for which autocast is off.
     """
 
     runs = 0
@@ -75,7 +75,7 @@ class ModelGraphs:
 
     @contextlib.contextmanager
     def watched_by(self, watch: Outside) -> Iterator[None]:
-        """Around a call."""
+        """Put a watch around a call."""
         before, self.own.watch = self.own.watch, watch
         hooks = self.hooks.number()
         try:
@@ -87,7 +87,7 @@ class ModelGraphs:
 
     @contextlib.contextmanager
     def behind_first(self, do: Callable[[], None]) -> Iterator[None]:
-        """Around a call, in which something is to be done once its first graph has run."""
+        """Put something around a call that is to happen once its first graph has run."""
         before, self.own.behind_first = self.own.behind_first, do
         try:
             yield
@@ -189,7 +189,7 @@ _in_use: list[weakref.ref[Policy]] = []
 
 
 def one_for_all(policy: Policy) -> Policy:
-    """The same object for all policies that are equal, for as long as one of them is in use."""
+    """Return one object for all policies that are equal, for as long as one of them is in use."""
     _in_use[:] = [reference for reference in _in_use if reference() is not None]
     for reference in _in_use:
         if (known := reference()) is not None and known == policy:

@@ -1,4 +1,4 @@
-"""What runs in float32 between graphs, so that the report can name it.
+"""Find operators that run in float32 between graphs, so that the report can name them.
 
 Private names of PyTorch used here:
 
@@ -112,9 +112,9 @@ def _is_taken_apart(name: str) -> bool:
 
 
 class Watches:
-    """Which calls of a model are watched: the first, and one after each that captured something or
-    raised under a watch, until something is found. Of several calls at once one takes what watches
-    it, and one ends all that: `dict.pop` is one step."""
+    """The watches over a model's calls: over the first, and over one after each that captured
+    something or raised under a watch, until something is found. Of several calls at once one takes
+    the watch, and one ends all watches: `dict.pop` is one step."""
 
     def __init__(self, lists: OpLists):
         self._next: dict[str, Outside] = {}
@@ -122,16 +122,16 @@ class Watches:
         self.add()
 
     def add(self) -> None:
-        """For the next call, unless they are over."""
+        """Watch the next call, unless watches are over."""
         if (lists := self._open.get("lists")) is not None:
             self._next["call"] = Outside(lists)
 
     def take(self) -> Outside | None:
-        """What watches the call that begins now, if it is to be watched."""
+        """Return the watch for the call that begins now, if there is one."""
         return self._next.pop("call", None)
 
     def end(self) -> bool:
-        """There are to be no more. Whether there were until now."""
+        """End all watches. Returns whether there were any until now."""
         return self._open.pop("lists", None) is not None
 
     def are_over(self) -> bool:
@@ -147,7 +147,8 @@ def _has_float32(args: Any) -> bool:
 
 
 def is_ours(error: BaseException, is_watched: bool, is_new: bool) -> TypeGuard[Exception]:
-    """Whether the model's own code may not raise an error of a call, or may catch it."""
+    """Whether an error of a call may be ours: the model's own code may not raise it, or may catch
+    it."""
     if not isinstance(error, Exception):
         return False
     is_of_watching = is_watched and Outside.breaks(error)

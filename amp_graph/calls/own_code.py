@@ -19,8 +19,8 @@ from amp_graph.weak_references import weak_method
 
 
 class OwnCode:
-    """A model's own code, as it is entered, and whether to run it. `record` has a plan for each
-    reason to run it."""
+    """A model's own code at one entry, and whether to run it. `record` has a plan for each reason
+    to."""
 
     def __init__(self, entry: Entry, policy: Policy, record: Record):
         self._entry = entry
@@ -31,13 +31,13 @@ class OwnCode:
         self._uncaptured: tuple[Any, Run] | None = None  # see `run_uncaptured`
 
     def dtype(self) -> torch.dtype:
-        """Its low precision. It has no boundary at which gradients could be scaled, so where they
-        have to be it is the one that does without."""
+        """The low precision of the code. It has no boundary at which gradients could be scaled;
+        where they would have to be, it is the one that does without."""
         dtype = self._policy.dtype_for(devices_of(self._entry.module))
         return torch.bfloat16 if self._policy.loss_scale_for(dtype) else dtype
 
     def stand_in(self, reason: str, met_sparse: bool = False) -> int:
-        """Keep a plan that stands for code without a graph; its index."""
+        """Add a plan that stands for code without a graph, and return its index."""
         not_autocast = ""
         if met_sparse:
             not_autocast = "; products of its sparse tensors would add up in low precision"
@@ -47,7 +47,7 @@ class OwnCode:
         return self._record.add(Plan(self.dtype(), fallback=fallback, autocast=autocast))
 
     def run_uncaptured(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it for what is never to be captured, for as long as the model is where it is."""
+        """Run the code where it is never to be captured, for as long as the model is there."""
         if has_backward_hooks(self._entry.module):
             return self._plain()(*args, **kwargs)
         place = devices_of(self._entry.module), self.dtype()
@@ -56,7 +56,7 @@ class OwnCode:
         return self._uncaptured[1](*args, **kwargs)
 
     def run_told_of(self, reason: str, *args: Any, **kwargs: Any) -> Any:
-        """The same, where the reason is to be told, once."""
+        """Run the code where it is never to be captured, and tell why, once."""
         if not self._is_told:
             self._is_told = True
             index = self.stand_in(reason)
@@ -64,7 +64,8 @@ class OwnCode:
         return self.run_uncaptured(*args, **kwargs)
 
     def run(self, index: int) -> Run:
-        """What runs it for what cannot be captured, and plan `index` stands for."""
+        """Return a function that runs the code where it cannot be captured; plan `index` stands for
+        it."""
         if not self._record.plans[index].autocast:
             return self._plain()
         return self._run(index)
@@ -74,8 +75,8 @@ class OwnCode:
         return self.run_or_else(index, self._plain(), report)
 
     def run_or_else(self, index: int | None, other: Run, report: Callable[[str], None]) -> Run:
-        """What runs it under autocast, for plan `index` if any stands for it, and, where that
-        fails, the other one from then on."""
+        """Return a function that runs the code under autocast and, if that fails, `other` from then
+        on. `index`: the plan that stands for the code, if any."""
         run = self.under_autocast(self._plain(), index, is_all=True)
         return or_else(run, lambda: other, report, self._entry.module, set())
 
@@ -83,7 +84,8 @@ class OwnCode:
         return plain_code(self._entry.module, self._entry.method)
 
     def of_copy(self, own_code: Run) -> Run:
-        """What runs a copy of the model that `nn.DataParallel` made, by its own code."""
+        """Return a function that runs a copy of the model that `nn.DataParallel` made, by its own
+        code."""
         if self._for_copies is None:
             self._for_copies = self.stand_in("copied by nn.DataParallel to each GPU in each call")
             warn(f"{self._entry.name} {self._record.plans[self._for_copies].otherwise}")
@@ -102,8 +104,8 @@ class OwnCode:
         return under_autocast(run, devices, dtype, begin_at=begin_at, tell=tell)
 
     def _tell(self, index: int, is_all: bool, function: str) -> None:
-        """Of a custom function that runs in float32; by a warning where all of the model was said
-        to run under autocast."""
+        """Record that a custom function runs in float32; warn if all of the model was said to run
+        under autocast."""
         said = self._record.in_float32(index, function)
         if said and is_all:
             warn(f"{self._what_is_not_captured()} runs {said}")

@@ -29,7 +29,7 @@ STEPS = 2  # one may be a warm-up of a part
 
 
 class Callee(Protocol):
-    """What stands in front of a converted model's call."""
+    """The stand-in for a converted model's call."""
 
     is_awaited: bool  # until one of its calls, or of a copy's, is recorded, or none is to come
 
@@ -87,7 +87,7 @@ def await_call(callee: Callee, model: nn.Module) -> None:
 
 
 def _forget() -> None:
-    """Those that were called, told of or restored, or that are gone."""
+    """Forget models that were called, told of or restored, or that are gone."""
     for each in _awaited:
         callee, model = each.callee(), each.model()
         if callee is not None and model is not None and not callee.is_awaited:

@@ -13,7 +13,7 @@ from amp_graph.outer_autocast import without_autocast
 
 
 class Settings(Enum):
-    """Of Dynamo, those other than usual; in the order in which they are tried."""
+    """Dynamo's settings, other than usual, in the order in which they are tried."""
 
     AS_USUAL = MappingProxyType[str, bool]({})
     BREAK_AT_DATA = dynamo.BREAK_AT_DATA
