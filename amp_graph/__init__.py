@@ -27,7 +27,8 @@ from amp_graph.inspection.difference import Difference, diff
 from amp_graph.inspection.dump import dump
 from amp_graph.inspection.explain import Report, explain
 from amp_graph.inspection.plan_text import render
-from amp_graph.ir import Cast, Color, Level, NodeFacts, Paint, Plan, TensorFacts
+from amp_graph.ir import Cast, Color, NodeFacts, Paint, Plan, TensorFacts
+from amp_graph.levels import Level
 from amp_graph.numerics.calibrate import Calibration, calibrate
 from amp_graph.numerics.compare import compare
 from amp_graph.numerics.comparison import Comparison

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from amp_graph.dtypes import dtype_name
+from amp_graph.levels import Level
 
 READERS = 16  # of one low value: so many gradients add up with about one rounding of each
 
@@ -35,25 +36,7 @@ class Color(enum.Enum):
 FREE = (Color.INFER, Color.CLEAR)
 
 
-class Level(enum.Enum):
-    """How far tensors are narrowed for memory and speed; each level does what those before it do.
-
-    SAFE: float32 wherever `torch.autocast` has it. BALANCED: kernels that compute in float32 inside
-        keep their tensors in low precision, and so do residual streams in bfloat16 (in float16 they
-        may outgrow its range). MAX: the fewest bytes that leave denied arithmetic in float32.
-    """
-
-    SAFE = "safe"
-    BALANCED = "balanced"
-    MAX = "max"
-
-    def includes(self, other: Level) -> bool:
-        order = list(Level)
-        return order.index(self) >= order.index(other)
-
-
 COLORS = {color.value: color for color in Color if color is not Color.KEEP}
-LEVELS = {level.value: level for level in Level}
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +247,12 @@ class Plan:
     @property
     def converts(self) -> bool:
         """Whether anything of the graph runs in low precision."""
-        return self.autocast or any(part.low for part in self.parts())
+        return self.autocast or self.has_low
+
+    @property
+    def has_low(self) -> bool:
+        """Whether any node of the graph or of its bodies computes in low precision."""
+        return any(part.low for part in self.parts())
 
     @property
     def otherwise(self) -> str | None:
@@ -273,6 +261,17 @@ class Plan:
             return None
         not_under_autocast = "as captured" if self.facts else "in float32"
         return f"runs {'under autocast' if self.autocast else not_under_autocast}: {self.fallback}"
+
+    @property
+    def operators(self) -> int:
+        """Operators on float32 tensors in the graph and in its bodies."""
+        return sum(f.has_precision for part in self.parts() for f in part.facts.values())
+
+    @property
+    def operators_low(self) -> int:
+        """Those of `operators` that compute in low precision."""
+        facts = ((part.low, f) for part in self.parts() for f in part.facts.values())
+        return sum(f.has_precision and f.name in low for low, f in facts)
 
     @property
     def casts_inside(self) -> tuple[Cast, ...]:

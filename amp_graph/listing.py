@@ -16,7 +16,8 @@ import torch
 
 from amp_graph.dtypes import LOW_DTYPES, dtype_name
 from amp_graph.errors import ListError, did_you_mean
-from amp_graph.ir import LEVELS, Color, Level
+from amp_graph.ir import Color
+from amp_graph.levels import LEVELS, Level
 from amp_graph.outer_autocast import autocast_devices
 
 T = TypeVar("T")

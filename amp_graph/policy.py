@@ -18,7 +18,8 @@ import torch
 from amp_graph.dtypes import LOW_DTYPES, dtype_name
 from amp_graph.errors import PlanError, PolicyError, did_you_mean
 from amp_graph.files import as_path
-from amp_graph.ir import COLORS, Color, Level, NodeFacts
+from amp_graph.ir import COLORS, Color, NodeFacts
+from amp_graph.levels import Level
 from amp_graph.operator_names import dotted, full_name, known_names
 from amp_graph.oplists import OpLists, UserLists, load_lists
 from amp_graph.override import Override, check_operator, inside

@@ -43,7 +43,7 @@ from bench_variants import Settings, Variant, variants
 from rich.console import Console
 from rich.progress import track
 
-from amp_graph.ir import Level
+from amp_graph.levels import Level
 from amp_graph.policy import REFRESH
 
 WARM_UP = 3

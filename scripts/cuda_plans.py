@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import fx
 
 from amp_graph.backend.rewrite import rewrite
-from amp_graph.ir import Level
+from amp_graph.levels import Level
 from amp_graph.policy import Policy
 
 

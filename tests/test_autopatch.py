@@ -15,7 +15,7 @@ import amp_graph
 from amp_graph.autopatch.exit_report import describe
 from amp_graph.autopatch.install import COLORS, SLOT, VARIABLES, Settings, install
 from amp_graph.errors import AmpGraphError, PolicyError
-from amp_graph.ir import Level
+from amp_graph.levels import Level
 from amp_graph.policy import Policy
 
 X = torch.randn(4, 8)

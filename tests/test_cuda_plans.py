@@ -18,7 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from amp_graph.backend.rewrite import rewrite
-from amp_graph.ir import Color, Level
+from amp_graph.ir import Color
+from amp_graph.levels import Level
 from amp_graph.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("whole_models")

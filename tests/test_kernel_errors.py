@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from amp_graph.ir import Level
+from amp_graph.levels import Level
 from amp_graph.oplists import load_lists
 
 

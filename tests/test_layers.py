@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "amp_graph"
 LAYERS = [
     "callers", "errors", "batches", "files", "kept", "weak_references", "modules", "outer_autocast",
     "results", "uncaptured",
-    "dtypes", "ir", "rules", "plans",
+    "dtypes", "levels", "ir", "rules", "plans",
     "cpu", "flow", "listing", "operator_names",
     "graphs", "dynamo_changes", "capture", "watched", "oplists", "reasons", "training",
     "custom_functions", "modes", "override", "policy",

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 import amp_graph
 from amp_graph import Policy, PolicyError
-from amp_graph.ir import Color, Level
+from amp_graph.ir import Color
+from amp_graph.levels import Level
 from amp_graph.passes.place_casts import traffic
 
 LEVELS = ("safe", "balanced", "max")

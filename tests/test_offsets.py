@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
 import amp_graph
-from amp_graph.ir import LEVELS
+from amp_graph.levels import LEVELS
 from amp_graph.passes.scene import Scene
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from amp_graph.ir import Color, Level
+from amp_graph.ir import Color
+from amp_graph.levels import Level
 from amp_graph.oplists import OpLists, load_lists
 
 ATEN = torch.ops.aten

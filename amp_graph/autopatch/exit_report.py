@@ -85,10 +85,8 @@ def describe(model: Model) -> dict[str, Any]:
     for graph, plan in enumerate(model.record.plans):
         runs = model.record.runs[graph]
         ran += runs if plan.facts or not plan.fallback else 0  # what is left to autocast has none
-        for part in plan.parts():
-            operators = [f.name for f in part.facts.values() if f.has_precision]
-            low += runs * sum(name in part.low for name in operators)
-            total += runs * len(operators)
+        low += runs * plan.operators_low
+        total += runs * plan.operators
         casts += runs * len(plan.casts_inside)
         moved += runs * plan.cast_bytes
         unsized += runs * len(plan.unsized_casts)

@@ -34,7 +34,8 @@ from amp_graph.autopatch.standard_error import say
 from amp_graph.capture.captures import other_captures_heard
 from amp_graph.errors import AmpGraphError, PolicyError, did_you_mean, in_brief, in_words, telling
 from amp_graph.files import check_folder
-from amp_graph.ir import COLORS, LEVELS
+from amp_graph.ir import COLORS
+from amp_graph.levels import LEVELS
 from amp_graph.policy import COMPILERS, EMULATION, REFRESH, Policy
 from amp_graph.training.optimizers import scales_expected
 from amp_graph.uncaptured import capturing, passed_over

@@ -18,7 +18,8 @@ from amp_graph.graphs.aten import (
     tensors_of,
 )
 from amp_graph.graphs.grad_modes import recorded_nodes
-from amp_graph.ir import Level, NodeFacts, Paint, Plan
+from amp_graph.ir import NodeFacts, Paint, Plan
+from amp_graph.levels import Level
 from amp_graph.oplists import OpLists
 from amp_graph.passes.annotate import annotate
 from amp_graph.passes.emit import emit

@@ -22,7 +22,6 @@ from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.capture.own_regions import is_in_none
 from amp_graph.custom_functions import behind_functions
 from amp_graph.errors import warn
-from amp_graph.ir import Plan
 from amp_graph.modules import Entry, has_backward_hooks, has_compiled_forward
 from amp_graph.outer_autocast import autocast_devices, without_autocast
 from amp_graph.policy import Policy
@@ -115,8 +114,8 @@ class ModelGraphs:
             return None
         counts, plans = self._compiler.record.runs, self._compiler.plans
         entered = counts.total()
-        total = sum(n * _operators(plans[i]) for i, n in counts.items())
-        low = sum(n * _operators(plans[i]) for i, n in counts.items() if _has_low(plans[i]))
+        total = sum(n * plans[i].operators for i, n in counts.items())
+        low = sum(n * plans[i].operators for i, n in counts.items() if plans[i].has_low)
         is_low_between = between is not None and plans[between].autocast
         is_worth_it = total >= FEW * entered and low >= FEW_LOW * entered
         if is_worth_it or not (low or is_low_between) or has_backward_hooks(self.module):
@@ -165,20 +164,12 @@ class ModelGraphs:
         return Assembled(index, counted)
 
 
-def _operators(plan: Plan) -> int:
-    return sum(facts.has_precision for part in plan.parts() for facts in part.facts.values())
-
-
 def _how_few(low: float) -> str:
     """Operators in graphs in which something is low, for each graph that is entered."""
     if not low:
         return "nothing in them is in low precision"
     many = f"{low:.1f} operators" if low >= 0.95 else "less than one operator"
     return f"graphs in which something is in low precision have {many} for each that is entered"
-
-
-def _has_low(plan: Plan) -> bool:
-    return any(part.low for part in plan.parts())
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,8 @@ import networkx as nx
 import torch
 
 from amp_graph.flow import huge_values
-from amp_graph.ir import FREE, READERS, Color, Level, NodeFacts, Paint
+from amp_graph.ir import FREE, READERS, Color, NodeFacts, Paint
+from amp_graph.levels import Level
 from amp_graph.oplists import OpLists
 from amp_graph.passes.node_rules import NODE_RULES
 from amp_graph.passes.promotion import promotion

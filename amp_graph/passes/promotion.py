@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from amp_graph.flow import SUMS, raw_values
-from amp_graph.ir import FREE, Color, Level, NodeFacts, Paint
+from amp_graph.ir import FREE, Color, NodeFacts, Paint
+from amp_graph.levels import Level
 from amp_graph.passes.scene import Scene
 
 # What a value carries, as bits. Nothing, if it takes no part in promotion. What is exact holds only

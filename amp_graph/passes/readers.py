@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import networkx as nx
 
 from amp_graph.flow import SUMS
-from amp_graph.ir import FREE, Color, Level, NodeFacts
+from amp_graph.ir import FREE, Color, NodeFacts
+from amp_graph.levels import Level
 
 if TYPE_CHECKING:
     from amp_graph.passes.scene import Scene

@@ -11,7 +11,8 @@ import networkx as nx
 import torch
 
 from amp_graph.flow import raw_values, returned, vanishing_constants
-from amp_graph.ir import Color, Level, NodeFacts, Paint
+from amp_graph.ir import Color, NodeFacts, Paint
+from amp_graph.levels import Level
 from amp_graph.oplists import OpLists
 from amp_graph.passes.masks import filled_scores, masked_scores, masks_in
 from amp_graph.passes.readers import (
