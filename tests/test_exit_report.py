@@ -68,6 +68,21 @@ def test_the_dump_holds_the_report_and_every_graph(start, tmp_path):
     assert (tmp_path / "new" / "folder" / "0-Sequential" / "index.html").is_file()
 
 
+def test_an_entry_of_the_json_report_has_what_there_is(start):
+    installation, model = start(DTYPE="float16"), net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(X).mean().backward()
+    optimizer.step()
+    net().double()(X.double())
+    converted, left_alone = map(describe, installation.models.seen)
+    named = ["model", "spelled", "first_called_at", "alike", "converted"]
+    figures = ["graphs", "runs", "operators", "operators_low"]
+    casts = ["casts", "cast_bytes", "casts_of_unknown_size"]
+    lists, scaled = ["fallbacks", "graph_breaks"], ["loss_scale", "steps_skipped"]
+    assert [*converted] == [*named, "dtype", *figures, *casts, *lists, *scaled]
+    assert [*left_alone] == [*named, "why"]
+
+
 def test_a_report_that_nothing_was_converted_says_why(start, tmp_path):
     installation = start()
     assert report_of(installation) == (
