@@ -78,7 +78,7 @@ class Told:
     def as_json(self) -> dict[str, Any]:
         """Return the entry of the JSON report, which has what there is."""
         entry = dict(_entries(self))
-        del entry["are_alike"]  # one entry is of models that are
+        del entry["are_alike"]  # said in lines alone: models with one entry are
         return entry
 
 
@@ -113,7 +113,7 @@ def told_of(model: Model) -> Told:
 
 
 def _ran(record: Record) -> Iterator[Ran]:
-    """Each graph, or code without one, of a model."""
+    """Yield the figures of each graph of a model, and of code without one."""
     for index, plan in enumerate(record.plans):
         runs = record.runs[index]
         yield Ran(
