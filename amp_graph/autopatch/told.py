@@ -1,5 +1,4 @@
-"""What the exit report tells of a script's models, as data: of one model, or of several in one
-line."""
+"""The exit report on a script's models as data: of one model, or of several in one line."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Told:
-    """What is told of one model, or of several together, in the order of the JSON report.
+    """The report on one model, or on several together, in the order of the JSON report.
 
     model: its class's name; in a line, told from those of others.
     spelled: as a layer prints itself; "" for no layer, or layers that print otherwise.
@@ -92,8 +91,8 @@ def _entries(told: Told | Ran | Scaled) -> Iterator[tuple[str, Any]]:
 
 
 def told_of(model: Model) -> Told:
-    """Return what is told of one model, or of several that were alike: sums, but for the loss
-    scale, which is the lowest."""
+    """Return the report on one model, or on several that were alike: sums, but for the loss scale,
+    which is the lowest."""
     named = model.name, model.spelled, model.place, max(1, model.stands_for)
     if model.record is None:
         return Told(*named, converted=False, why=model.left_alone)
