@@ -185,18 +185,19 @@ def test_a_gradient_that_nobody_watches_is_held_if_it_is_differentiated_again() 
 
 
 @pytest.mark.parametrize(
-    ("guarded", "of_gradient", "expected"),
+    ("guarded", "double_backward", "expected"),
     [(2.0**16, False, 2.0**9), (2.0**16, True, 2.0**3), (2.0**-10, False, 1.0)],
 )
 def test_the_scale_of_a_pass_that_is_differentiated_again(
-    guarded: float, of_gradient: bool, expected: float, monkeypatch: pytest.MonkeyPatch
+    guarded: float, double_backward: bool, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It leaves room for the passes that follow, and is not lowered with that of the last one."""
     scale = GraphScale(LossScale(guarded), nn.Linear(2, 2).parameters)
     scale.has_optimizer = True
     monkeypatch.setattr("amp_graph.training.caution.backward_pass", lambda: 7)
     incoming = torch.full((4,), 2.0**-3)
-    assert Caution().factor(scale, incoming, again=True, of_gradient=of_gradient) == expected
+    chosen = Caution().factor(scale, incoming, True, double_backward)
+    assert chosen == expected
 
 
 def test_scales_of_the_oldest_passes_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,5 +206,5 @@ def test_scales_of_the_oldest_passes_are_let_go_of(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("amp_graph.training.caution.PASSES", 2)
     for number in range(4):
         monkeypatch.setattr("amp_graph.training.caution.backward_pass", lambda n=number: n)
-        caution.factor(scale, torch.ones(4), again=False)
+        caution.factor(scale, torch.ones(4), create_graph=False)
     assert [*caution.chosen] == [2, 3]

@@ -26,15 +26,15 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 Rows = Callable[..., Any]
 
 
-def with_grads_batched(y: Tensor, inputs: Any, rows: Tensor, again: bool = False) -> Any:
+def with_grads_batched(y: Tensor, inputs: Any, rows: Tensor, create_graph: bool = False) -> Any:
     return torch.autograd.grad(
-        y, inputs, rows, is_grads_batched=True, create_graph=again, retain_graph=True
+        y, inputs, rows, is_grads_batched=True, create_graph=create_graph, retain_graph=True
     )
 
 
-def with_vmap(y: Tensor, inputs: Any, rows: Tensor, again: bool = False) -> Any:
+def with_vmap(y: Tensor, inputs: Any, rows: Tensor, create_graph: bool = False) -> Any:
     def of_one(row: Tensor) -> Any:
-        return torch.autograd.grad(y, inputs, row, create_graph=again, retain_graph=True)
+        return torch.autograd.grad(y, inputs, row, create_graph=create_graph, retain_graph=True)
 
     return torch.vmap(of_one)(rows)
 
@@ -88,7 +88,7 @@ def test_a_penalty_on_the_jacobian(is_watched: bool, batched: Rows) -> None:
     for each in (plain, model):
         x = X.clone().requires_grad_()
         y = each(x)
-        (jacobian,) = batched(y, x, identity(y), again=True)
+        (jacobian,) = batched(y, x, identity(y), create_graph=True)
         (y.square().mean() + jacobian.square().mean()).backward()
         found.append((jacobian, x.grad))
     for value, reference in zip(found[1], found[0], strict=True):
@@ -102,7 +102,7 @@ def test_a_penalty_alone(batched: Rows) -> None:
     plain, model = pair(is_watched=True)
     for each in (plain, model):
         y = each(X)
-        rows = batched(y, [*each.parameters()], identity(y) * SMALL, again=True)
+        rows = batched(y, [*each.parameters()], identity(y) * SMALL, create_graph=True)
         (sum(g.square().sum() for g in rows) / SMALL).backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert len(gradients) == 3  # the last bias' gradients do not depend on anything
@@ -119,7 +119,7 @@ def test_second_derivatives_batched(is_watched: bool, batched: Rows) -> None:
     for each in (plain, model):
         x = X.clone().requires_grad_()
         (slope,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
-        (hessian,) = batched(slope, x, identity(slope), again=True)
+        (hessian,) = batched(slope, x, identity(slope), create_graph=True)
         hessian.square().mean().backward()
         found.append((hessian, x.grad))
     for value, reference in zip(found[1], found[0], strict=True):

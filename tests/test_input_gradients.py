@@ -213,7 +213,7 @@ def test_devices_of_one_backward_pass_agree_on_its_scale(monkeypatch: pytest.Mon
     monkeypatch.setattr("amp_graph.training.caution.backward_pass", lambda: 7)
     with ThreadPoolExecutor(2) as pool:
         gradients = [torch.full((4,), size) for size in (1.0, 2.0**-10)]
-        first, second = pool.map(lambda g: float(exposed.factor(g, again=False)), gradients)
+        first, second = pool.map(lambda g: float(exposed.factor(g, create_graph=False)), gradients)
     assert first == second == 1 / float(exposed.inverse(torch.device("cpu")))
 
 

@@ -80,7 +80,11 @@ class Caution:
         self._numbers = ChosenNumbers()
 
     def factor(
-        self, scale: GuardedScale, gradient: Tensor, again: bool, of_gradient: bool = False
+        self,
+        scale: GuardedScale,
+        gradient: Tensor,
+        create_graph: bool,
+        double_backward: bool = False,
     ) -> Tensor:
         """S for a gradient that comes into a backward pass.
 
@@ -94,10 +98,12 @@ class Caution:
                 self.chosen.pop(next(iter(self.chosen)), None)  # ended long ago
             chosen = scale.factors_on(gradient.device)
             is_guarded = scale.is_guarded()
-            if again and is_guarded:  # at least 1: it is the last pass that the guard lowers S for
-                met = gradient * PEAK_AGAIN if of_gradient else gradient  # by gradients as large
+            if create_graph and is_guarded:
+                # Gradients as large meet what comes into a double backward.
+                met = gradient * PEAK_AGAIN if double_backward else gradient
+                # At least 1: it is the last pass that the guard lowers S for.
                 chosen = bounded(chosen[0].clamp(min=1.0), met, PEAK_AGAIN, scale.config)
-            elif not (of_gradient and is_guarded):
+            elif not (double_backward and is_guarded):
                 chosen = bounded(chosen[0], gradient, PEAK, scale.config)
             # Another device's thread may have chosen meanwhile: one scale for all of a pass.
             self.chosen.setdefault(running, {gradient.device: chosen})
@@ -178,8 +184,8 @@ class Exposed:
     def spill_on(self, device: torch.device) -> Tensor | None:
         return None
 
-    def factor(self, gradient: Tensor, again: bool, of_gradient: bool = False) -> Tensor:
-        return self.caution.factor(self.scale, gradient, again, of_gradient)
+    def factor(self, gradient: Tensor, create_graph: bool, double_backward: bool = False) -> Tensor:
+        return self.caution.factor(self.scale, gradient, create_graph, double_backward)
 
     def inverse(self, device: torch.device) -> Tensor:
         return self.caution.inverse(self.scale, device)

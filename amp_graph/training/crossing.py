@@ -228,9 +228,9 @@ class _Cross(Function):
         if ctx.is_coming_in:  # what had come in may be made of what others train (GradNorm)
             factor = ctx.factor * ctx.scale.inverse(gradient.device)
             return _go_out_to_others(ctx.scale, gradient, factor, ctx.dtype), None, None, None, None
-        again = torch.is_grad_enabled()
-        incoming = gradient * ctx.factor if again else gradient
-        factor = ctx.factor * ctx.scale.factor(incoming, again, of_gradient=True)
+        create_graph = torch.is_grad_enabled()
+        incoming = gradient * ctx.factor if create_graph else gradient
+        factor = ctx.factor * ctx.scale.factor(incoming, create_graph, double_backward=True)
         return _cross(gradient, factor, ctx.dtype, ctx.scale, True), None, None, None, None
 
 
@@ -244,9 +244,9 @@ def _is_own(scale: Scale, tensor: Tensor) -> bool:
 
 
 def _come_in(scale: Scale, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    again = torch.is_grad_enabled()
-    factor = scale.factor(gradient, again)
-    if not again:
+    create_graph = torch.is_grad_enabled()
+    factor = scale.factor(gradient, create_graph)
+    if not create_graph:
         return times(gradient, factor, dtype)
     return _cross(gradient, factor.clone(), dtype, scale, True)
 

@@ -89,11 +89,11 @@ class GraphScale:
         raises for each that is not finite (`torch.autograd.detect_anomaly`)."""
         return self.has_optimizer and not torch.is_anomaly_enabled()
 
-    def factor(self, gradient: Tensor, again: bool, of_gradient: bool = False) -> Tensor:
+    def factor(self, gradient: Tensor, create_graph: bool, double_backward: bool = False) -> Tensor:
         """S for a gradient that comes in, on its device, written to when a round ends."""
-        is_guarded = self.is_guarded() if of_gradient else self._may_overflow()
-        if again or not is_guarded or (self._alone.chosen and self._alone.rules()):
-            return self._alone.factor(self, gradient, again, of_gradient)
+        is_guarded = self.is_guarded() if double_backward else self._may_overflow()
+        if create_graph or not is_guarded or (self._alone.chosen and self._alone.rules()):
+            return self._alone.factor(self, gradient, create_graph, double_backward)
         return self.factors_on(gradient.device)[0]
 
     def inverse(self, device: torch.device) -> Tensor:

@@ -26,9 +26,9 @@ class HeldScale(NamedTuple):
     numbers: Sequence[Tensor]
     chosen: Sequence[Tensor] = ()
 
-    def choose(self, gradient: Tensor, again: bool) -> None:
+    def choose(self, gradient: Tensor, create_graph: bool) -> None:
         """Have S be there, for the backward pass in which this gradient comes in."""
-        factor = self.scale.factor(gradient, again)
+        factor = self.scale.factor(gradient, create_graph)
         for memory in self.chosen:
             memory.copy_(factor, non_blocking=True)
 

@@ -26,10 +26,10 @@ class ModelScale(Protocol):
 class Scale(Protocol):
     """What one call of a graph asks of it."""
 
-    def factor(self, gradient: Tensor, again: bool, of_gradient: bool = False) -> Tensor:
+    def factor(self, gradient: Tensor, create_graph: bool, double_backward: bool = False) -> Tensor:
         """S for a gradient that comes in, 0-dimensional, float32; the same for all gradients of
-        one backward pass. What is to outlive it has to be a copy. `again`: the pass is recorded,
-        for another derivative (create_graph). `of_gradient`: it comes into a recorded pass."""
+        one backward pass. What is to outlive it has to be a copy. `create_graph`: the pass is
+        recorded, for another derivative. `double_backward`: it is that of a recorded pass."""
 
     def inverse(self, device: torch.device) -> Tensor:
         """1/S, 0-dimensional, float32."""
