@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from test_loss_scale import NO, OVERFLOWS, YES
+from training import scaled
 
+import amp_graph
 from amp_graph import CheckpointError, GradScaler, LossScale
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.loss_scale import load_state, save_state
@@ -57,6 +59,38 @@ def test_a_step_that_was_not_followed_by_a_forward_is_in_the_state() -> None:
     scale = graph_scale(LossScale())
     scale.stepped(YES, OPTIMIZER)
     assert scale.state_dict()["scale"] == scale.get_scale() == 2.0**15
+
+
+def test_a_round_that_a_state_is_loaded_in_is_over() -> None:
+    scale, both = graph_scale(LossScale(2.0**10)), (OPTIMIZER, torch.optim.SGD(MODEL.parameters()))
+    saved = scale.state_dict()
+    for found_inf in (YES, YES):
+        scale.begin_forward(True)
+        for optimizer in both:
+            scale.begin_step(optimizer)
+            scale.stepped(found_inf, optimizer)
+        assert scale.get_scale() == 2.0**9  # it is lowered once for both
+        skips = scale.skips
+        scale.load_state_dict(saved)
+        assert scale.get_scale() == 2.0**10 and scale.skips == skips
+    assert skips == 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo", "no_other_scales")
+def test_an_overflow_before_a_state_was_loaded_is_none_of_the_gradients_in_the_same_place() -> None:
+    model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp_graph.convert(model, optimizer, policy=scaled(2.0**10))
+    saved = optimizer.state_dict()
+    for load, has_stepped in [(False, True), (True, False), (False, True)]:
+        loss = model(x).sum() * (1.0 if has_stepped else 1e38)
+        loss.backward()
+        assert optimizer.step() is has_stepped
+        if load:
+            optimizer.load_state_dict(saved)
+            optimizer.zero_grad(set_to_none=False)
+        else:
+            optimizer.zero_grad()
 
 
 @given(OVERFLOWS, OVERFLOWS)

@@ -10,16 +10,15 @@ step captured as a CUDA graph goes on from the step replayed before it.
 
 from __future__ import annotations
 
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_graph.errors import OverflowAbort
 from amp_graph.training.caution import Caution, Exposed, Factors, are_wanted
@@ -30,13 +29,28 @@ from amp_graph.training.held_scale import HeldScale
 from amp_graph.training.inner_passes import note_backward, note_forward
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, number, save_state
 from amp_graph.training.outcome import Outcome
+from amp_graph.training.own_parameters import OwnParameters
 from amp_graph.training.readback import Readback
 from amp_graph.training.spills import Held, Spills
 from amp_graph.watched import FirstNonfinite
-from amp_graph.weak_references import are_still
 
-_serials = itertools.count()
-LISTS = 16  # of parameters, about which answers are kept
+_serials = count()
+
+
+@dataclass(slots=True)
+class _Round:
+    """What the host knows of one, and nothing of it when the next begins.
+
+    is_pending: whether an optimizer stepped in it.
+    counts: if so, whether it counts as a clean one if nothing overflowed.
+    stepped_by: which optimizers did.
+    first_pass: the first backward pass in it.
+    """
+
+    is_pending: bool = False
+    counts: bool = False
+    stepped_by: set[weakref.ref[object]] = field(default_factory=set)
+    first_pass: int | None = None
 
 
 class GraphScale:
@@ -48,27 +62,22 @@ class GraphScale:
     def __init__(self, config: LossScale, parameters: Callable[[], Iterable[Tensor]]):
         self.config = config
         self.serial = next(_serials)  # checkpoints list scales in order of creation
+        self.own = OwnParameters(parameters)
         self.checked = CheckedGradients()
         self.watch: FirstNonfinite | None = None  # set while the graphs are to be looked into
         self.driven_by_grad_scaler = False
         self.has_optimizer = False  # that would skip steps; else nobody would see an overflow
         self._looked_around = False
         self._state = config.start()
-        self._stepped_by: set[weakref.ref[object]] = set()
         self._skips = number(0.0)
         self._found_inf = number(0.0)  # of the round that has not ended
-        self._is_pending = False  # whether an optimizer stepped in it
-        self._counts = False  # if so, whether it counts as a clean one if nothing overflowed
+        self._round = _Round()
         self._is_used = False  # whether an optimizer ever stepped
         self._is_stepped = False  # whether its own parameters ever were
         self._factors: dict[torch.device, Factors] = {}
         self._alone, self._exposed = Caution(), Caution()
         self._is_exposed = self._was_in_training = self._is_in_evaluation = False
         self.spills = Spills()
-        self.first_pass: int | None = None  # of this round
-        self._parameters = weakref.WeakMethod(parameters)
-        self._entered = WeakTensorKeyDictionary()  # parameters of others that graphs read
-        self._known: dict[tuple[int, ...], _Owned] = {}
         self._skipped = Readback()
 
     def __repr__(self) -> str:
@@ -82,7 +91,7 @@ class GraphScale:
         """Whether an optimizer will skip a step if the gradients of a pass that runs now overflow:
         not in evaluation (Hessians), nor if it has judged them already, and takes more gradients in
         its step (AdaHessian)."""
-        return self._may_overflow() and not (self._is_pending or self._is_in_evaluation)
+        return self._may_overflow() and not (self._round.is_pending or self._is_in_evaluation)
 
     def _may_overflow(self) -> bool:
         """Whether gradients of parameters may, of which a step would be skipped: not where autograd
@@ -111,8 +120,8 @@ class GraphScale:
     def factors_on(self, device: torch.device) -> Factors:
         """S and 1/S as they are in this round."""
         note_backward(self, device)
-        if self.first_pass is None and (running := backward_pass()) != OUTSIDE:
-            self.first_pass = running
+        if self._round.first_pass is None and (running := backward_pass()) != OUTSIDE:
+            self._round.first_pass = running
         found = self._factors.get(device)
         if found is None:
             scale = sent(self._state.scale, device)
@@ -130,25 +139,7 @@ class GraphScale:
         return Exposed(self, self._exposed) if is_exposed else self
 
     def note_parameters(self, parameters: Iterable[Tensor]) -> None:
-        self._known.clear()
-        self._entered.update(dict.fromkeys(parameters))
-
-    def own(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Those that are parameters of the model, or that its graphs read as such; the answers are
-        kept until they change."""
-        given = list(parameters)
-        asked = tuple(map(id, given))
-        found = self._known.get(asked)
-        if found is None or not found.is_for(given):
-            if len(self._known) >= LISTS:
-                self._known.clear()
-            all_own = {id(p) for p in (self._parameters() or (lambda: ()))()}
-            are_own = [id(p) in all_own or p in self._entered for p in given]
-            found = self._known[asked] = _Owned([*map(weakref.ref, given)], are_own)
-        return list(itertools.compress(given, found.are_own))
-
-    def _is_trained(self) -> bool:
-        return any(p.requires_grad for p in (self._parameters() or (lambda: ()))())
+        self.own.note(parameters)
 
     def spill_on(self, device: torch.device) -> Tensor:
         """The flag for gradients that go out to what the model does not own; see `Spills`."""
@@ -162,24 +153,24 @@ class GraphScale:
     def begin_step(self, by: object) -> None:
         """An optimizer that steps twice in a round has seen it end without a forward (reentrant
         checkpointing hides them)."""
-        if weakref.ref(by) in self._stepped_by:
+        if weakref.ref(by) in self._round.stepped_by:
             self.end_round()
 
     def stepped(self, found_inf: Tensor, by: object, is_own: bool = True) -> None:
         """Take note that an optimizer stepped (0) or had to skip (1) in this round. `is_own`: it
         steps parameters of the model. That another one did not overflow counts only for a model
         whose parameters nobody steps."""
-        self._stepped_by.add(weakref.ref(by))
+        self._round.stepped_by.add(weakref.ref(by))
         self._is_used = True
         self._is_stepped |= is_own
-        self._counts |= is_own or not (self._is_stepped and self._is_trained())
+        self._round.counts |= is_own or not (self._is_stepped and self.own.are_trained())
         self.has_optimizer = True
-        if self._is_pending:
+        if self._round.is_pending:
             found_inf = torch.maximum(self._found_inf, sent(found_inf, self._found_inf.device))
         elif self._found_inf.device != found_inf.device:
             self._move(found_inf.device)
         self._found_inf.copy_(found_inf)
-        self._is_pending = True
+        self._round.is_pending = True
         self.checked.were_judged()
 
     @torch.inference_mode(False)
@@ -203,16 +194,10 @@ class GraphScale:
 
     def end_round(self) -> None:
         """Adjust the scale if there was a step. Raises OverflowAbort."""
-        if not self._is_pending or backward_pass() != OUTSIDE:
+        if not self._round.is_pending or backward_pass() != OUTSIDE:
             return
-        self._skips += self._found_inf
-        self.config.adjust_(self._state, self._found_inf, self._counts)
-        self._is_pending = self._counts = False
-        self._stepped_by.clear()
-        self.spills.clear()
-        self.checked.forget_judged()
-        self.first_pass = None
-        self._forget_factors()
+        self.config.adjust_(self._state, self._found_inf, self._round.counts)
+        self._begin_round()
         self._skipped.follow(self._state.skipped, self.config.abort_after)
         if self.config.abort_after is None or self._skipped.latest < self.config.abort_after:
             self.watch = None
@@ -227,11 +212,16 @@ class GraphScale:
             )
 
     @property
+    def first_pass(self) -> int | None:
+        """The first backward pass of this round."""
+        return self._round.first_pass
+
+    @property
     def state(self) -> ScaleState:
         """The state as it is once the round has ended."""
-        if not self._is_pending:
+        if not self._round.is_pending:
             return self._state
-        return self.config.adjust(self._state, self._found_inf, self._counts)
+        return self.config.adjust(self._state, self._found_inf, self._round.counts)
 
     @property
     def skips(self) -> int:
@@ -244,8 +234,8 @@ class GraphScale:
 
     def outcome(self) -> Outcome:
         """What is to be told of it; computes nothing."""
-        found_inf = self._found_inf if self._is_pending else None
-        told = self._state, self._skips, found_inf, self._counts
+        found_inf = self._found_inf if self._round.is_pending else None
+        told = self._state, self._skips, found_inf, self._round.counts
         return Outcome(self.config, *told, self.is_on(), self._is_used)
 
     def state_dict(self) -> dict[str, Any]:
@@ -264,9 +254,15 @@ class GraphScale:
 
     def go_on_from(self, config: LossScale, state: ScaleState) -> None:
         self.config, self._state = config, state.copy(self._found_inf.device)
-        self._is_pending = self._counts = False
-        self.spills.clear()
         self._skipped = Readback(math.inf)
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        if self._round.is_pending:
+            self._skips += self._found_inf
+        self._round = _Round()
+        self.spills.clear()
+        self.checked.forget_judged()
         self._forget_factors()
 
     def _forget_factors(self) -> None:
@@ -274,14 +270,3 @@ class GraphScale:
         for caution in (self._alone, self._exposed):
             if caution.chosen:
                 caution.forget()
-
-
-@dataclass(frozen=True)
-class _Owned:
-    """Which of the parameters of a list are a model's own."""
-
-    parameters: list[weakref.ref[Tensor]]
-    are_own: list[bool]
-
-    def is_for(self, given: Sequence[Tensor]) -> bool:
-        return are_still(self.parameters, given)
