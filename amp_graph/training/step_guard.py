@@ -41,6 +41,7 @@ from amp_graph.training.inner_passes import (
 from amp_graph.training.step_frames import steps_around
 from amp_graph.training.step_record import StepRecord
 from amp_graph.training.undo import Undo
+from amp_graph.training.unguarded_step import UnguardedStep
 from amp_graph.uncaptured import around_compiled, not_compiled
 from amp_graph.weak_references import weak_method
 
@@ -69,10 +70,7 @@ class StepGuard:
         self._in_use, self._closure_may_scale = in_use, closure_may_scale
         self._is_wrapped = False  # whether there is more to its step than its class's
         self._held: bool | Tensor = False  # what the step before could not step by
-        self._found: bool | None = None  # as such a step began
-        self._unguarded = 0  # how deep in steps that did not come through here
-        self._undo: Undo | None = None  # of such a step
-        self._passes: InnerPasses | None = None  # in such a step
+        self._unguarded: UnguardedStep | None = None  # that is under way
         self._makes_passes = False  # in its steps, for which it got no closure
         self._stand_before(optimizer)
 
@@ -90,7 +88,7 @@ class StepGuard:
             optimizer = alive()
             if optimizer is None:
                 raise ReferenceError("a step of an optimizer that is gone: keep it, not its step")
-            self._begin(unguarded=0)
+            self._begin(None)
             if knows_schedulers:
                 optimizer._opt_called = True  # type: ignore[attr-defined]
             before, self.is_stepping = self.is_stepping, True
@@ -102,15 +100,12 @@ class StepGuard:
 
         optimizer.step = bound_step(step, optimizer)  # type: ignore[method-assign]
 
-    def _begin(self, unguarded: int) -> None:
+    def _begin(self, unguarded: UnguardedStep | None) -> None:
         """The step before, if it was not guarded, may have raised."""
-        if self._undo is not None:
-            self._undo.give_back()
-        if self._passes is not None:
-            self._passes.leave()
+        if self._unguarded is not None:
+            self._unguarded.give_up()
         self._held = self.record.overflowed
         self.record.overflowed, self._unguarded = False, unguarded
-        self._undo = self._passes = None
 
     @around_compiled
     def _step(
@@ -223,41 +218,43 @@ class StepGuard:
         """The net under a step that did not come through this guard: the step in which the
         optimizer was found, or a call of its class's `step`. It cannot be stopped any more. If
         gradients overflowed the optimizer gets zeros, and what it does is undone after."""
-        if self._unguarded and steps_around(sys._getframe(), enough=2) > 1:
-            self._unguarded += 1  # a step that calls the step of its base class
+        step = self._unguarded
+        if step is not None and steps_around(sys._getframe(), enough=2) > 1:
+            step.depth += 1  # it calls the step of its base class
             return None
-        self._begin(unguarded=1)
+        step = UnguardedStep()
+        self._begin(step)
         if closure_of(args[1:], kwargs) is None:
             found = self._overflows(optimizer)
-            self._found = None if found is None else False
             if found is not None and bool(found):
                 self._add(True)
-                self._undo = Undo(optimizer)
-                self._undo.give_zeros()
+                step.undo = Undo(optimizer)
+                step.undo.give_zeros()
             else:
-                self._passes = InnerPasses(optimizer, self._makes_passes, is_hooked=True)
+                step.found = None if found is None else False
+                step.passes = InnerPasses(optimizer, self._makes_passes, is_hooked=True)
             return None
         guarded, others, kwargs = self._guarded(optimizer, args[1:], kwargs)
         if guarded.is_scaled or not guarded.is_first:
-            self._undo = Undo(optimizer)
+            step.undo = Undo(optimizer)
             if guarded.overflowed:
-                self._undo.give_zeros()
+                step.undo.give_zeros()
         return (optimizer, *others), kwargs
 
     def after_unguarded_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """`args` and `kwargs` are those that the one before left."""
-        self._unguarded -= 1
-        if self._unguarded > 0:
+        step = self._unguarded or UnguardedStep()  # the optimizer's guarded step ran inside of it
+        step.depth -= 1
+        if step.depth > 0:
             return
-        undo, self._undo = self._undo, None
-        passes, self._passes = self._passes, None
-        if passes is not None:
-            self._end(passes, self._found)
+        self._unguarded = None
+        if step.passes is not None:
+            self._end(step.passes, step.found)
         closure = closure_of(args[1:], kwargs)
         if isinstance(closure, GuardedClosure) and closure.is_scaled:
             self._add(closure.overflowed)
-        if undo is not None and self.record.overflowed:
-            undo.put_back(optimizer)
+        if step.undo is not None and self.record.overflowed:
+            step.undo.put_back(optimizer)
 
 
 def _begins_with_closure(optimizer: Optimizer) -> bool:
