@@ -10,13 +10,11 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
-from itertools import islice
 from types import FrameType
 from typing import Any
 
 import torch
 
-from amp_graph.callers import calling
 from amp_graph.training.grad_scaler import GradScaler
 from amp_graph.weak_references import living
 
@@ -27,9 +25,13 @@ STEP_DEPTH = 16  # frames between a scaler's step() and an optimizer's hooks, wr
 
 def is_grad_scaler_stepping(frame: FrameType | None) -> bool:
     """Whether the call in this frame comes from an enabled scaler's `step`."""
-    found = (f for f in islice(calling(frame), STEP_DEPTH) if f.f_code in STEPS)
-    step = next(found, None)
-    return step is not None and bool(step.f_locals["self"].is_enabled())
+    for _ in range(STEP_DEPTH):
+        if frame is None:
+            return False
+        if frame.f_code in STEPS:
+            return bool(frame.f_locals["self"].is_enabled())
+        frame = frame.f_back
+    return False
 
 
 _around: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id

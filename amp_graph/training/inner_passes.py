@@ -167,6 +167,8 @@ def note_step(found: Found) -> None:
 
 def with_passes_before(found: Tensor) -> Tensor:
     """Whether to skip a step, if it is one inside of another: what that one did before counts."""
+    if not _under_way:
+        return found
     flags = [f for step in [*_under_way] if step.is_here() for f in step.flags()]
     return any_of([found, *flags], found.device) if flags else found
 

@@ -96,7 +96,7 @@ class StepGuard:
                 result = self._step(optimizer, original, args, kwargs)
             finally:
                 self.is_stepping = before
-            return self.record.overflowed == 0 if result is None and self.conversions else result
+            return self.record.has_stepped if result is None and self.conversions else result
 
         optimizer.step = bound_step(step, optimizer)  # type: ignore[method-assign]
 

@@ -14,7 +14,6 @@ from amp_graph.errors import CheckpointError
 from amp_graph.training.engine import sent
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.loss_scale import load_state
-from amp_graph.uncaptured import not_compiled
 
 STATE_KEY = "amp_graph"  # in an optimizer's state_dict
 UNREAD = 256  # flags kept before they are summed up, so that not every step pays for a sum
@@ -70,7 +69,6 @@ class StepRecord:
         optimizer.register_load_state_dict_pre_hook(self._check_loaded)
         optimizer.register_load_state_dict_post_hook(self._apply_loaded)
 
-    @not_compiled
     def add(self, overflowed: bool | Tensor) -> None:
         """Take note of a step."""
         self._steps += 1
@@ -81,6 +79,12 @@ class StepRecord:
                 self._unread = [_sum(self._unread)]
         else:
             self._skipped += overflowed
+
+    @property
+    def has_stepped(self) -> bool | Tensor:
+        """Whether the last step was none that was skipped."""
+        found = self.overflowed
+        return found.logical_not() if isinstance(found, Tensor) else not found
 
     @property
     def counts(self) -> StepCounts:
