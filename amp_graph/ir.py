@@ -269,7 +269,7 @@ class Plan:
 
     @property
     def operators_low(self) -> int:
-        """Those of `operators` that compute in low precision."""
+        """How many of the `operators` compute in low precision."""
         facts = ((part.low, f) for part in self.parts() for f in part.facts.values())
         return sum(f.has_precision and f.name in low for low, f in facts)
 

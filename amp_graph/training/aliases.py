@@ -31,9 +31,11 @@ VIEWS_OF_VIEWS = 64  # followed down to their base
 def enter_inputs(
     scale: Scale, inputs: Sequence[Tensor], are_written: Sequence[bool]
 ) -> list[Tensor]:
-    """Hand inputs in that carry gradients, to which these go out divided by S. `are_written`: to
-    which of them the graph writes. What enters for those has a version of its own, so that to
-    record the graph's writes does not count as another one after what it saved."""
+    """Hand in inputs that carry gradients, which go out to them divided by S.
+
+    are_written: which of them the graph writes to. Their values have a version of their own, so
+        that recording the graph's writes does not count as another write after what it saved.
+    """
     written = {memory(x) for x, is_written in zip(inputs, are_written, strict=True) if is_written}
     entered: dict[int, Tensor] = {}
     for sharing in _by_memory(inputs):
@@ -48,8 +50,8 @@ def enter_inputs(
 
 
 def record_writes(scale: Scale, inputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Record what a graph wrote into these tensors by way of the values that had entered for them.
-    Of a view it follows from what was written into its base."""
+    """Record what a graph wrote into these tensors through the values that had entered for them.
+    For a view it follows from the write into its base."""
     known = {id(x) for x in inputs}
     for written, value in zip(inputs, values, strict=True):
         if written._base is None or id(written._base) not in known:
@@ -66,10 +68,11 @@ def leave_results(
 ) -> list[Any]:
     """Hand results out; their gradients come in times S. A tensor returned twice stays one.
 
-    `inputs`: tensors that entered as `values`. What is but a view of such a value leaves as that
-    view of the input, with which the graph has nothing to do. `constants`: tensors that did not
-    enter, as they required no gradient; what was written into one leaves in it, and so do results
-    that are views of it. `have_left`: positions of the results that need it no more.
+    inputs: tensors that entered as `values`. A result that only views such a value leaves as that
+        view of the input: the graph has nothing to do with it.
+    constants: tensors that did not enter, as they required no gradient. What was written into one
+        leaves in it, and so do results that are views of it.
+    have_left: positions of the results that left before.
     """
     numbered = enumerate(results)
     carrying = [v for i, v in numbered if i not in have_left and carries_gradient(v)]
@@ -129,8 +132,8 @@ def _base(tensor: Tensor) -> Tensor:
 
 
 def _common_base(sharing: Sequence[Tensor]) -> Tensor | None:
-    """What several tensors are views of, or one of them is and the others are views of; None if
-    there is no such tensor, or none that carries a gradient."""
+    """Return the tensor that several tensors are views of, which may be one of them; None if there
+    is no such tensor, or none that carries a gradient."""
     if len(sharing) == 1:
         return None
     bases = {id(b): b for b in map(_base, sharing)}
@@ -146,7 +149,7 @@ def _is_filled(tensor: Tensor) -> bool:
 
 
 def _is_but_a_view(tensor: Tensor, base: Tensor) -> bool:
-    """Whether its gradient does nothing but go on to the base: it does not end here, and no
+    """Whether a tensor's gradient does nothing but go on to the base: it does not end here, and no
     function of the user's has made the view (one whose gradient is reversed, say)."""
     if tensor is base:
         return True
@@ -163,5 +166,5 @@ def _is_but_a_view(tensor: Tensor, base: Tensor) -> bool:
 
 
 def _views(of: Sequence[Tensor], base: Tensor, crossed: Tensor) -> dict[int, Tensor]:
-    """By their ids, what tensors are in what has crossed for their base."""
+    """Return, by their ids, the same views of the tensor that has crossed for their base."""
     return {id(x): crossed if x is base else view_of(crossed, x) for x in of}

@@ -28,8 +28,8 @@ def overflowed(
     by: object,
     held: Held | None = None,
 ) -> Tensor:
-    """1 if a gradient of these parameters overflowed, as `found_inf` has it, else 0. Tells each
-    scale its share of the blame for the step that `by` is about to take.
+    """Return 1 if a gradient of these parameters overflowed, as `found_inf` has it, else 0. Tell
+    each scale its share of the blame for the step that `by` is about to take.
 
     owners: for each scale, those of the parameters that are of its model.
     held: as for `Spills`. Not None if no parameter has a scale; an overflow then counts only if one
@@ -59,8 +59,8 @@ def overflowed(
 
 @dataclass
 class _Share:
-    """What a scale has to do with a step: its `own` parameters among those that are stepped, and
-    whether its model `spilled` into others, None if it cannot have."""
+    """A scale's share in a step: its `own` parameters among those that are stepped, and whether its
+    model `spilled` into others (None if it cannot have)."""
 
     scale: GraphScale
     own: Sequence[Tensor]
@@ -71,8 +71,8 @@ class _Share:
         return found_inf(self.own, checked=self.scale.checked)
 
     def blame(self, of_all: Tensor, any_spilled: Tensor | None, by: object) -> None:
-        """Tell the scale: of what it spilled, be it into gradients that were looked at, and of its
-        own parameters' overflow, if no model spilled into them."""
+        """Tell the scale of its model's spills, if the overflow was in gradients that were looked
+        at, and of overflows in its own parameters, if no model spilled into these."""
         spilled = self.spilled
         if spilled is not None:
             spilled = spilled * sent(of_all, spilled.device)

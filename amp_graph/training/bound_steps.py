@@ -1,4 +1,4 @@
-"""The step that an optimizer has of its own once it is guarded."""
+"""The `step` that a guarded optimizer has in its own `__dict__`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 
 def bound_step(step: Callable[..., Any], optimizer: Optimizer) -> Any:
-    """A step bound to an optimizer, in whose own `__dict__` it may be: it does not keep that alive.
-    An Optimizer leaves it out of its copies and pickles; those of others get their class's step."""
+    """Bind a step to an optimizer, in whose own `__dict__` it may be: it does not keep the
+    optimizer alive. An Optimizer leaves it out of its copies and pickles; other objects get their
+    class's step there."""
     if isinstance(optimizer, Optimizer):
         return types.MethodType(step, weakref.proxy(optimizer))
     return _BoundStep(step, optimizer)

@@ -37,17 +37,17 @@ _requires_grad = attrgetter("requires_grad")
 
 @dataclass(frozen=True)
 class Interface:
-    """What goes into a graph and out of it, by position among its captured inputs and its results.
+    """The inputs and results of a graph, by position among its captured inputs and its results.
 
-    weights: of each low-precision weight, which it takes after those inputs, the position of its
-        parameter and its dtype.
-    parameters: those of the inputs that are parameters and read in float32 as well; and of each,
-        whether its gradient from there is made for it alone.
-    written: those that the graph may write to.
-    widened: those of the results that are to be float32 and that the graph leaves low.
-    early: the keys of the results that leave the graph where they are made; if there are any, it
-        takes an `EarlyResults` as its last input.
-    records: whether autograd records anything of it, as it was captured.
+    weights: for each low-precision weight, which the graph takes after those inputs, the position
+        of its parameter and its dtype.
+    parameters: the inputs that are parameters and read in float32 as well, each with whether its
+        gradient from there is made for it alone.
+    written: the inputs that the graph may write to.
+    widened: the results that are to be float32 and that the graph leaves low.
+    early: the keys of the results that leave the graph where they are made; if there are any, the
+        graph takes an `EarlyResults` as its last input.
+    records: whether autograd records anything of the graph, as it was captured.
     ends_recording: whether autograd records after it; None if the graph does not change that.
     """
 
@@ -110,8 +110,8 @@ class Boundary:
         return result
 
     def _weights_of(self, parameters: Sequence[Tensor]) -> GraphWeights:
-        """Those of these parameters, which are kept while they are the same: another call's may be
-        others. What else is kept for them goes by this object."""
+        """Return the weights of these parameters, kept while the parameters are the same: another
+        call's may be others. Everything else that is kept for parameters goes by this object."""
         weights = self._weights
         if weights is None or not weights.are_of(parameters):
             with self._store.choosing:
@@ -129,7 +129,7 @@ class Boundary:
         values: list[Any],
         begin: AbstractContextManager[Any],
     ) -> Any:
-        """Let gradients of parameters out. The graph itself begins inside of `begin`."""
+        """Run with gradients of parameters going out. The graph itself begins inside of `begin`."""
         scale: Scale | None = None
         inputs: list[int] = []
         if self._scale is not None and self._scale.is_on():
@@ -156,7 +156,8 @@ class Boundary:
     def _results(
         self, run: Callable[..., Any], values: Sequence[Any], scale: Scale | None = None
     ) -> tuple[Any, frozenset[int]]:
-        """What a run of the graph returns, and the positions of what has left it by now."""
+        """Return the results of a run, and the positions of those that have left the graph by
+        now."""
         if not self._interface.early:
             if not self._interface.widened:
                 return run(*values), self._interface.widened

@@ -37,9 +37,9 @@ Factors = tuple[Tensor, Tensor]
 
 
 def are_wanted(inputs: Sequence[Tensor]) -> bool:
-    """Whether gradients of inputs go on to a tensor that is no parameter, perhaps by way of what a
-    script did to it first. What comes from a graph, or from a long computation, is a part of a
-    model, whose optimizer will look at its gradients."""
+    """Whether gradients of inputs go on to a tensor that is no parameter, perhaps through what a
+    script did to it first. An input that comes from a graph, or from a long computation, is a part
+    of a model, whose optimizer will look at its gradients."""
     if any(x.is_leaf and not isinstance(x, Parameter) for x in inputs):
         return True
     behind = deque[Any](x.grad_fn for x in inputs if not x.is_leaf)
@@ -55,7 +55,7 @@ def are_wanted(inputs: Sequence[Tensor]) -> bool:
 
 
 class GuardedScale(Protocol):
-    """The loss scale that is used where an optimizer's guard skips what overflows."""
+    """The loss scale where an optimizer's guard skips steps that overflowed."""
 
     config: LossScale
     checked: CheckedGradients
@@ -69,8 +69,8 @@ class GuardedScale(Protocol):
 
 
 class Caution:
-    """A loss scale that is chosen per backward pass. What goes out of a pass is divided by what
-    came in was multiplied by, also if an optimizer turns up meanwhile.
+    """A loss scale that is chosen per backward pass. Gradients that go out are divided by what
+    those that came in were multiplied by, also if an optimizer turns up meanwhile.
 
     chosen: S and 1/S, by pass and device; empty in most trainings.
     """
@@ -86,7 +86,7 @@ class Caution:
         create_graph: bool,
         double_backward: bool = False,
     ) -> Tensor:
-        """S for a gradient that comes into a backward pass.
+        """Return S for a gradient that comes into a backward pass.
 
         The last pass of a penalty is trained on and takes the guarded scale, if there is a guard;
         gradients of earlier passes are seen by the script, and take the cautious one. Where a pass
@@ -110,12 +110,13 @@ class Caution:
         return self._factors_on(scale, gradient.device)[0]
 
     def inverse(self, scale: GuardedScale, device: torch.device) -> Tensor:
-        """1/S."""
+        """Return 1/S."""
         return self._factors_on(scale, device)[1]
 
     def held_on(self, scale: Any, devices: Sequence[torch.device]) -> HeldScale:
-        """S for a graph that reads it itself. What a checkpoint runs again has it at once: what
-        it is run for has got its gradient."""
+        """Return S for a graph that reads it itself. A graph that a checkpoint runs again has S at
+        once: the gradient that it is run for is there.
+        """
         held = self._numbers.held(scale, devices)
         if self.rules():
             for device, memory in zip(devices, held.chosen, strict=True):
@@ -123,11 +124,11 @@ class Caution:
         return held
 
     def rules(self) -> bool:
-        """Whether it was chosen for the pass that is running."""
+        """Whether a scale was chosen for the pass that is running."""
         return backward_pass() in self.chosen
 
     def forget(self) -> None:
-        """Passes that ended."""
+        """Forget passes that ended."""
         self.chosen.clear()
 
     def _factors_on(self, scale: GuardedScale, device: torch.device) -> Factors:
@@ -147,9 +148,13 @@ class Caution:
 
 
 def bounded(guarded: Tensor, gradient: Tensor, highest: float, config: LossScale) -> Factors:
-    """A power of 2, so that it rounds nothing. The gradient of a single number, a loss times
-    some weight, says little about the gradients of what it was made from, so that they are not
-    made smaller for it. One that is all zero tells nothing."""
+    """Return a scale, a power of 2 that rounds nothing, at which gradients as large as this one
+    stay below `highest`.
+
+    The gradient of a single number, a loss times some weight, says little about the gradients of
+    what it was made from, so these are not made smaller for it. A gradient that is all zero says
+    nothing.
+    """
     least = max(config.floor, 1.0) if gradient.dim() == 0 else config.floor
     peak = torch.ones_like(guarded)
     values = unbatched(gradient)  # one scale for all of a batch
@@ -165,7 +170,7 @@ def bounded(guarded: Tensor, gradient: Tensor, highest: float, config: LossScale
 
 @dataclass(frozen=True)
 class Exposed:
-    """What scales calls whose gradients of inputs are wanted."""
+    """The scale of calls whose gradients of inputs are wanted."""
 
     scale: GuardedScale
     caution: Caution

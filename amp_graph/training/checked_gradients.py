@@ -18,13 +18,14 @@ class CheckedGradients:
     """The gradients that were unscaled and checked on their way out, with one flag for those of one
     backward pass on one device.
 
-    One is known again by its address, while its memory is alive, and by its version, which is the
-    same in `.grad` where autograd took the tensor over. What was accumulated or replaced by a hook
-    is not known. What was written to since is looked at again, and beside it counts what it was:
-    clipped by value, an infinity is a number. A write that leaves the version alone is not seen:
-    through `.grad.data`, as with GradScaler after `unscale_`, or by a collective such as
-    `torch.distributed.all_reduce` (torch 2.13), so that one of several processes must not ask; or
-    by a foreach function under a dispatch mode. Holds on to no gradient.
+    A gradient is known again by its address, while its memory is alive, and by its version, which
+    is the same in `.grad` where autograd took the tensor over. A gradient that was accumulated, or
+    replaced by a hook, is not known. One that was written to since is looked at again, and the first
+    answer counts as well: clipped by value, an infinity becomes a finite number. A write that
+    leaves the version alone is not seen: through `.grad.data`, as with GradScaler after `unscale_`;
+    by a collective such as `torch.distributed.all_reduce` (torch 2.13), so that one of several
+    processes must not ask; or by a foreach function under a dispatch mode. No gradient is kept
+    alive.
 
     hearing: lists that get the flags of passes that begin from now on.
     """
@@ -49,7 +50,7 @@ class CheckedGradients:
         check.note(gradients)
 
     def _check_on(self, device: torch.device) -> _Check:
-        """That of the backward pass which is running, or a new one."""
+        """Return the check of the backward pass which is running, or a new one."""
         made_in = backward_pass(), device
         for check in self._checks if made_in[0] != OUTSIDE else ():
             if check.made_in == made_in:
@@ -64,19 +65,24 @@ class CheckedGradients:
         return check
 
     def were_judged(self) -> None:
-        """An optimizer has stepped, or not, by what was checked up to now."""
+        """Take note that an optimizer has stepped, or not, by what was checked up to now."""
         for check in self._checks:
             check.is_judged = True
 
     def forget_judged(self) -> None:
-        """A round has ended; what is overwritten in place has the same memory in the next. Checks
-        of a backward pass after the last step are for the next one."""
+        """Forget, as a round has ended, the checks that were judged: memory that is overwritten in
+        place is the same in the next round. Checks of a backward pass after the last step are for
+        the next one."""
         self._checks = [check for check in self._checks if not check.is_judged]
 
     def known(self, gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The flags of the checks whose gradients are all here, and the other gradients, which may
-        be looked at into these flags: they are a check's own only if nothing else is here. The
-        flag of a check of which some are elsewhere, or yet to be made, might tell of those."""
+        """Return the flags of the checks whose gradients are all here, and the gradients that no
+        check knows.
+
+        The latter may be looked at into these flags, which are a check's own only if nothing else
+        is here. The flag of a check with gradients elsewhere, or yet to be made, might tell of
+        those.
+        """
         try:
             given = [*zip(map(_address, gradients), map(_version, gradients), strict=True)]
         except RuntimeError:
@@ -99,7 +105,7 @@ class CheckedGradients:
 
 
 class _Check:
-    """What was checked in one backward pass, on one device."""
+    """The gradients that were checked in one backward pass, on one device."""
 
     def __init__(self, made_in: tuple[int, torch.device], found_inf: Tensor):
         self.made_in = made_in
@@ -109,7 +115,7 @@ class _Check:
         self.memories = Memories()
 
     def note(self, gradients: Sequence[Tensor]) -> None:
-        """These were checked, as they are."""
+        """Take note that these were checked, as they are."""
         try:
             made = [*zip(map(_address, gradients), map(_version, gradients), strict=True)]
         except RuntimeError:  # inference tensors have no versions

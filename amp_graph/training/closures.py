@@ -49,7 +49,7 @@ class GuardedClosure:
 
 
 def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """That of a step which is called with these: the first of them, or `closure`."""
+    """Return the closure among a step's arguments: the first of them, or `closure`."""
     closure = kwargs.get("closure", args[0] if args else None)
     return closure if callable(closure) else None
 
@@ -57,7 +57,7 @@ def closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., 
 def guarding_closure(
     args: Sequence[Any], kwargs: Mapping[str, Any], overflows: Overflows, is_first: bool
 ) -> tuple[GuardedClosure, Sequence[Any], Mapping[str, Any]]:
-    """The closure among a step's arguments guarded, and these with it in its stead."""
+    """Return the closure among a step's arguments, guarded, and the arguments with it in place."""
     closure = closure_of(args, kwargs)
     assert closure is not None
     guarded = GuardedClosure(closure, overflows, is_first)

@@ -1,13 +1,13 @@
-"""Crossing the boundary of a scaled graph: the autograd functions, and what they multiply by.
+"""Crossing the boundary of a scaled graph: the autograd functions, and their factors.
 
 Gradients are multiplied by the loss scale S where they come into a graph and by 1/S where they go
 out of it. Second derivatives: a gradient penalty sends gradients through the backward pass, which
-is a graph like any other, and what left it, divided by S, is where they come in. So a crossing in
-either direction is a multiplication by some factor, and its derivative crosses the other way, with
-the same factor (that is transposition) times S coming in, or times 1/S going out. The factors
-alternate: 1, 1/S, 1 ... for what enters, 1, S, 1 ... for what leaves; inside, gradients of any
-order are S times the true ones. `torch.amp.GradScaler`'s recipe for gradient penalties has the same
-factors.
+is a graph like any other, and gradients that left it, divided by S, are where they come in. So a
+crossing in either direction is a multiplication by some factor, and its derivative crosses the
+other way, with the same factor (that is transposition) times S coming in, or times 1/S going out.
+The factors alternate: 1, 1/S, 1 ... for what enters, 1, S, 1 ... for what leaves; inside, gradients
+of any order are S times the true ones. `torch.amp.GradScaler`'s recipe for gradient penalties has
+the same factors.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def has_left(node: Any) -> bool:
 
 
 def write_back(scale: Scale, written: Tensor, value: Tensor) -> None:
-    """Record that a graph wrote into a tensor, by way of the value that had entered for it: itself,
-    if none had. Into a leaf that requires a gradient it can only have done so unrecorded."""
+    """Record that a graph wrote into a tensor, through the value that had entered for it: itself,
+    if none had. A write into a leaf that requires a gradient can only have been unrecorded."""
     if written.is_leaf and written.requires_grad:
         increment_version(written)
     else:
@@ -103,14 +103,15 @@ def write_back(scale: Scale, written: Tensor, value: Tensor) -> None:
 
 
 def follow(tensor: Tensor, value: Tensor) -> None:
-    """Put a tensor into the memory that what had entered for it was put into (`x.data = y`)."""
+    """Put a tensor into the memory that the value which had entered for it was put into (`x.data =
+    y`)."""
     is_plain = type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided
     if is_plain and value.data_ptr() != tensor.data_ptr():
         tensor.data = value.data
 
 
 def is_heard(tensor: Tensor) -> bool:
-    """Whether something is done with its own gradient."""
+    """Whether something is done with a tensor's own gradient."""
     return bool(tensor._backward_hooks) or tensor.retains_grad
 
 
@@ -235,8 +236,8 @@ class _Cross(Function):
 
 
 def _is_own(scale: Scale, tensor: Tensor) -> bool:
-    """Whether a gradient of it goes to a graph of the same model, out of which it came, or to what
-    a reentrant checkpoint was given, that runs again in a backward pass."""
+    """Whether a tensor's gradient goes to a graph of the same model, out of which it came, or to an
+    input of a reentrant checkpoint, that runs again in a backward pass."""
     node: Any = tensor.grad_fn
     if node is None:
         return backward_pass() != OUTSIDE
@@ -252,7 +253,8 @@ def _come_in(scale: Scale, gradient: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _go_out_to_others(scale: Scale, gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Out to what the model does not own, times a factor; the scale is told of an overflow."""
+    """Send a gradient out to a tensor that the model does not own, times a factor, and tell the
+    scale of an overflow."""
     spill = None if torch.is_grad_enabled() else scale.spill_on(gradient.device)
     if spill is None or gradient.is_complex() or not are_plain([gradient]):
         return _cross(gradient, factor, dtype, scale, False)
@@ -271,7 +273,7 @@ def _cross(
 
 
 def times(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product in at least float32: S and 1/S are beyond what float16 holds."""
+    """Return the product, computed in at least float32: S and 1/S are beyond what float16 holds."""
     if value.dtype is dtype is torch.float32:
         return value * factor
     if value.dtype is torch.float32 and are_plain([value]):  # in one call, without the product

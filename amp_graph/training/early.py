@@ -25,7 +25,7 @@ from amp_graph.training.transforms import applied
 
 
 class EarlyResults:
-    """Those of one call of a graph; `left`: what has left, by key."""
+    """The early results of one call of a graph. `left`: those that have left, by key."""
 
     def __init__(self, scale: Scale | None):
         self.left: dict[int, Tensor] = {}
@@ -61,7 +61,7 @@ class _GoOn(Function):
 
 
 def _is_wanted(left: Tensor | None) -> bool:
-    """Whether somebody looks at its gradient, in the backward pass that runs."""
+    """Whether somebody looks at a value's gradient, in the backward pass that runs."""
     return left is not None and (is_heard(left) or _probe.sees_a_selection())
 
 

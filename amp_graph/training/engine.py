@@ -1,4 +1,4 @@
-"""What PyTorch's engine is in the middle of, and its fused calls.
+"""PyTorch's autograd engine: the state that it is in, and fused calls.
 
 Private names of PyTorch used here:
 
@@ -62,8 +62,9 @@ _carrier = _Carrier()
 
 
 def call_before(node: Any, hook: Callable[[Any], None]) -> None:
-    """Have a node of autograd call this before it runs, as `node.register_prehook` does. That hands
-    out a handle, by whose number a model is known to have got no hooks (`capture/hooks`)."""
+    """Have a node of autograd call a hook before it runs, as `node.register_prehook` does. That
+    would hand out a handle, by whose number a model is known to have got no hooks
+    (`capture/hooks`)."""
     carrier: Any = _carrier.tensor
     carrier._backward_hooks = {0: hook}
     node._register_hook_dict(carrier)
@@ -71,21 +72,21 @@ def call_before(node: Any, hook: Callable[[Any], None]) -> None:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device. The host waits only if that is where it goes, since what is read
-    there is not ordered after the copy."""
+    """Return the tensor on a device. The host waits only if that is where it goes, since what is
+    read there is not ordered after the copy."""
     is_there = tensor.device == device
     return tensor if is_there else tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def any_of(flags: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The largest of some flags, which may be on several devices, on this one."""
+    """Return the largest of some flags, which may be on several devices, on this one."""
     if len(flags) == 1:
         return sent(flags[0], device)
     return torch.stack([sent(flag, device) for flag in flags]).amax()
 
 
 def writes_unseen(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
-    """Around writes of the values that are there already."""
+    """Leave versions alone, within, for writes of the values that are there already."""
     if any(map(Tensor.is_inference, tensors)):  # these count none
         tensors = [t for t in tensors if not t.is_inference()]
     return _unsafe_preserve_version_counter((*tensors,))
@@ -93,8 +94,8 @@ def writes_unseen(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
 
 def look_at_(gradients: Sequence[Tensor], flag: Tensor) -> None:
     """Set a flag if there is an infinity or NaN among gradients, on the same device, by the call
-    that unscales, times 1. Autograd may have saved them, and one may be a single number expanded,
-    which nobody writes to."""
+    that unscales, times 1. Autograd may have saved the gradients, and one may be a single number
+    expanded, which nobody writes to."""
     given = [*gradients]
     if 0 in chain.from_iterable(map(Tensor.stride, given)):
         given = [g.contiguous() if 0 in g.stride() else g for g in given]
@@ -103,12 +104,12 @@ def look_at_(gradients: Sequence[Tensor], flag: Tensor) -> None:
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether what runs on a device is being captured as a CUDA graph."""
+    """Whether work on a device is being captured as a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def current_streams(devices: Iterable[torch.device]) -> frozenset[torch.Stream]:
-    """The streams of work for these devices that this thread's calls go to; the CPU has none."""
+    """Return the streams that this thread's work for these devices goes to; the CPU has none."""
     others = [device for device in devices if device.type != "cpu"]
     accelerator = torch.accelerator.current_accelerator() if others else None
     if accelerator is None:
@@ -130,7 +131,7 @@ CAN_RUN_WHEN_READY = torch.__version__ >= "2.13"
 
 def runs_when_ready(node: Any) -> None:
     """Have a node of autograd run as soon as its gradients are there, as AccumulateGrad does. The
-    youngest of the nodes that are ready runs, so that one made before a graph ran would wait until
-    all of its backward pass is over."""
+    youngest of the nodes that are ready runs, so one made before a graph ran would wait until all
+    of its backward pass is over."""
     if CAN_RUN_WHEN_READY:
         node._set_sequence_nr(2**64 - 1)

@@ -29,7 +29,7 @@ Part = tuple[int, Tensor]  # of a gradient, and whose: a position within the gro
 
 @dataclass(frozen=True)
 class Call:
-    """What the nodes of one call have to know.
+    """The state of one call that its autograd nodes need.
 
     owners: for each value that enters, which parameter of the group it is for.
     fresh: the owners whose first gradient is made for them alone.
@@ -43,7 +43,8 @@ class Call:
 
 
 def enter(call: Call, values: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Aliases of `values`, out of which gradients go to `tensors`, the parameters they are for."""
+    """Return aliases of `values`, out of which gradients go to `tensors`, the parameters they are
+    for."""
     entered: tuple[Tensor, ...] = applied(_Enter, call, values, *tensors)
     return entered
 
@@ -51,7 +52,8 @@ def enter(call: Call, values: Sequence[Tensor], tensors: Sequence[Tensor]) -> tu
 def enter_first(
     call: Call, values: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """These aliases, and what other calls enter from."""
+    """Return such aliases for the first call before a backward pass, and a tensor that other calls
+    enter from."""
     *entered, together = applied(_EnterFirst, call, values, *tensors)
     return tuple(entered), together
 
@@ -59,7 +61,8 @@ def enter_first(
 def enter_later(
     call: Call, values: Sequence[Tensor], tensors: Sequence[Tensor], together: Tensor
 ) -> tuple[Tensor, ...]:
-    """These aliases for another call; gradients go out with those of the first."""
+    """Return such aliases for another call before the same backward pass. Its gradients go out with
+    those of the first."""
     entered: tuple[Tensor, ...] = applied(_EnterLater, call, values, together, *tensors)
     return entered
 
@@ -117,7 +120,7 @@ class _EnterLater(Function):
 
 
 def _given(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[list[Part], bool]:
-    """Those that there are, and whether they can go out in fused calls."""
+    """Return the gradients that there are, and whether they can go out in fused calls."""
     given = [(i, g) for i, g in zip(ctx.call.owners, grads, strict=True) if g is not None]
     if torch.is_grad_enabled():  # more will come, of what is done to these
         return given, False
@@ -130,8 +133,8 @@ def _given(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[list[Part], bool]:
 def _gone_out(
     ctx: Any, given: Sequence[Part], can_be_fused: bool, of_others: Sequence[Part] = ()
 ) -> Iterator[Tensor | None]:
-    """The gradient of each parameter: the sum of what is given, divided by S. What is `of_others`
-    is but read."""
+    """Return the gradient of each parameter: the sum of what is given, divided by S. Parts
+    `of_others` are only read."""
     go_out = _go_out_together if can_be_fused else _go_out_one_by_one
     return map(go_out(ctx, given, of_others).get, range(len(ctx.tensors)))
 
@@ -139,8 +142,8 @@ def _gone_out(
 def _go_out_together(
     ctx: Any, given: Sequence[Part], of_others: Sequence[Part]
 ) -> dict[int, Tensor]:
-    """In a few fused calls. Gradients are laid out as their tensors are, or AccumulateGrad would
-    copy them again."""
+    """Send gradients out in a few fused calls. They are laid out as their tensors are, or
+    AccumulateGrad would copy them again."""
     call, tensors = ctx.call, ctx.tensors
     first = dict(reversed(given))  # float32 ones before others
     sums = {i: first[i] for i in call.fresh if i in first and first[i].dtype is torch.float32}
@@ -159,7 +162,7 @@ def _go_out_together(
 def _go_out_one_by_one(
     ctx: Any, given: Sequence[Part], of_others: Sequence[Part]
 ) -> dict[int, Tensor]:
-    """Gradients that are recorded for a derivative of their own, sparse, or of a vmap."""
+    """Send gradients out that are recorded for a derivative of their own, sparse, or of a vmap."""
     found: dict[int, Tensor] = {}
     for i, gradient in (*given, *of_others):
         crossed = go_out(ctx.call.scale, gradient, ctx.tensors[i].dtype)
@@ -180,6 +183,6 @@ def _add_up(parts: Sequence[Part], sums: Mapping[int, Tensor]) -> None:
 
 
 def _laid_out(together: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
-    """What is each of some tensors in all of them laid end to end."""
+    """Return the view of each tensor in a tensor of all of them laid end to end."""
     parts = together.split([*map(Tensor.numel, like)])
     return map(Tensor.view_as, parts, like)

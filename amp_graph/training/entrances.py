@@ -1,8 +1,8 @@
-"""Where parameters enter a graph, in groups whose gradients go out together.
+"""Entrances: parameters enter a graph in groups whose gradients go out together.
 
-What enters is an alias of each parameter, or of its low-precision weight, with one autograd node
-behind the aliases of a group. They stand for the next call (`standing`) until one brings parameters
-that are others, or are not as they were.
+An alias of each parameter enters, or of its low-precision weight, with one autograd node behind the
+aliases of a group. They stand for the next call (`standing`) until a call brings other parameters,
+or parameters that are not as they were.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _hooks, _hooks_after = map(attrgetter, ("_backward_hooks", "_post_accumulate_gra
 
 @dataclass(eq=False)
 class Entrance:
-    """That of parameters of one device and dtype, whose gradients leave together.
+    """A group of parameters of one device and dtype, whose gradients leave together.
 
-    device: that they are on.
+    device: the device that they are on.
     slots: where their values, in float32 or low precision, go among the graph's inputs.
     owners: for each slot, which of the parameters it is for, counted within the group.
     fresh: the owners whose first gradient is made for them alone.
     is_awaited: whether their gradients leave as soon as they are there, for what happens to them
         during the backward pass, or for their memory. On CPU, where nothing is done meanwhile, it
         is a little faster if all leave at the end.
-    may_stand: whether what has entered may stand for the next call.
+    may_stand: whether the aliases may stand for the next call.
     """
 
     device: torch.device
@@ -86,13 +86,13 @@ def _nothing() -> None:
 
 
 class Entrances:
-    """Those of all parameters of one graph, for as long as these are as they were.
+    """The entrances of all parameters of one graph, for as long as these are as they were.
 
-    weights: the graph's, which tell that its parameters are the same; `parameters`: those.
-    slots: of each value that may enter for one, the parameter's position among `args`, the captured
-        inputs, and where the value goes: in its own place, or as a low-precision weight.
-    fresh: positions of those whose first gradient is for them alone.
-    is_scaled: whether gradients are.
+    weights: the graph's weights, which tell that its parameters are the same; `parameters`: those.
+    slots: for each value that may enter for a parameter, the parameter's position among `args`, the
+        captured inputs, and where the value goes: in its own place, or as a low-precision weight.
+    fresh: positions of the parameters whose first gradient is for them alone.
+    is_scaled: whether gradients are scaled.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Entrances:
             let_go_of_all()
 
     def are_for(self, weights: GraphWeights, parameters: Sequence[Tensor], is_scaled: bool) -> bool:
-        """Whether the parameters, which are those of the weights, would enter likewise."""
+        """Whether these parameters, which are those of the weights, would enter likewise."""
         return (
             weights is self._weights
             and is_scaled is self._is_scaled
@@ -124,15 +124,16 @@ class Entrances:
         )
 
     def enter(self, scale: Scale | None, values: list[Any], args: Sequence[Any]) -> None:
-        """Have them enter: each of `values` that is for one gives way to what gradients go out of,
-        in the parameter's dtype, divided by S."""
+        """Replace the values for parameters by aliases, out of which gradients go to the
+        parameters, in their dtype, divided by S."""
         follow_streams(self._devices)
         for group in self._groups:
             group.enter(scale, values, args)
 
 
 def _traits(parameters: Sequence[Tensor]) -> list[list[bool]]:
-    """What groups follow from, apart from devices, dtypes and sizes."""
+    """Return the features of parameters that groups follow from, apart from devices, dtypes and
+    sizes."""
     return [
         [*map(_requires_grad, parameters)],
         [*map(bool, map(_hooks, parameters))],
@@ -143,7 +144,7 @@ def _traits(parameters: Sequence[Tensor]) -> list[list[bool]]:
 def _grouped(
     slots: Sequence[tuple[int, int]], args: Sequence[Tensor], fresh: Container[int]
 ) -> Iterator[Entrance]:
-    """An entrance for each group of parameters."""
+    """Yield an entrance for each group of parameters."""
     members: list[tuple[int, int]] = []
     size, are_first = 0, True
     for position, its_slots in groupby(reversed(slots), key=itemgetter(0)):
@@ -167,8 +168,8 @@ def _group_bytes(device: torch.device, is_first: bool) -> int:
 
 
 def _may_join(one: Tensor, other: Tensor) -> bool:
-    """Parameters with hooks leave alone: the hooks of one that the loss does not depend on would be
-    called with None for those of its group."""
+    """Whether two parameters may be in one group. Those with hooks leave alone: the hooks of a
+    parameter that the loss does not depend on would be called with None for those of its group."""
     are_alike = one.device == other.device and one.dtype == other.dtype
     return are_alike and not (_has_hooks(one) or _has_hooks(other))
 

@@ -1,4 +1,4 @@
-"""Whether gradients overflowed, on the device and agreed between ranks."""
+"""Find out whether gradients overflowed, on the device and agreed between ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def found_inf(
 def _found_here(
     parameters: Sequence[Tensor], inverse: Tensor | None, checked: CheckedGradients | None
 ) -> Tensor:
-    """As far as this rank knows, and those that hold parts of the same DTensors."""
+    """Return `found_inf` as far as this rank knows, and those that hold parts of the same
+    DTensors."""
     gradients = [gradient for gradient in map(_grad, parameters) if gradient is not None]
     if not gradients:
         device = next((p.device for p in parameters if not p.is_meta), None)
@@ -90,7 +91,7 @@ def _meshes(gradients: Iterable[Tensor]) -> dict[int, Any]:
 
 
 def _numbers(gradient: Tensor) -> Tensor:
-    """What there is of it here, as a tensor that fused calls take."""
+    """Return the local, dense, real numbers of a gradient, as a tensor that fused calls take."""
     if hasattr(gradient, "device_mesh"):
         gradient = gradient.to_local()  # type: ignore[attr-defined]
     gradient = gradient if gradient.layout is torch.strided else gradient._values()
@@ -103,7 +104,8 @@ def _numbers(gradient: Tensor) -> Tensor:
 def _look_into(
     gradients: Sequence[Tensor], inverse: Tensor | None, flags: Sequence[Tensor]
 ) -> list[Tensor]:
-    """One of the flags for those of each device, and others where there is none yet."""
+    """Look at the gradients of each device into one of the flags there, or into a new one. Returns
+    all flags."""
     on_device = {flag.device: flag for flag in flags}
     kinds = [*zip(map(_device, gradients), map(_dtype, gradients), strict=True)]
     for kind in dict.fromkeys(kinds):

@@ -38,8 +38,8 @@ def _momentum_of(parameter: Tensor, optimizer: Optimizer) -> Tensor | None:
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Whether it takes `found_inf`: not one with a group that is not fused, or not any more, by the
-    checkpoint it was loaded from."""
+    """Whether an optimizer takes `found_inf`: not one with a group that is not fused, or not any
+    more, by the checkpoint it was loaded from."""
     is_one = isinstance(optimizer, Optimizer)  # and no wrapper that has the attributes of one
     are_fused = is_one and getattr(optimizer, "_step_supports_amp_scaling", False)
     return are_fused and all(group.get("fused", True) for group in optimizer.param_groups)

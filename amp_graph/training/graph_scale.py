@@ -1,11 +1,11 @@
-"""The loss scale of one converted model: what its graphs multiply gradients by, and its rounds.
+"""The loss scale of one converted model, and its rounds.
 
 A round is what lies between two training forwards with an optimizer step in between. The scale is
 adjusted when a round ends, once for all optimizers that stepped in it, as `GradScaler.update` is;
 never during a backward pass, where the factor that came in must be the one that goes out.
 
-What one round hands to the next is tensors that stay where they are and are written to, so that a
-step captured as a CUDA graph goes on from the step replayed before it.
+The state that one round hands to the next is tensors that stay where they are and are written to,
+so that a step captured as a CUDA graph goes on from the step replayed before it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _serials = count()
 
 @dataclass(slots=True)
 class _Round:
-    """What the host knows of one, and nothing of it when the next begins.
+    """The host's knowledge of one round. A new round begins without any.
 
     is_pending: whether an optimizer stepped in it.
     counts: if so, whether it counts as a clean one if nothing overflowed.
-    stepped_by: which optimizers did.
+    stepped_by: the optimizers that did.
     first_pass: the first backward pass in it.
     """
 
@@ -94,31 +94,32 @@ class GraphScale:
         return self._may_overflow() and not (self._round.is_pending or self._is_in_evaluation)
 
     def _may_overflow(self) -> bool:
-        """Whether gradients of parameters may, of which a step would be skipped: not where autograd
-        raises for each that is not finite (`torch.autograd.detect_anomaly`)."""
+        """Whether gradients of parameters may overflow, as a step would be skipped; not where
+        autograd raises for each that is not finite (`torch.autograd.detect_anomaly`)."""
         return self.has_optimizer and not torch.is_anomaly_enabled()
 
     def factor(self, gradient: Tensor, create_graph: bool, double_backward: bool = False) -> Tensor:
-        """S for a gradient that comes in, on its device, written to when a round ends."""
+        """Return S for a gradient that comes in, on its device. It is written to when a round
+        ends."""
         is_guarded = self.is_guarded() if double_backward else self._may_overflow()
         if create_graph or not is_guarded or (self._alone.chosen and self._alone.rules()):
             return self._alone.factor(self, gradient, create_graph, double_backward)
         return self.factors_on(gradient.device)[0]
 
     def inverse(self, device: torch.device) -> Tensor:
-        """1/S on a device."""
+        """Return 1/S on a device."""
         if self._alone.chosen and self._alone.rules():
             return self._alone.inverse(self, device)
         return (self._factors.get(device) or self.factors_on(device))[1]
 
     def held_on(self, devices: Sequence[torch.device]) -> HeldScale:
-        """S for a graph that reads it itself."""
+        """Return S for a graph that reads it itself."""
         if not self._may_overflow():
             return self._alone.held_on(self, devices)
         return HeldScale(self, [self.factors_on(device)[0].data for device in devices])
 
     def factors_on(self, device: torch.device) -> Factors:
-        """S and 1/S as they are in this round."""
+        """Return S and 1/S as they are in this round."""
         note_backward(self, device)
         if self._round.first_pass is None and (running := backward_pass()) != OUTSIDE:
             self._round.first_pass = running
@@ -129,10 +130,13 @@ class GraphScale:
         return found
 
     def for_call(self, inputs: Sequence[Tensor]) -> GraphScale | Exposed:
-        """The scale for one call of a graph. If a gradient of `inputs`, which are no parameters, is
-        wanted, no skipped step would discard an overflow in it: this graph, and all that the same
-        call of the model runs later, get the cautious scale. What a checkpoint runs again, inside
-        of a backward pass, is not asked about."""
+        """Return the scale for one call of a graph.
+
+        If a gradient of `inputs`, which are no parameters, is wanted, no skipped step would discard
+        an overflow in it: this graph, and all graphs that the same call of the model runs later,
+        get the cautious scale. A graph that a checkpoint runs again, inside a backward pass, is not
+        asked about.
+        """
         if inputs and not self._is_exposed and backward_pass() == OUTSIDE:
             self._is_exposed = are_wanted(inputs)
         is_exposed = self._is_exposed or (self._exposed.chosen and self._exposed.rules())
@@ -142,17 +146,18 @@ class GraphScale:
         self.own.note(parameters)
 
     def spill_on(self, device: torch.device) -> Tensor:
-        """The flag for gradients that go out to what the model does not own; see `Spills`."""
+        """Return the flag for gradients that go out to what the model does not own; see
+        `Spills`."""
         return self.spills.flag_on(device)
 
     def may_have_spilled(self, by: object, held: Held | None = None) -> bool:
-        """Whether gradients that `by` steps by may hold an overflow that it was not told of, or
+        """Whether the gradients that `by` steps by may hold an overflow that it was not told of, or
         that it holds still; `held` as for `Spills`."""
         return self.is_on() and self.spills.are_new_to(by, held)
 
     def begin_step(self, by: object) -> None:
-        """An optimizer that steps twice in a round has seen it end without a forward (reentrant
-        checkpointing hides them)."""
+        """End the round if this optimizer has stepped in it before: the forward in between was not
+        seen (reentrant checkpointing hides it)."""
         if weakref.ref(by) in self._round.stepped_by:
             self.end_round()
 
@@ -180,8 +185,8 @@ class GraphScale:
         self._found_inf = sent(self._found_inf, device)
 
     def begin_forward(self, is_training: bool) -> None:
-        """Called before each forward that autograd records. In evaluation mode, after training in
-        the other, gradients are looked at (Grad-CAM), and no step skips them."""
+        """Begin a forward that autograd records. In evaluation mode, after training in the other,
+        gradients are looked at (Grad-CAM), and no step skips them."""
         note_forward(self)
         if not self._looked_around:
             self._looked_around = True
@@ -233,7 +238,7 @@ class GraphScale:
         return self.outcome().get_scale()
 
     def outcome(self) -> Outcome:
-        """What is to be told of it; computes nothing."""
+        """Return the outcome to be told of; computes nothing."""
         found_inf = self._found_inf if self._round.is_pending else None
         told = self._state, self._skips, found_inf, self._round.counts
         return Outcome(self.config, *told, self.is_on(), self._is_used)
@@ -247,7 +252,7 @@ class GraphScale:
         self.go_on_from(*load_state(self.config, state))
 
     def copy(self, parameters: Callable[[], Iterable[Tensor]]) -> GraphScale:
-        """A scale of its own for a copy of the model."""
+        """Return a scale of its own for a copy of the model."""
         scale = GraphScale(self.config, parameters)
         scale.go_on_from(self.config, self.state)
         return scale

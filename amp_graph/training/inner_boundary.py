@@ -33,10 +33,10 @@ _device, _dtype, _is_leaf = map(attrgetter, ("device", "dtype", "is_leaf"))
 
 
 class InnerBoundary:
-    """Calls such a graph.
+    """The boundary that calls such a graph.
 
     run: the graph.
-    inside: what it scales.
+    inside: the gradients that it scales.
     watched: runs it under a FirstNonfinite, which it takes first.
     """
 
@@ -78,7 +78,7 @@ class InnerBoundary:
             self._known = [*map(weakref.ref, parameters)]
 
     def _end(self, scale: Scale, parameters: Sequence[Tensor]) -> Tensor:
-        """What autograd comes to last."""
+        """Return the input that autograd comes to last."""
         _, end = _constants[self._inside.devices[0]]
         if not any(map(_requires_grad, parameters)):
             return end.detach()
@@ -88,8 +88,8 @@ class InnerBoundary:
 
 
 class _End(Function):
-    """It checks the gradients that parameters have got. AccumulateGrad goes before everything else
-    that is ready, so of those of this graph alone it has run by now."""
+    """The autograd function that checks the gradients that parameters have got. AccumulateGrad goes
+    before everything else that is ready, so for gradients of this graph alone it has run by now."""
 
     @staticmethod
     def forward(ctx: Any, scale: Scale, parameters: Sequence[Tensor], end: Tensor) -> Tensor:
@@ -110,13 +110,13 @@ class _End(Function):
 
 
 def _are_alike(gradients: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether one fused call can take them."""
+    """Whether one fused call can take these gradients."""
     kinds = {*zip(map(_device, gradients), map(_dtype, gradients), strict=True)}
     return kinds <= {(device, torch.float32)} and are_plain(gradients)
 
 
 class _Constants(dict[torch.device, tuple[Tensor, Tensor]]):
-    """By device: 1, and a leaf that requires a gradient."""
+    """For each device, 1, and a leaf that requires a gradient."""
 
     @torch.inference_mode(False)
     def __missing__(self, device: torch.device) -> tuple[Tensor, Tensor]:

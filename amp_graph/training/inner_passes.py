@@ -46,7 +46,8 @@ _under_way: list[InnerPasses] = []
 
 
 class InnerPasses:
-    """Those of one step, from when it begins; it has to `leave` once the step is over.
+    """The backward passes inside one step, from when it begins. `leave` has to be called when the
+    step is over.
 
     are_known: whether the optimizer made some before.
     is_hooked: whether only hooks tell when it is over, which do not run if it raises.
@@ -74,7 +75,7 @@ class InnerPasses:
             self._written = _written_since(parameters_of(optimizer))
 
     def note(self, scale: InnerScale) -> None:
-        """A pass of a model begins."""
+        """Take note that a pass of a model begins."""
         optimizer = self._optimizer()
         is_new = scale not in self._flags and scale.is_on()
         if not is_new or optimizer is None or not scale.own.among(parameters_of(optimizer)):
@@ -84,8 +85,8 @@ class InnerPasses:
         scale.checked.hearing.append(self._flags[scale])
 
     def is_here(self, is_elsewhere: bool = False) -> bool:
-        """Whether what this thread does is done in the step; `is_elsewhere`: or may be, as a
-        backward pass of another device than the CPU, which has a thread of its own."""
+        """Whether this thread is in the step; with `is_elsewhere`, whether it may be, as the
+        backward thread of a device other than the CPU."""
         if is_elsewhere and self._running == backward_pass():
             return False  # the step is a part of that very pass
         is_mine = is_elsewhere or threading.get_ident() == self._thread
@@ -99,7 +100,7 @@ class InnerPasses:
 
     @not_compiled
     def leave(self) -> None:
-        """The step is over, be it by an error."""
+        """End the step, which may have raised."""
         with contextlib.suppress(ValueError):
             _under_way.remove(self)
         for scale, flags in self._flags.items():
@@ -107,7 +108,8 @@ class InnerPasses:
             hearing[:] = [each for each in hearing if each is not flags]
 
     def flags(self) -> list[Tensor]:
-        """Of what was checked up to now; of processes that train together each knows its own."""
+        """Return the flags of what was checked up to now. Of processes that train together each
+        knows its own."""
         return [flag for flags in self._flags.values() for flag in flags] if is_alone() else []
 
     @not_compiled
@@ -134,7 +136,8 @@ class InnerPasses:
 
 
 def _written_since(parameters: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-    """What tells of which of these the gradient that there is now has been written to."""
+    """Return a function that tells which of these parameters have a gradient that was written to
+    since."""
 
     def version(gradient: Tensor | None) -> int:
         return -1 if gradient is None or gradient.is_inference() else gradient._version
@@ -144,14 +147,15 @@ def _written_since(parameters: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
 
 
 def note_forward(scale: InnerScale) -> None:
-    """A model is called that has this scale."""
+    """Take note that a model with this scale is called."""
     for step in [*_under_way]:
         if step.is_here():
             step.note(scale)
 
 
 def note_backward(scale: InnerScale, device: torch.device) -> None:
-    """A gradient comes into a graph of a model that has it, if this is in a backward pass."""
+    """Take note, in a backward pass, that a gradient comes into a graph of a model with this
+    scale."""
     if _under_way and backward_pass() != OUTSIDE:
         for step in [*_under_way]:
             if step.is_here(is_elsewhere=device.type != "cpu"):
@@ -159,14 +163,14 @@ def note_backward(scale: InnerScale, device: torch.device) -> None:
 
 
 def note_step(found: Found) -> None:
-    """An optimizer stepped, or had to skip."""
+    """Take note that an optimizer stepped, or had to skip."""
     for step in [*_under_way]:
         if step.is_here():
             step._skips.append(found)
 
 
 def with_passes_before(found: Tensor) -> Tensor:
-    """Whether to skip a step, if it is one inside of another: what that one did before counts."""
+    """Whether to skip a step: an overflow in the step that it is inside of counts, too."""
     if not _under_way:
         return found
     flags = [f for step in [*_under_way] if step.is_here() for f in step.flags()]
@@ -174,6 +178,7 @@ def with_passes_before(found: Tensor) -> Tensor:
 
 
 def is_pytorchs(optimizer: Optimizer) -> bool:
-    """Whether its class's step is one of PyTorch's own, none of which makes passes by itself."""
+    """Whether an optimizer's `step` is one of PyTorch's own, none of which makes passes by
+    itself."""
     step: Any = getattr(type(optimizer), "step", None)
     return str(getattr(step, "__module__", "")).startswith("torch.optim.")

@@ -23,13 +23,12 @@ from amp_graph.training.crossing import times
 
 @dataclass(frozen=True)
 class Inside:
-    """What of a graph's gradients is scaled inside: all.
+    """The gradients of a graph that are scaled inside: all of them.
 
-    parameters, inputs: positions of the inputs out of which gradients go, those that are parameters
-        and others.
+    parameters, inputs: positions of the inputs out of which gradients go, parameters and others.
     results: positions of the results into which gradients come.
-    devices: those on each of which it takes S, after its other inputs. The last input is one for no
-        purpose but that autograd comes to it when the parameters have their gradients.
+    devices: the devices on each of which the graph takes S, after its other inputs. The last input
+        serves only to have autograd come to it when the parameters have their gradients.
     """
 
     parameters: tuple[int, ...]

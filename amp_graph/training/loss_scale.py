@@ -1,4 +1,4 @@
-"""The loss scale as a pure state machine: what it is, and what it is after an optimizer step.
+"""The loss scale as a pure state machine: its state, and the state after an optimizer step.
 
 Micikevicius et al., "Mixed Precision Training" (2018), section 3.2, in the dynamic form that
 `torch.amp.GradScaler` made usual, with the bounds that it lacks: its scale can reach exactly 0
@@ -122,7 +122,7 @@ class LossScale:
         return adjusted
 
     def adjust_(self, state: ScaleState, found_inf: Tensor, counts: bool) -> None:
-        """As `adjust`, in place."""
+        """Adjust the state in place, as `adjust` does."""
         before = state.scale.clone() if self.hysteresis > 1 else state.scale
         torch._amp_update_scale_(
             state.scale,
@@ -148,16 +148,16 @@ FACTOR_KEYS = ("growth_factor", "backoff_factor", "growth_interval")
 
 
 def save_state(config: LossScale, state: ScaleState) -> dict[str, Any]:
-    """A dict of plain numbers that `GradScaler.load_state_dict` takes too."""
+    """Return a dict of plain numbers that `GradScaler.load_state_dict` takes, too."""
     scale, clean, skipped = (float(value) for value in state)
     saved = {"scale": scale, "_growth_tracker": int(clean), "skipped_in_a_row": int(skipped)}
     return saved | {key: getattr(config, key) for key in FACTOR_KEYS}
 
 
 def load_state(config: LossScale, saved: Any) -> tuple[LossScale, ScaleState]:
-    """What `save_state` or `GradScaler.state_dict` saved. Raises CheckpointError.
+    """Read what `save_state` or `GradScaler.state_dict` saved. Raises CheckpointError.
 
-    The factors are taken from what was saved, as GradScaler does; the bounds stay, and a scale that
+    The factors are taken from what was saved, as GradScaler does. The bounds stay, and a scale that
     has grown beyond them, for which GradScaler has none, goes on from there.
     """
     if not isinstance(saved, Mapping):

@@ -1,4 +1,4 @@
-"""One low-precision weight, and the memory that several lie in."""
+"""A low-precision weight, and the memory that several lie in."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LowPrecisionWeight:
         self.writer: Traces | None = None  # of the graph that wrote it, where copies are kept
 
     def follow(self, version: int) -> bool:
-        """Take over the parameter's version; whether it is another than before."""
+        """Take over the parameter's version, and return whether it is another than before."""
         changed, self.version = self.version != version, version
         return changed
 
@@ -55,9 +55,12 @@ class LowPrecisionWeight:
 
 
 def memory_for(parameters: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-    """Memory for a copy of each. Where parameters make up one memory, their copies lie in one as
-    well, in the same places: cuDNN has the weights of a recurrent layer so, and would put others
-    together anew in each call. Parameters that overlap may part later: each copy has its own."""
+    """Return memory for a copy of each parameter.
+
+    Where parameters make up one memory, their copies lie in one as well, in the same places: cuDNN
+    has the weights of a recurrent layer so, and would put others together anew in each call.
+    Parameters that overlap may part later: each copy has its own.
+    """
     together: dict[Any, list[Key]] = defaultdict(list)
     for key, p in parameters.items():
         memory = p.untyped_storage()._cdata if is_plain(p) else key
@@ -88,7 +91,7 @@ def _as_one(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
 
 
 def _extent(parameter: Tensor) -> tuple[Any, Any]:
-    """Where its elements begin and end in its memory, counted in elements."""
+    """Return where a tensor's elements begin and end in its memory, counted in elements."""
     steps = zip(parameter.shape, parameter.stride(), strict=True)
     begin = parameter.storage_offset()
     return begin, begin + sum((size - 1) * stride for size, stride in steps) + 1

@@ -1,4 +1,4 @@
-"""Which tensors share their memory, and whether it lives.
+"""The memory of tensors: who shares it, and whether it lives.
 
 Private names of PyTorch used here:
 
@@ -28,7 +28,7 @@ def view_of(base: Tensor, like: Tensor) -> Tensor:
 
 
 def memory(tensor: Tensor) -> int:
-    """What tensors have in common that share their memory."""
+    """Return a key that tensors have in common if they share their memory."""
     if tensor.layout is torch.strided:
         storage: int = tensor.untyped_storage()._cdata
         return storage
@@ -36,14 +36,14 @@ def memory(tensor: Tensor) -> int:
 
 
 def memories(tensors: Sequence[Tensor]) -> Iterable[int]:
-    """The `memory` of each, in C for tensors that have such."""
+    """Return the `memory` of each, in C for tensors that have such."""
     if {*map(_layout, tensors)} <= {torch.strided}:
         return map(_cdata, map(Tensor.untyped_storage, tensors))
     return map(memory, tensors)
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
-    """The `address` of each, in C for tensors that have one."""
+    """Return the `address` of each, in C for tensors that have one."""
     try:
         return [*map(Tensor.data_ptr, tensors)]
     except RuntimeError:
@@ -51,7 +51,7 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def address(tensor: Tensor) -> int:
-    """Where its memory begins; 0 if it has none, as in a transform of torch.func."""
+    """Return where a tensor's memory begins; 0 if it has none, as in a transform of torch.func."""
     try:
         return tensor.data_ptr()
     except RuntimeError:

@@ -1,6 +1,6 @@
-"""Which optimizers step parameters under a loss scale, and the guards that stand before them.
+"""The guards that stand before optimizers which step parameters under a loss scale.
 
-They are reached through the hooks that PyTorch has for all optimizers, so it does not matter who
+Optimizers are reached through the hooks that PyTorch has for all of them, so it does not matter who
 made one, when, or who calls it: an optimizer is guarded from the first time that it steps a
 parameter whose gradients are scaled. That makes three things module-level here: the scales in use
 and the guard of each optimizer, both weak, and, while an optimizer is in the middle of its step,
@@ -35,7 +35,7 @@ _expected: list[Callable[[Sequence[Tensor]], bool]] = []
 
 
 def use_scale(scale: GraphScale) -> None:
-    """From now on guard all optimizers that step parameters under this scale."""
+    """Guard, from now on, all optimizers that step parameters under this scale."""
     hear_steps(before=_before_step, after=_after_step)
     _scales[scale.serial] = scale
     for optimizer in living(_guards.keyrefs()):
@@ -47,8 +47,9 @@ def use_scale(scale: GraphScale) -> None:
 
 @contextlib.contextmanager
 def scales_expected(are_for: Callable[[Sequence[Tensor]], bool]) -> Iterator[None]:
-    """Within, models may be converted in the middle of a step: by a closure, which calls them for
-    the first time. `are_for`: whether gradients of such parameters would be scaled then."""
+    """Expect, within, that models are converted in the middle of a step: by a closure, which calls
+    them for the first time. `are_for`: whether gradients of such parameters would be scaled then.
+    """
     hear_steps(before=_before_step, after=_after_step)
     _expected.append(are_for)
     try:
@@ -74,23 +75,24 @@ def attach(optimizer: Optimizer, scale: GraphScale | None, conversion: object) -
 
 
 def before_load(optimizer: Optimizer, state: Any) -> None:
-    """An optimizer is about to load a state. One that holds scales, it takes for the models whose
-    parameters it will be seen to step."""
+    """Prepare an optimizer that is about to load a state. If the state holds scales, they are for
+    the models whose parameters it will be seen to step."""
     if isinstance(state, Mapping) and STATE_KEY in state:
         _guard_of(optimizer)
 
 
 def detach(optimizer: Optimizer, conversion: object) -> None:
-    """One conversion less; after the last its `step()` returns what it always did."""
+    """Count one conversion less. After the last the optimizer's `step()` returns what it always
+    did."""
     guard = _guard_of(optimizer)
     guard.conversions.discard(conversion)
     guard.attached = [ref for ref in guard.attached if (scale := ref()) and scale.serial in _scales]
 
 
 def step_counts(optimizer: Optimizer) -> StepCounts:
-    """An optimizer's steps under a loss scale, those before the checkpoint it was loaded from
-    included. Waits for the device. Raises AmpGraphError for what is no optimizer, nor was given to
-    `convert` as one."""
+    """Return an optimizer's steps under a loss scale, those before the checkpoint it was loaded
+    from included. Waits for the device. Raises AmpGraphError for an object that is no optimizer,
+    nor was given to `convert` as one."""
     try:
         guard = _guards.get(optimizer)
     except TypeError:  # there are no weak references to it
@@ -112,8 +114,8 @@ def _in_use() -> list[GraphScale]:
 
 
 def _closure_may_scale(optimizer: Optimizer) -> bool:
-    """Whether gradients that a closure makes may be made under a scale. What it will call is not
-    known."""
+    """Whether gradients that a closure makes may be made under a scale. The models it will call are
+    not known."""
     if any(scale.is_on() for scale in _in_use()):
         return True
     return _are_expected(optimizer)
@@ -132,12 +134,14 @@ def _concerns_a_scale(optimizer: Optimizer) -> bool:
 
 
 def _may_call_a_model(optimizer: Optimizer) -> bool:
-    """Whether its step may itself call a model that is converted then, and gets a scale."""
+    """Whether an optimizer's step may itself call a model that is converted then, and gets a
+    scale."""
     return bool(_expected) and not is_pytorchs(optimizer) and _are_expected(optimizer)
 
 
 def overflowed_by_hand(parameters: Sequence[Tensor], scale: GraphScale | None, by: object) -> bool:
-    """Whether a gradient of these overflowed, which are to be updated without an optimizer."""
+    """Whether a gradient of these parameters overflowed, which are to be updated without an
+    optimizer."""
     own = [] if scale is None else [scale]
     for each in own:
         each.driven_by_grad_scaler = False  # that of another model

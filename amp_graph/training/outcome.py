@@ -1,4 +1,4 @@
-"""What became of a loss scale, to be told when it is gone."""
+"""The outcome of a loss scale, to be told when it is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters are a model's own."""
+"""The parameters that are a model's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LISTS = 16  # of parameters, about which answers are kept
 
 
 class OwnParameters:
-    """Those that a model has, and those of others that its graphs read as such.
+    """The parameters that a model has, and those of others that its graphs read as such.
 
     of_model: the method that returns those that it has; it is held weakly.
     """
@@ -27,12 +27,12 @@ class OwnParameters:
         self._known: dict[tuple[int, ...], _Owned] = {}
 
     def note(self, parameters: Iterable[Tensor]) -> None:
-        """Graphs read these."""
+        """Take note that graphs read these."""
         self._known.clear()
         self._entered.update(dict.fromkeys(parameters))
 
     def among(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Those of some parameters; the answers are kept until they change."""
+        """Return the own ones among some parameters. The answers are kept until they change."""
         given = list(parameters)
         asked = tuple(map(id, given))
         found = self._known.get(asked)
@@ -45,7 +45,7 @@ class OwnParameters:
         return list(itertools.compress(given, found.are_own))
 
     def are_trained(self) -> bool:
-        """Whether any that the model has are."""
+        """Whether any parameter that the model has is trained."""
         return any(p.requires_grad for p in self._all())
 
     def _all(self) -> Iterable[Tensor]:
@@ -55,7 +55,7 @@ class OwnParameters:
 
 @dataclass(frozen=True)
 class _Owned:
-    """Which of the parameters of a list are a model's own."""
+    """The answer for one list of parameters: which of them are a model's own."""
 
     parameters: list[weakref.ref[Tensor]]
     are_own: list[bool]

@@ -24,7 +24,7 @@ from amp_graph.weak_references import living
 
 
 class PendingCalls:
-    """Those of one model."""
+    """The pending calls of one model."""
 
     def __init__(self) -> None:
         self._all: weakref.WeakKeyDictionary[_PendingCall, None] = weakref.WeakKeyDictionary()
@@ -35,7 +35,8 @@ class PendingCalls:
     def add(
         self, results: Iterable[Any], copies: frozenset[int], write: Callable[[], object]
     ) -> None:
-        """One more. `copies`: the ids of those that it computes with; `write`: writes them."""
+        """Add a call. `copies`: the ids of the weights that it computes with; `write`: writes
+        them."""
         found = [r.grad_fn for r in results if isinstance(r, Tensor)]
         nodes = {node for node in found if node is not None}
         if not nodes:
@@ -51,7 +52,8 @@ class PendingCalls:
 
 
 class _PendingCall:
-    """One of them. What keeps it alive are the nodes of its results, which call it first."""
+    """A pending call. The autograd nodes of its results keep it alive, and call it before
+    they run."""
 
     __slots__ = ("__weakref__", "_all", "_awaited", "_write", "copies", "is_overwritten")
 

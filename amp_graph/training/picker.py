@@ -10,7 +10,7 @@ Pick = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 def picker(positions: Sequence[int]) -> Pick:
-    """What takes these out of a sequence, in C."""
+    """Return a function that takes the items at these positions out of a sequence, in C."""
     if len(positions) > 1:
         return itemgetter(*positions)
     first = positions[0] if positions else 0

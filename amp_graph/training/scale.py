@@ -1,4 +1,4 @@
-"""What the boundaries of graphs ask of a loss scale."""
+"""The protocol between the boundaries of graphs and a loss scale."""
 
 from __future__ import annotations
 
@@ -14,28 +14,32 @@ from amp_graph.watched import FirstNonfinite
 
 
 class ModelScale(Protocol):
-    """What the boundaries of a model's graphs ask of its loss scale."""
+    """A model's loss scale, as the boundaries of its graphs see it."""
 
     def is_on(self) -> bool:
         """Whether gradients are scaled in graphs that run from now on."""
 
     def for_call(self, inputs: Sequence[Tensor]) -> Scale:
-        """What scales them in a call of a graph that has these inputs with gradients."""
+        """Return the scale for a call of a graph that has these inputs with gradients."""
 
 
 class Scale(Protocol):
-    """What one call of a graph asks of it."""
+    """The loss scale of one call of a graph."""
 
     def factor(self, gradient: Tensor, create_graph: bool, double_backward: bool = False) -> Tensor:
-        """S for a gradient that comes in, 0-dimensional, float32; the same for all gradients of
-        one backward pass. What is to outlive it has to be a copy. `create_graph`: the pass is
-        recorded, for another derivative. `double_backward`: it is that of a recorded pass."""
+        """Return S for a gradient that comes in, 0-dimensional, float32; the same for all gradients
+        of one backward pass. Copy it if it has to outlive the pass.
+
+        create_graph: whether the pass is recorded, for another derivative.
+        double_backward: whether it is that of a recorded pass.
+        """
 
     def inverse(self, device: torch.device) -> Tensor:
-        """1/S, 0-dimensional, float32."""
+        """Return 1/S, 0-dimensional, float32."""
 
     def held_on(self, devices: Sequence[torch.device]) -> HeldScale:
-        """S on each of these devices, for a graph that reads it itself, in its backward pass."""
+        """Return S on each of these devices, for a graph that reads it itself, in its backward
+        pass."""
 
     @property
     def checked(self) -> CheckedGradients:
@@ -46,8 +50,8 @@ class Scale(Protocol):
         """Set while graphs are to look for values that are not finite."""
 
     def note_parameters(self, parameters: Iterable[Tensor]) -> None:
-        """Called when a graph gets parameters that it has not had before."""
+        """Take note that a graph got parameters that it has not had before."""
 
     def spill_on(self, device: torch.device) -> Tensor | None:
-        """A flag to set where a gradient overflowed that goes out to what the model does not own;
-        None if nobody asks."""
+        """Return a flag to set if a gradient overflowed that goes out to what the model does not
+        own; None if nobody asks."""

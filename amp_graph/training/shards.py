@@ -30,7 +30,7 @@ _handles = WeakTensorKeyDictionary()  # by parameter, weakly; None for one that 
 
 
 def are_sharded(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those that FSDP1 has sharded."""
+    """Return the parameters that FSDP1 has sharded."""
     return [p for p in parameters if hasattr(p, "_fsdp_flattened")]
 
 

@@ -12,13 +12,13 @@ Held = bool | Tensor  # whether gradients that were to be stepped by before were
 
 
 class Spills:
-    """Those of one model: flags of this round, and that there were some before it.
+    """The spills of one model: the flags of this round, and whether there were any before it.
 
     An optimizer of parameters that are no model's own takes no part in rounds: its gradients may be
     from an earlier one, and it may still hold some that it could not step by. `held` tells whether
     it does; it is None for other optimizers, whose parameters have a scale and are always checked.
 
-    last_pass: the backward pass in which there may have been one last.
+    last_pass: the last backward pass in which there may have been a spill.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,8 @@ class Spills:
         self._shown = WeakIdKeyDictionary()  # to whom, and how many writes there were until then
 
     def flag_on(self, device: torch.device) -> Tensor:
-        """The flag on a device, to be written to in a backward pass: 1 once something spilled."""
+        """Return the flag on a device, to be written to in a backward pass: 1 once something
+        spilled."""
         self._writes += 1
         if (running := backward_pass()) != OUTSIDE:
             self.last_pass = running
@@ -62,6 +63,6 @@ class Spills:
         return any_of(flags, flags[0].device)
 
     def clear(self) -> None:
-        """A round has ended."""
+        """Begin a new round."""
         self._flags.clear()
         self._writes_before = self._writes

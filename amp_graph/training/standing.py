@@ -1,4 +1,4 @@
-"""What has entered a graph and stands for its next calls.
+"""Aliases that have entered a graph and stand for its next calls.
 
 Once gradients have gone out of the aliases of a group nothing of the call remains in them, and they
 stand for the next one. A call that comes before that, as the second of two whose losses are added,
@@ -30,7 +30,7 @@ CALLS = 64  # whose aliases stand, those that no backward pass came for among th
 
 
 class Standing:
-    """What has entered for the same parameters in several calls, under one scale."""
+    """The aliases of the same parameters that entered in several calls, under one scale."""
 
     __slots__ = ("__weakref__", "_entered", "_free", "_is_over", "_numbers", "_scale", "_together")
 
@@ -45,7 +45,8 @@ class Standing:
         _all[self] = None
 
     def take(self, scale: Scale | None) -> tuple[Tensor, ...] | None:
-        """What entered in a call and is free; another one makes use of it from now on."""
+        """Return aliases of a call that are free, for another call to use from now on; None if
+        there are none."""
         entered, free = self._entered, self._free  # in this order: it may be let go of meanwhile
         try:
             return entered[free.pop()] if scale == self._scale else None
@@ -62,7 +63,8 @@ class Standing:
         owners: tuple[int, ...],
         fresh: frozenset[int],
     ) -> tuple[Tensor, ...]:
-        """For one more call. The first of several that begin at once is that for all later ones."""
+        """Make aliases for one more call. The first of several calls that begin at once serves all
+        later ones."""
         number = next(self._numbers)
         call = Call(self._scale, owners, fresh, have_gone=partial(self._free.add, number))
         together = self._together  # it may be let go of meanwhile

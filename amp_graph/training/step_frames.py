@@ -14,7 +14,7 @@ HOOKED_STEP = Optimizer.profile_hook_step(Optimizer.step).__code__
 
 
 def steps_around(frame: FrameType | None, enough: int = 1) -> int:
-    """How many there are, of whichever optimizers; it counts up to `enough`."""
+    """Return how many steps there are, of whichever optimizers, counted up to `enough`."""
     steps = filter(_is_step, calling(frame))
     return sum(1 for _ in islice(steps, enough))
 

@@ -49,11 +49,11 @@ InUse = Callable[[], Iterable[GraphScale]]
 
 
 class StepGuard:
-    """Stands in front of one optimizer's `step`. It holds no reference to the optimizer, which may
-    be any object with a `step` and `param_groups`, such as a wrapper.
+    """The guard before one optimizer's `step`. It holds no reference to the optimizer, which may be
+    any object with a `step` and `param_groups`, such as a wrapper.
 
     in_use: returns the scales in use, the oldest first.
-    closure_may_scale: whether what a closure does may be done under one, in use or not.
+    closure_may_scale: whether a closure's work may be done under one, in use or not.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class StepGuard:
         optimizer.step = bound_step(step, optimizer)  # type: ignore[method-assign]
 
     def _begin(self, unguarded: UnguardedStep | None) -> None:
-        """The step before, if it was not guarded, may have raised."""
+        """Begin a step. The step before, if it was not guarded, may have raised."""
         if self._unguarded is not None:
             self._unguarded.give_up()
         self._held = self.record.overflowed
@@ -166,8 +166,8 @@ class StepGuard:
 
     @not_compiled
     def _overflows(self, optimizer: Optimizer) -> Tensor | None:
-        """Whether gradients overflowed that are made under a scale, or that one may have spilled
-        into; None if there are none, or a GradScaler looks after them."""
+        """Return whether gradients overflowed that are made under a scale, or that one may have
+        spilled into; None if there are none, or a GradScaler looks after them."""
         in_use = [*self._in_use()]
         if not in_use:  # as in bfloat16
             return None
@@ -192,8 +192,8 @@ class StepGuard:
 
     @not_compiled
     def _end(self, passes: InnerPasses | None, found: bool | Tensor | None) -> None:
-        """A step is over: undo it if need be, and take note of it. `found`: whether gradients that
-        it began with overflowed; None if they were made under no scale."""
+        """End a step: undo it if need be, and take note of it. `found`: whether gradients that it
+        began with overflowed; None if they were made under no scale."""
         if passes is not None and passes.were_made:
             self._makes_passes = True
             found = passes.end() or found or False
@@ -201,13 +201,13 @@ class StepGuard:
             self._add(found)
 
     def scales(self, optimizer: Optimizer) -> list[GraphScale]:
-        """The scales that this optimizer's gradients are made under, the oldest first."""
+        """Return the scales that this optimizer's gradients are made under, the oldest first."""
         return [*self._owned(parameters_of(optimizer), self._in_use())]
 
     def _owned(
         self, parameters: Sequence[Tensor], in_use: Iterable[GraphScale]
     ) -> dict[GraphScale, Sequence[Tensor]]:
-        """By scale, those of the optimizer's parameters that are its model's own."""
+        """Return, for each scale, those of the optimizer's parameters that are its model's own."""
         return {
             scale: own
             for scale in in_use
@@ -215,9 +215,9 @@ class StepGuard:
         }
 
     def before_unguarded_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """The net under a step that did not come through this guard: the step in which the
+        """Begin the net under a step that did not come through this guard: the step in which the
         optimizer was found, or a call of its class's `step`. It cannot be stopped any more. If
-        gradients overflowed the optimizer gets zeros, and what it does is undone after."""
+        gradients overflowed the optimizer gets zeros, and its changes are undone after."""
         step = self._unguarded
         if step is not None and steps_around(sys._getframe(), enough=2) > 1:
             step.depth += 1  # it calls the step of its base class
@@ -242,7 +242,7 @@ class StepGuard:
         return (optimizer, *others), kwargs
 
     def after_unguarded_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """`args` and `kwargs` are those that the one before left."""
+        """End that net. `args` and `kwargs` are those that `before_unguarded_step` left."""
         step = self._unguarded or UnguardedStep()  # the optimizer's guarded step ran inside of it
         step.depth -= 1
         if step.depth > 0:
@@ -258,8 +258,8 @@ class StepGuard:
 
 
 def _begins_with_closure(optimizer: Optimizer) -> bool:
-    """Whether nothing comes in its step before a call of the closure: PyTorch's own optimizers,
-    unless there are hooks other than ours."""
+    """Whether an optimizer's step begins with a call of the closure, as PyTorch's own do, unless
+    there are hooks other than ours."""
     own: Any = getattr(optimizer, "_optimizer_step_pre_hooks", {})
     hooks = [*own.values(), *_global_optimizer_pre_hooks.values()]
     modules = [str(getattr(hook, "__module__", "")) for hook in hooks]

@@ -17,8 +17,8 @@ Before = Callable[[Optimizer, Any, Any], tuple[Any, dict[str, Any]] | None]
 
 
 def hear_steps(*, before: Before | None = None, after: After) -> None:
-    """From now on each step of an optimizer calls these, once however often they are given. What
-    `before` returns are the arguments that the step is called with."""
+    """Call these at each step of an optimizer from now on, once however often they are given.
+    `before` returns the arguments that the step is called with."""
     _register(before, after)
 
 

@@ -1,4 +1,5 @@
-"""What is known of an optimizer's steps under loss scales, and how that travels in its state."""
+"""The record of an optimizer's steps under loss scales, and how it travels in the optimizer's
+state."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class StepCounts:
 
 @dataclass(frozen=True)
 class _Saved:
-    """What a checkpoint holds, as far as it can be read before the scales are there."""
+    """The content of a checkpoint, as far as it can be read before the scales are there."""
 
     scales: list[Any]
     steps: int
@@ -44,10 +45,10 @@ class _Saved:
 
 
 class StepRecord:
-    """Counts an optimizer's steps, and saves and loads them with its scales. What is no Optimizer
-    has nothing to do so by.
+    """Counts an optimizer's steps, and saves and loads the counts with its scales. An object that
+    is no Optimizer has nothing to save or load them by.
 
-    find_scales: the optimizer's scales, the oldest first.
+    find_scales: returns the optimizer's scales, the oldest first.
     """
 
     def __init__(self, optimizer: Optimizer, find_scales: Callable[[Optimizer], list[GraphScale]]):
@@ -82,7 +83,7 @@ class StepRecord:
 
     @property
     def has_stepped(self) -> bool | Tensor:
-        """Whether the last step was none that was skipped."""
+        """Whether the last step was not skipped."""
         found = self.overflowed
         return found.logical_not() if isinstance(found, Tensor) else not found
 
@@ -155,7 +156,7 @@ class StepRecord:
 
 
 def _loading(scales: Sequence[GraphScale], states: Sequence[Any]) -> Callable[[], None]:
-    """What has scales go on from these states. Raises CheckpointError."""
+    """Return a function that has scales go on from these states. Raises CheckpointError."""
     pairs = zip(scales, states, strict=True)
     loaded = [(scale, *load_state(scale.config, state)) for scale, state in pairs]
 
@@ -167,5 +168,5 @@ def _loading(scales: Sequence[GraphScale], states: Sequence[Any]) -> Callable[[]
 
 
 def _sum(flags: Sequence[Tensor]) -> Tensor:
-    """Of flags that may be on several devices, if a model was moved meanwhile."""
+    """Sum flags up, which are on several devices if a model was moved meanwhile."""
     return torch.stack([sent(flag, flags[-1].device) for flag in flags]).sum()

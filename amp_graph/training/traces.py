@@ -1,11 +1,10 @@
-"""Whether parameters may have changed, by the traces that writing to them leaves.
+"""Traces that writing to parameters leaves, by which they may have changed.
 
-Seen are
-- versions: in-place operators, `load_state_dict`, optimizers that are not fused raise them;
-- other memory: `parameter.data = x`. Where it begins `GraphWeights` asks; here, whether what was
-  read is still there, or was freed and has given way to other memory in its place;
-- steps of a `torch.optim.Optimizer`, whatever it does in them, by the hooks PyTorch has for all;
-- another stream: what another one was given to write need not be there yet.
+Seen are - versions: in-place operators, `load_state_dict`, optimizers that are not fused raise
+them; - other memory: `parameter.data = x`. Where it begins `GraphWeights` asks; here, whether what
+was read is still there, or was freed and has given way to other memory in its place; - steps of a
+`torch.optim.Optimizer`, whatever it does in them, by the hooks PyTorch has for all; - another
+stream: what another one was given to write need not be there yet.
 
 Not seen, outside of an optimizer's step, are writes in place through `parameter.data`, by
 collectives, by other processes, and by kernels that raise no version. After one of those,
@@ -33,7 +32,7 @@ from amp_graph.uncaptured import not_compiled
 
 
 class Traces:
-    """What was seen of some parameters when they were last looked at."""
+    """The traces of some parameters, as they were last looked at."""
 
     def __init__(self) -> None:
         _steps.watch()
@@ -41,18 +40,19 @@ class Traces:
         self._memories = Memories()
 
     def look(self, parameters: Sequence[Tensor], versions: Sequence[int]) -> Any:
-        """What is to be seen of them now."""
+        """Return the traces that these parameters show now."""
         devices = {p.device for p in parameters}
         _steps.note_captures(devices)
         return _steps.count, current_streams(devices), [*versions]
 
     def are_new(self, seen: Any) -> bool:
-        """Whether they may have changed since what was seen last, and kept."""
+        """Whether the parameters may have changed since the traces that were kept."""
         is_same = seen == self._seen and self._memories.are_alive()
         return not is_same or _steps.may_be_unseen()
 
     def keep(self, seen: Any, parameters: Sequence[Tensor]) -> None:
-        """Of parameters that were read since: to another thread they are new until then."""
+        """Keep the traces of parameters that were read since: to another thread they are new until
+        then."""
         memories = Memories()
         memories.add(parameters)
         self._memories, self._seen = memories, seen

@@ -25,24 +25,28 @@ _is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def applied(function: type[Function], *args: Any) -> Any:
-    """What `function.apply` returns. It looks at each argument for what a transform of torch.func
-    left behind, which takes a quarter of a call with many parameters, none of which is such."""
+    """Return what `function.apply` returns, sooner: outside of transforms of torch.func no argument
+    need be looked at for what one left behind."""
     if are_active():
         return function.apply(*args)
     return super(Function, function).apply(*args)  # type: ignore[misc]
 
 
 def unbatched(tensor: Tensor) -> Tensor:
-    """All of the batch that a tensor inside of torch.vmap, or of the older vmap, stands for."""
+    """Return all of the batch that a tensor inside of torch.vmap, or of the older vmap,
+    stands for."""
     while _is_batched(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return _without_levels(tensor)[0]
 
 
 def for_all(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """What a function makes of each element of a tensor. Of the tensors of the older vmap, that of
-    `torch.autograd.grad(is_grads_batched=True)`, it gets the whole batch: what an autograd.Function
-    does to one of them is recorded for what stands for the batch, and forgotten with it."""
+    """Apply a function to each element of a tensor.
+
+    For tensors of the older vmap, that of `torch.autograd.grad(is_grads_batched=True)`, it gets the
+    whole batch: an autograd.Function applied to one element is recorded for what stands for the
+    batch, and forgotten with it.
+    """
     whole, levels = _without_levels(tensor)
     result = function(whole)
     for level in range(1, levels + 1):
@@ -51,8 +55,8 @@ def for_all(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 
 def _without_levels(tensor: Tensor) -> tuple[Tensor, int]:
-    """All of a batch of the older vmap, whose levels count from 1: the last is the first dimension.
-    One that the tensor does not have is a dimension of 1."""
+    """Return all of a batch of the older vmap, and the number of its levels, which count from 1:
+    the last is the first dimension. A level that the tensor does not have is a dimension of 1."""
     level = 0
     while _is_legacy_batched(tensor):
         level += 1
@@ -61,8 +65,8 @@ def _without_levels(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def are_plain(gradients: Sequence[Tensor]) -> bool:
-    """Whether fused calls take these: they are dense, none is batched, and none is of a subclass,
-    which may know no such calls (DTensor)."""
+    """Whether fused calls take these gradients: they are dense, none is batched, and none is of a
+    subclass, which may know no such calls (DTensor)."""
     return (
         {*map(type, gradients)} <= {Tensor}
         and {*map(_layout, gradients)} <= {torch.strided}

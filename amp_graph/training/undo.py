@@ -1,4 +1,4 @@
-"""What it takes to undo an optimizer's step."""
+"""Undo an optimizer's step."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Undo:
 
 
 def _state_of(optimizer: Optimizer) -> dict[Tensor, Any] | None:
-    """A copy; None, with a warning, if there can be none, as of tensors of a class that does not
-    take `clone` (8 bits of a number, say)."""
+    """Return a copy of an optimizer's state; None, with a warning, if there can be none, as for
+    tensors of a class that does not take `clone` (8-bit numbers, say)."""
     if not hasattr(optimizer, "state"):  # a wrapper
         return None
     try:
@@ -70,7 +70,8 @@ def _state_of(optimizer: Optimizer) -> dict[Tensor, Any] | None:
 
 
 def _zeros_of(gradient: Tensor) -> Tensor:
-    """Zeros that can be differentiated if the gradient can, as AdaHessian does inside of a step."""
+    """Return zeros that can be differentiated if the gradient can, as AdaHessian does inside of a
+    step."""
     zeros = torch.zeros_like(gradient)
     if not gradient.requires_grad:
         return zeros

@@ -10,11 +10,11 @@ from amp_graph.training.undo import Undo
 
 @dataclass
 class UnguardedStep:
-    """What is known of one while it is under way.
+    """The state of an unguarded step while it is under way.
 
     depth: how many steps it is in the middle of; one may call that of its base class.
-    undo: how to undo it, if it began with an overflow, or its closure may meet one.
-    passes: those that it makes itself, if it got no closure and began with no overflow.
+    undo: undoes it, if it began with an overflow, or its closure may meet one.
+    passes: the passes that it makes itself, if it got no closure and began with no overflow.
     found: False if the gradients that it then began with were made under a scale; else None.
     """
 
@@ -24,7 +24,7 @@ class UnguardedStep:
     found: bool | None = None
 
     def give_up(self) -> None:
-        """It raised, or another step began meanwhile."""
+        """Clean up: the step raised, or another one began meanwhile."""
         if self.undo is not None:
             self.undo.give_back()
         if self.passes is not None:

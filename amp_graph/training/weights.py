@@ -6,7 +6,7 @@ parameter without a trace (its `_version` stays, seen in torch 2.13), so a copy 
 be stale. Who knows that nothing does such things to a model may ask for copies that are `kept`
 until a trace of a change is seen (`Policy.refresh_weights`).
 
-All of this runs at every call of a model, so what is done for each single parameter is done in C.
+All of this runs at every call of a model, so nearly all work per parameter is done in C.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ _version, _shape = attrgetter("_version"), attrgetter("shape")
 
 
 class LowPrecisionWeights:
-    """Those of one model's parameters, shared by all its graphs.
+    """The low-precision weights of one model's parameters, shared by all its graphs.
 
     kept: whether they are written anew only where a parameter may have changed.
-    choosing: held by the one of several threads that looks for those of a graph, or makes them.
+    choosing: held by the one of several threads that looks for the weights of a graph, or makes
+        them.
     pending: the calls that were computed with them and may go on to a backward pass.
     """
 
@@ -51,8 +52,9 @@ class LowPrecisionWeights:
     def of(
         self, parameters: Sequence[Tensor], dtypes: Sequence[torch.dtype]
     ) -> list[LowPrecisionWeight]:
-        """That of each in its dtype, made where there is none that fits, or the one there is
-        was made of other memory and may be needed as it is, for a backward pass."""
+        """Return the weight of each parameter in its dtype. A new one is made if there is none that
+        fits, or if the one there is was made of other memory and a backward pass may still need it
+        as it is."""
         keys = [(id(p), dtype) for p, dtype in zip(parameters, dtypes, strict=True)]
         now = dict(zip(keys, map(_address, parameters), strict=True))
         weights = self._weights  # and not itself: what a weight refers to is kept by it
@@ -80,8 +82,8 @@ def _address(parameter: Tensor) -> int:
 
 
 class GraphWeights:
-    """Those of them that one graph computes with, for as long as its parameters are the same: a
-    weight in each of `dtypes`, of the first of `parameters`; of the others it has none.
+    """The low-precision weights that one graph computes with, valid while its parameters are the
+    same: a weight in each of `dtypes`, for the first of `parameters`; the others have none.
     """
 
     def __init__(
@@ -109,8 +111,9 @@ class GraphWeights:
         self._traces = Traces() if store.kept and all(map(_leaves_traces, copied)) else None
 
     def are_of(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether they are of these: the same objects, of the same shapes, in the same memory
-        (`p.data = x`). A graph is for one device, and for strides that follow from the shapes."""
+        """Whether these are the parameters: the same objects, of the same shapes, in the same
+        memory (`p.data = x`). A graph is for one device, and for strides that follow from the
+        shapes."""
         return (
             are_still(self._parameters, parameters)
             and [*map(_shape, parameters)] == self._shapes
@@ -144,7 +147,8 @@ class GraphWeights:
         return self._lows if recorded else self._unrecorded
 
     def await_backward(self, results: Sequence[Any]) -> None:
-        """A recorded call has returned these, from which gradients may come."""
+        """Take note that a recorded call has returned these results, from which gradients may
+        come."""
         if self._weights:
             self._pending.add(results, self._ids, self._write_again)
 
@@ -178,5 +182,6 @@ class GraphWeights:
 
 
 def _leaves_traces(parameter: Tensor) -> bool:
-    """Not an inference tensor, which has no version, or a subclass with memory of its own."""
+    """Whether a write to a parameter leaves a trace: not to an inference tensor, which has no
+    version, nor to a subclass with memory of its own."""
     return is_plain(parameter) and not parameter.is_inference()
