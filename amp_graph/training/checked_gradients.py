@@ -20,8 +20,8 @@ class CheckedGradients:
 
     A gradient is known again by its address, while its memory is alive, and by its version, which
     is the same in `.grad` where autograd took the tensor over. A gradient that was accumulated, or
-    replaced by a hook, is not known. One that was written to since is looked at again, and the first
-    answer counts as well: clipped by value, an infinity becomes a finite number. A write that
+    replaced by a hook, is not known. One that was written to since is looked at again, and what was
+    found before counts as well: clipped by value, an infinity becomes a finite number. A write that
     leaves the version alone is not seen: through `.grad.data`, as with GradScaler after `unscale_`;
     by a collective such as `torch.distributed.all_reduce` (torch 2.13), so that one of several
     processes must not ask; or by a foreach function under a dispatch mode. No gradient is kept
