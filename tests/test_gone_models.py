@@ -14,6 +14,7 @@ from torch import nn
 import amp_graph
 from amp_graph.autopatch.exit_report import describe
 from amp_graph.autopatch.script_models import folded
+from amp_graph.calls.conversion import found_conversion
 from amp_graph.training.optimizers import _scales
 
 X = torch.ones(2, 8)
@@ -147,3 +148,16 @@ def test_a_child_process_tells_of_its_own_models(start):
     assert len(figures(installation)) == 1
     installation.undo()
     assert not amp_graph.is_converted(model)
+
+
+def test_the_models_that_are_left_run_their_own_code_after_one_whose_conversion_outlived_it(start):
+    """Until Python's collector is at work: seen of compiled ones on torch 2.15 and Python 3.13."""
+    installation, gone, left = start(), nn.Linear(8, 4), nn.Linear(8, 4)
+    gone(X), left(X)
+    conversion = found_conversion(gone)
+    del gone
+    gc.collect()
+    assert conversion is not None and conversion._module() is None
+    installation.undo()
+    assert not amp_graph.is_converted(left)
+    assert start() is not installation

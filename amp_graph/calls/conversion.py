@@ -176,9 +176,10 @@ class Conversion(Entered):
         await_call(self, self.module)
 
     def close(self) -> None:
-        """Have the model run its own code again."""
+        """Have the model run its own code again, if it is not gone."""
         self.is_awaited = False
-        take_out(self.module)
+        if (module := self._module()) is not None:
+            take_out(module)
         _open.pop(id(self), None)
         if self.scale is not None:
             drop_scale(self.scale)
