@@ -85,6 +85,30 @@ def test_a_wholly_quantised_model_has_nothing_to_convert(start):
     assert not installation.models.seen
 
 
+class Sums(nn.Module):
+    """With sums that could be quantised, as in torchvision's quantisable models, or are."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.layer, self.sums = nn.Linear(8, 8), kind()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.sums, torch.ao.nn.quantized.QFunctional):
+            return self.layer(x)
+        return self.sums.add(self.layer(x), x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("FloatFunctional", None), ("FXFloatFunctional", None), ("QFunctional", "it is quantised")],
+)
+def test_sums_that_can_be_quantised_are_float(start, kind, said):
+    installation, model = start(), Sums(getattr(torch.ao.nn.quantized, kind))
+    model(X).sum().backward()
+    assert amp_graph.is_converted(model) is (said is None)
+    assert said is None or decided(installation) == {"Sums": said}
+
+
 @pytest.mark.parametrize("way", ["autocast", "GradScaler"])
 def test_precision_of_the_scripts_own_goes_first(start, way):
     installation, model = start(), net()

@@ -18,6 +18,7 @@ AUTOCAST = "the script uses torch.autocast"
 BY_SCRIPT = "the script converts it itself"
 COMPILED = "the script uses torch.compile"
 DECORATED = torch.autocast("cpu")(lambda: None).__code__  # of all that it decorates
+FLOAT = ("FloatFunctional", "FXFloatFunctional")  # of torch.ao.nn.quantized, but in float32
 ON_META = "its parameters are on the meta device"
 
 
@@ -31,7 +32,7 @@ def why_not(module: nn.Module, inner: nn.Module) -> str:
         return "it is scripted"
     if dtypes := other_dtypes(inner):
         return dtypes
-    if any(".quantized" in type(m).__module__ for m in inner.modules()):
+    if any(map(_is_quantised, inner.modules())):
         return "it is quantised"
     for p in inner.parameters():
         if kind := held_otherwise(p):
@@ -43,6 +44,12 @@ def why_not(module: nn.Module, inner: nn.Module) -> str:
     if is_grad_scaler_around():
         return "the script uses a GradScaler"
     return ""
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    """Whether a module is a quantised one: not a sum that is written so that it can be."""
+    kind = type(module)
+    return ".quantized" in kind.__module__ and kind.__name__ not in FLOAT
 
 
 def other_dtypes(module: nn.Module) -> str:
