@@ -93,11 +93,11 @@ def retrace(
         traced = retracer.run()
     finally:
         retracer.leave_autocast()
+    call_inputs(traced, names.of_inputs(module, inputs), names.buffers_of(module, inputs))
     for node in traced.graph.nodes:
         node.meta["module_path"] = module_path(node, names.modules)
         for kind in filter(None, map(held_otherwise, tensors_of(node))):
-            raise CaptureError(f"{node.name} is {kind}")
-    call_inputs(traced, names.of_inputs(module, inputs), names.buffers_of(module, inputs))
+            raise CaptureError(f"{node.meta.get('called', node.name)} is {kind}")
     mark_bodies(traced)
     return join_parts(traced)
 
