@@ -112,7 +112,6 @@ class NodeFacts:
     asked: bool = False
     recorded: bool = field(default=False, compare=False)
     scalars: tuple[float, ...] = ()
-    unknown: tuple[str, ...] = ()
     terms: int | None = None
     sums: int = 1
     fixed: str = ""
@@ -120,6 +119,7 @@ class NodeFacts:
     module_path: str = ""
     source: str = ""
     code: str = ""
+    unknown: tuple[str, ...] = ()
 
     @property
     def is_view(self) -> bool:

@@ -51,23 +51,6 @@ def report_of(installation, folder=None) -> str:
     return written.getvalue()
 
 
-def test_the_dump_holds_the_report_and_every_graph(start, tmp_path):
-    installation, model = start(COMPILER="eager"), net()
-    model(X)
-    model.eval()(X)
-    with torch.no_grad():
-        model(X)
-    text = report_of(installation, tmp_path / "new" / "folder")
-    assert text.startswith(
-        "amp_graph: Sequential: 9 of 9 operators on bfloat16 tensors, 6 casts moving"
-    )
-    files = sorted(f.name for f in (tmp_path / "new" / "folder").iterdir())
-    plans = [f"0-Sequential-{i}.txt" for i in range(len(files) - 2)]
-    assert files == ["0-Sequential", *plans, "report.json"] and plans
-    assert "aten.linear" in (tmp_path / "new" / "folder" / plans[0]).read_text()
-    assert (tmp_path / "new" / "folder" / "0-Sequential" / "index.html").is_file()
-
-
 def test_an_entry_of_the_json_report_has_what_there_is(start):
     installation, model = start(DTYPE="float16"), net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -30,9 +30,12 @@ class Rescaling(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_numbers_beyond_a_range_are_known_in_each_of_many_models(dtype: str) -> None:
+@pytest.mark.parametrize("kind", [float, int])
+def test_numbers_beyond_a_range_are_known_in_each_of_many_models(
+    dtype: str, kind: type[float | int]
+) -> None:
     for fold in range(SEVERAL + 3):
-        model = Rescaling(180_000.0 + 1000 * fold, 80_000.0 + 1000 * fold)
+        model = Rescaling(kind(180_000 + 1000 * fold), kind(80_000 + 1000 * fold))
         expected = copy.deepcopy(model)(X)
         result = amp_graph.convert(model, policy=dtype)(X)
         torch.testing.assert_close(result, expected, rtol=2e-2, atol=1000)
@@ -77,15 +80,18 @@ def test_a_size_that_changes_is_a_number_in_range() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "number"),
+    ("hosts", "dtype", "number"),
     [
-        ([2, 1], None),
-        ([3, 2, 1], 3),
-        ([3, 3, 2, 1], 3),
-        ([3, 3, 3, 2, 1], None),  # tried, and of no use
-        ([6, 3, 3, 3, 2, 1], None),
+        ([2, 1], torch.bfloat16, None),
+        ([3, 2, 1], torch.bfloat16, 3),
+        ([3, 3, 2, 1], torch.bfloat16, 3),
+        ([3, 3, 3, 2, 1], torch.bfloat16, None),  # tried, and of no use
+        ([6, 3, 3, 3, 2, 1], torch.bfloat16, None),
+        ([3, 2, 1], torch.float16, None),
     ],
 )
-def test_number_of_the_latest_is_shared(hosts: list[int], number: int | None) -> None:
+def test_number_of_the_latest_is_shared(
+    hosts: list[int], dtype: torch.dtype, number: int | None
+) -> None:
     captures: Any = [SimpleNamespace(number=host) for host in hosts]
-    assert number_for(captures) == number
+    assert number_for(captures, dtype) == number

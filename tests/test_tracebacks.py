@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -61,3 +62,29 @@ def test_errors_of_this_package_show_all_frames() -> None:
 
 def test_a_traceback_of_nothing_is_nothing() -> None:
     assert without_ours(None) is None
+
+
+@dataclass(frozen=True)
+class EarlyExit(Exception):
+    logits: Tensor
+
+
+class LeavesEarly(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if self.is_bad:
+            raise EarlyExit(y)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning")
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_an_error_that_nobody_may_write_to_comes_through(is_captured: bool) -> None:
+    model = amp_graph.convert(LeavesEarly(), policy="bfloat16")
+    if is_captured:
+        model(X)
+    model.is_bad = True
+    for _ in range(2):
+        with pytest.raises(EarlyExit) as raised:
+            model(X)
+        assert raised.value.logits.shape == (4, 2)

@@ -13,7 +13,7 @@ from amp_graph.autopatch.left_alone import BY_SCRIPT
 from amp_graph.autopatch.script_models import Model, folded
 from amp_graph.autopatch.standard_error import say
 from amp_graph.autopatch.told import Ran, Scaled, Told, in_lines, told_of
-from amp_graph.convert import is_converted
+from amp_graph.calls.conversion import found_conversion
 from amp_graph.inspection import render
 from amp_graph.inspection.dump import dump
 from amp_graph.inspection.spelling import byte_count, plural
@@ -65,8 +65,9 @@ def _write(models: Sequence[Model], report: dict[str, Any], folder: Path) -> Non
                 text = render(plan)
                 (folder / f"{stem}-{graph}.txt").write_text(text, encoding="utf-8")
             module = model.module()
-            if module is not None and is_converted(module):
-                dump(module, folder / stem)
+            conversion = None if module is None else found_conversion(module)
+            if conversion is not None and conversion.places_in_force():
+                dump(conversion.module, folder / stem)
     except Exception as error:
         say(f"cannot write to {folder}: {error}")
 

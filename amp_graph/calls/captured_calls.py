@@ -81,7 +81,7 @@ class CapturedCalls:
         before.way = chosen.way
         before.kept = Kept(self._entry.module, parameters=False) if self._is_new else None
         before.watch = watch = self._watches.take()
-        run = chosen.run if watch is None else self._graphs.watched_by(watch)(chosen.run)
+        run = chosen.run if watch is None else partial(self._graphs.run_watched, watch, chosen.run)
         try:
             result = run(*args, **kwargs)
         except BaseException as error:

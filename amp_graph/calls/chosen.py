@@ -18,7 +18,7 @@ from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.calls.ways import PLAINLY, Way
 from amp_graph.capture.captures import Caller, Captures, GuardsFail
 from amp_graph.capture.frames import try_flat_again
-from amp_graph.modules import Forwards, Run
+from amp_graph.modules import Forwards, Run, devices_of
 from amp_graph.outer_autocast import without_autocast
 from amp_graph.training.engine import OUTSIDE, backward_pass
 from amp_graph.weak_references import weak_method
@@ -113,8 +113,8 @@ class Chosen:
             if not self._graphs.hooks.are_there():
                 self._kind = kind_of(self._graphs.entry, self._compiler)
             if self._kind is not None:
-                hosts = captures_for(self._kind)
-                number = number_for(hosts)
+                hosts, devices = captures_for(self._kind), devices_of(self._graphs.module)
+                number = number_for(hosts, self._compiler.policy.dtype_for(devices))
                 self._hosts = iter(hosts)
                 self._number = self._number if number is None else number
             self._be_guest()

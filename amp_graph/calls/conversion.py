@@ -227,7 +227,8 @@ class Conversion(Entered):
             try:
                 result = self._calls[method](*args, **kwargs)
             except BaseException as error:
-                error.__traceback__ = without_ours(error.__traceback__)
+                # Not by an assignment: its class may forbid these.
+                BaseException.with_traceback(error, without_ours(error.__traceback__))
                 raise
         if self.policy.output_dtype is None:
             return result

@@ -22,7 +22,7 @@ from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.capture.own_regions import is_in_none
 from amp_graph.custom_functions import behind_functions
 from amp_graph.errors import warn
-from amp_graph.modules import Entry, has_backward_hooks, has_compiled_forward
+from amp_graph.modules import Entry, Run, has_backward_hooks, has_compiled_forward
 from amp_graph.outer_autocast import autocast_devices, without_autocast
 from amp_graph.policy import Policy
 
@@ -72,15 +72,15 @@ class ModelGraphs:
     def module(self) -> nn.Module:
         return self.entry.module
 
-    @contextlib.contextmanager
-    def watched_by(self, watch: Outside) -> Iterator[None]:
-        """Put a watch around a call."""
+    def run_watched(self, watch: Outside, run: Run, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a call under a watch."""
         before, self.own.watch = self.own.watch, watch
         hooks = self.hooks.number()
         try:
             with watch:
-                yield
+                result = run(*args, **kwargs)
             watch.adds_hooks = self.hooks.number() > hooks
+            return result
         finally:
             self.own.watch = before
 

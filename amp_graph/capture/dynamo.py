@@ -45,7 +45,7 @@ from torch.utils import checkpoint
 
 from amp_graph.capture.frames import Attempt
 from amp_graph.capture.interrupts import interrupts_held
-from amp_graph.capture.surroundings import call_beside_traces, under_dispatch_modes
+from amp_graph.capture.surroundings import UnderDispatchModes, call_beside_traces
 from amp_graph.dynamo_changes.in_force import changes_in_force
 from amp_graph.dynamo_changes.left_to_python import is_coroutine
 from amp_graph.dynamo_changes.replaced import with_entries
@@ -152,7 +152,7 @@ class CapturedCode:
         return self._compiled(module, *args, **kwargs)
 
     def _without_hooks(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        with under_dispatch_modes():
+        with UnderDispatchModes():
             return self._compiled(module, *args, **kwargs)
 
 

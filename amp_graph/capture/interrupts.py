@@ -12,32 +12,39 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
-PATIENCE = 3  # so many interrupts are not held: a capture can take minutes
+PATIENCE = 2  # so many interrupts are not held: a capture can take minutes
+
+
+class _Holding:
+    """A handler that holds interrupts for another, `script`, which is the script's."""
+
+    def __init__(self, script: Any) -> None:
+        self.script, self.held = script, 0
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.held += 1
+        if self.held >= PATIENCE:
+            self.held = 0
+            self.script(number, frame)
 
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
     """Hold interrupts, within, and handle one on exit as the script has it. Where no Python handler
-    would run, in other threads, say, nothing is changed."""
+    would run, in other threads, say, or interrupts are held already, nothing is changed."""
     script = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(script):
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not callable(script) or isinstance(script, _Holding):
         yield
         return
-    held = 0
-
-    def hold(number: int, frame: object) -> None:
-        nonlocal held
-        held += 1
-        if held >= PATIENCE:
-            held = 0
-            script(number, frame)  # type: ignore[arg-type]
-
-    signal.signal(signal.SIGINT, hold)
+    holding = _Holding(script)
+    signal.signal(signal.SIGINT, holding)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is hold:
+        if signal.getsignal(signal.SIGINT) is holding:
             signal.signal(signal.SIGINT, script)
-        if held:
+        if holding.held:
             script(signal.SIGINT, sys._getframe())

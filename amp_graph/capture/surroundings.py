@@ -21,11 +21,10 @@ Private names of PyTorch used here:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -139,25 +138,26 @@ def can_watch() -> bool:
     return set_flag is not None
 
 
-@contextlib.contextmanager
-def under_dispatch_modes() -> Iterator[None]:
-    """Keep captured graphs in use under a dispatch mode (a FLOP counter, say).
+class UnderDispatchModes:
+    """Keeps captured graphs in use under a dispatch mode (a FLOP counter, say).
 
     Dynamo would run the user's code instead and mark it as never to be captured again. The
-    modes see the operators of the emitted graphs.
+    modes see the operators of the emitted graphs. A class, as `contextlib.contextmanager` writes
+    to each error that comes through, which the error's class may forbid.
     """
-    modes = [m for m in _get_current_dispatch_mode_stack() if not m.ignore_compile_internals()]
-    if not modes or set_flag is None:
-        yield
-        return
-    for mode in modes:
-        mode.__dict__["ignore_compile_internals"] = _yes
-    set_flag(False)
-    try:
-        yield
-    finally:
-        set_flag(True)
-        for mode in modes:
+
+    def __enter__(self) -> None:
+        stack = _get_current_dispatch_mode_stack() if set_flag is not None else []
+        self._modes = [mode for mode in stack if not mode.ignore_compile_internals()]
+        for mode in self._modes:
+            mode.__dict__["ignore_compile_internals"] = _yes
+        if self._modes and set_flag is not None:
+            set_flag(False)
+
+    def __exit__(self, *_: object) -> None:
+        if self._modes and set_flag is not None:
+            set_flag(True)
+        for mode in self._modes:
             del mode.__dict__["ignore_compile_internals"]
 
 

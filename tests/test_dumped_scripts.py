@@ -1,0 +1,49 @@
+"""What AMP_GRAPH_DUMP writes when a script ends."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amp_graph.autopatch.exit_report import write_report
+
+X = torch.randn(4, 8)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
+
+
+class Raising(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        raise ValueError("never runs")
+
+
+def test_the_dump_holds_the_report_and_every_graph(start, tmp_path, capsys):
+    installation, model = start(COMPILER="eager"), net()
+    model(X)
+    model.eval()(X)
+    with torch.no_grad():
+        model(X)
+    write_report(installation.models.seen, tmp_path / "new" / "folder")
+    text = capsys.readouterr().err
+    assert "amp_graph: Sequential: 9 of 9 operators on bfloat16 tensors, 6 casts moving" in text
+    files = sorted(f.name for f in (tmp_path / "new" / "folder").iterdir())
+    plans = [f"0-Sequential-{i}.txt" for i in range(len(files) - 2)]
+    assert files == ["0-Sequential", *plans, "report.json"] and plans
+    assert "aten.linear" in (tmp_path / "new" / "folder" / plans[0]).read_text()
+    assert (tmp_path / "new" / "folder" / "0-Sequential" / "index.html").is_file()
+
+
+def test_a_model_that_was_never_captured_hides_no_other(start, tmp_path, capsys):
+    installation, first, second = start(), Raising(8, 8), net()
+    with pytest.raises(ValueError, match="never runs"):
+        first(X)
+    second(X)
+    write_report(installation.models.seen, tmp_path)
+    assert "cannot write" not in capsys.readouterr().err
+    assert len(json.loads((tmp_path / "report.json").read_text())["models"]) == 2
+    assert (tmp_path / "1-Sequential" / "index.html").is_file()
