@@ -40,7 +40,7 @@ class CheckpointError(AmpGraphError):
     """A saved state is damaged, or is not one of this package."""
 
 
-# What was given is wrong. It is raised wherever it shows, and never a reason to run something else.
+# Wrong arguments: raised wherever they show, and never a reason to run something else.
 MISTAKES = (PolicyError, PlanError, CheckpointError)
 
 
@@ -56,8 +56,8 @@ class OverflowAbort(AmpGraphError):
     """Too many optimizer steps in a row were skipped, because gradients were not finite."""
 
 
-# What code raises that does not fail: memory ran out, or the second forward of a checkpoint has
-# made all that its backward pass needs.
+# Errors of code that does not fail: memory ran out, or the second forward of a checkpoint has made
+# all that its backward pass needs.
 NO_FAILURES = torch.OutOfMemoryError, _StopRecomputationError
 
 

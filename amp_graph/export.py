@@ -44,7 +44,7 @@ from amp_graph.reasons import why_nothing_is_low
 
 SHAPES = (Mapping, tuple, list, ShapesCollection, AdditionalInputs, type(None))
 
-# What torch.export asserts of the operand of a conversion: its dtype in float32, for one.
+# torch.export's assertion about the operand of a conversion: its dtype in float32, for one.
 ASSERTS_METADATA = torch.ops.aten._assert_tensor_metadata.default
 
 

@@ -103,7 +103,7 @@ class Kept:
         of_modules += [vars(m) for m in complete]
         # With a mark beside them, as transformers has, hooks that stayed would be added once more.
         of_modules += [vars(m)[name] for m in complete for name in HOOKS if name in vars(m)]
-        # Those of a TorchScript module are held by what only looks like one.
+        # A TorchScript module's are held by an object that only looks like a dictionary.
         self._held = [(held, dict(held)) for held in of_modules if isinstance(held, dict)]
         values = [value for held in of_modules for value in held.values()]
         self._tensors = KeptTensors([*values, *(model.parameters() if parameters else ())])

@@ -19,7 +19,7 @@ from torch import fx
 from amp_graph.graphs.aten import CUSTOM_FUNCTION
 from amp_graph.graphs.grad_modes import grad_modes
 
-# What its marks are called in 2.13; a version that calls them otherwise keeps its operator.
+# The names of its marks in 2.13; with other names in another version the operator is kept.
 MARKS = {"dirty_idx", "non_differentiable_idx", "saved_for_backward_idx"}
 
 

@@ -32,7 +32,7 @@ from torch import nn
 from amp_graph.errors import AmpGraphError
 from amp_graph.modules import CALL, Run, plain_code
 
-# What the functions that call methods of a module, which may be stood in for, call that module.
+# By function that calls a method of a module, which may be stood in for: its name for the module.
 OBJECTS = {
     "_wrapped_call_impl": "self",
     "deepcopy": "x",

@@ -69,7 +69,7 @@ if torch.distributed.is_available():
     from torch.distributed.fsdp import FSDPModule as SHARDED
 
 _capturing = convert_frame.compile_lock  # Dynamo lets one thread at a time capture
-# Of calls that are no more: the code, and the `id` of what compiled its graphs.
+# For calls that are no more: the code, and the `id` of its graph compiler.
 _abandoned: deque[tuple[types.CodeType, int]] = deque()
 
 GraphCompiler = Callable[[fx.GraphModule, list[Any]], Run]

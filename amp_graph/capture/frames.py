@@ -39,7 +39,7 @@ MAX_CAPTURES = 16  # so many calls that captured something, and are not repaid, 
 REPAID_BY = 4  # as many calls that captured nothing repay one that did
 SOME, LONG = 8, 30.0  # so many of those, and seconds of capturing, are worth a word before that
 RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
-# What Dynamo calls the code behind a break.
+# Dynamo's name for the code behind a break.
 RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
 GUARD = re.compile(r"\d+/\d+: (.*?)(?:\s+#.*# (\S+:\d+ in \S+).*)?$", re.MULTILINE)
 AS_EVER = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)

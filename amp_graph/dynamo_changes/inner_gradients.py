@@ -107,7 +107,7 @@ def cuts(graph: fx.Graph) -> list[fx.Node]:
     if len(results) < 2:
         return []
     leading = _leading_to(results, written)
-    # As it is returned, a result is there when it was last written to.
+    # A result is there, as it is returned, when it was last written to.
     done = {n: max(map(place.__getitem__, [n, *written.get(memory(n), ())])) for n in results}
     done |= {n: done[x] for x in inputs if x in done for n in place if memory(n) == memory(x)}
     begins = begins_of_transforms(graph)
@@ -140,7 +140,7 @@ def _leading_to(results: list[fx.Node], written: Mapping[int, list[fx.Node]]) ->
 
 def _requires_grad(node: fx.Node) -> bool:
     values = [v for v in tree_leaves(node.meta.get("example_value")) if isinstance(v, Tensor)]
-    # Those of a transform that has ended say no, whatever they said in it.
+    # Tensors of a transform that has ended say no, whatever they said inside it.
     return any(v.requires_grad or not isinstance(v, FakeTensor) for v in values)
 
 

@@ -25,7 +25,8 @@ from amp_graph.dynamo_changes.own_guards import hold_while
 from amp_graph.dynamo_changes.replaced import Change
 from amp_graph.graphs.writes import is_as_made
 
-# What a call returns, given the function, the frame and the arguments, or None to capture it.
+# Returns the result of a call, given the function, the frame and the arguments, or None to capture
+# the call.
 Find = Callable[..., Any]
 
 

@@ -34,8 +34,8 @@ CAPTURE_LOGS = (
     "torch._dynamo.variables.ctx_manager",
 )
 
-# Those that say in which function a line stands. Dynamo asks that of each line which calls an
-# operator, heard or not, and for it takes the whole file apart.
+# Logs that say in which function a line stands. Dynamo finds that out for each line which calls an
+# operator, heard or not, and parses the whole file for it.
 LOCATION_LOGS = [
     getArtifactLogger(symbolic_convert.__name__, name) for name in ("trace_call", "trace_source")
 ]

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch._dynamo.guards import GuardBuilder
 
-# A class or module, the name of a method or function of it, and what takes the place of that, which
-# is given what it was and then its arguments.
+# A class or module, the name of a method or function of it, and its replacement, which is given the
+# original and then the arguments.
 Change = tuple[Any, str, Callable[..., Any]]
-# What returns a table, and what that is to have as well, or instead of its own.
+# A function that returns a table, and entries to put into it, perhaps in place of its own.
 Entries = tuple[Callable[[], dict[Any, Any]], Mapping[Any, Any]]
 
 LOOK_UP = "var_getattr" if torch.__version__ < "2.14" else "tp_getattro_impl"

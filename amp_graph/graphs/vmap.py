@@ -26,7 +26,7 @@ from amp_graph.errors import CaptureError
 
 DETACH = torch.ops.aten.detach.default
 TRANSFORMS = ("torch._functorch", "torch._C._functorch")
-# What Dynamo makes of a vmap, and how much deeper one is inside of it after that.
+# Dynamo's functions for a vmap, each with how much deeper one is inside of it afterwards.
 STEPS = {
     "lazy_load_decompositions": 0,
     "_vmap_increment_nesting": 1,

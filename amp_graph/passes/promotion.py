@@ -17,9 +17,9 @@ from amp_graph.ir import FREE, Color, NodeFacts, Paint
 from amp_graph.levels import Level
 from amp_graph.passes.scene import Scene
 
-# What a value carries, as bits. Nothing, if it takes no part in promotion. What is exact holds only
-# numbers that every precision has, such as zeros; it is wide too, as a sum that begins with it. A
-# raw value that something low was added to has moved.
+# Properties of a value, as bits; none if it takes no part in promotion. An exact value holds only
+# numbers that every precision has, such as zeros; it is wide, too, as is a sum that begins with it.
+# A raw value that something low was added to has moved.
 WIDE, LOW, WEIGHT, EXACT, MOVED = 1, 2, 4, 8, 16
 
 

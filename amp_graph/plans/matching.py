@@ -16,7 +16,7 @@ from typing import Any
 
 from amp_graph.ir import NodeFacts, Plan
 
-# What is a view at some sizes, and a copy, or nothing at all, at others.
+# Operators that are a view at some sizes, and a copy, or left out, at others.
 MAY_COPY = {"clone", "contiguous", "flatten", "ravel", "reshape", "reshape_as"}
 
 

@@ -27,7 +27,7 @@ from amp_graph.training.scale import Scale
 from amp_graph.training.transforms import applied, are_plain, for_all
 from amp_graph.uncaptured import never_captured
 
-# Of a model that takes gradients inside, Dynamo would capture what runs in them.
+# In a model that takes gradients inside, Dynamo would capture the backward passes.
 not_captured = never_captured(reason="the boundary of a graph of amp_graph")
 
 
@@ -202,7 +202,7 @@ class _WriteBack(Function):
     @staticmethod
     @not_captured
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        # Of a view autograd would take None for all of its base (torch 2.13).
+        # For a view autograd would take None for its whole base (torch 2.13).
         overwritten = torch.zeros_like(gradient) if ctx.is_of_view else None
         return None, overwritten, _come_in(ctx.scale, gradient, ctx.dtype)
 

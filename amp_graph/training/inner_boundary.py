@@ -100,7 +100,7 @@ class _End(Function):
     @staticmethod
     @not_captured
     def backward(ctx: Any, _: Tensor | None) -> tuple[None, None, None]:
-        # What several processes add up later is looked at then.
+        # Gradients that several processes add up later are looked at then.
         if not (torch.is_grad_enabled() or has_process_group()):
             found = [gradient for gradient in map(_grad, ctx.parameters) if gradient is not None]
             if not _are_alike(found, ctx.device):  # the others are looked at by who uses them

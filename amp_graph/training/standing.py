@@ -39,7 +39,7 @@ class Standing:
         self._is_over = False
         self._numbers = count()
         self._entered: dict[int, tuple[Tensor, ...]] = {}
-        # Of which no call makes use. Threads put into it and take out of it.
+        # The numbers that no call makes use of. Threads put into it and take out of it.
         self._free: set[int] = set()
         self._together: Tensor | None = None
         _all[self] = None

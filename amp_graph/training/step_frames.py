@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from amp_graph.callers import calling
 
-# What PyTorch calls steps and their hooks by.
+# The code in which PyTorch calls steps and their hooks.
 HOOKED_STEP = Optimizer.profile_hook_step(Optimizer.step).__code__
 
 

@@ -63,7 +63,7 @@ class StepGuard:
         closure_may_scale: Callable[[Optimizer], bool],
     ):
         self.attached: list[weakref.ref[GraphScale]] = []
-        # That it was given to; if there are any, step() returns whether it stepped.
+        # Those it was given to; if there are any, step() returns whether it stepped.
         self.conversions: weakref.WeakSet[Any] = weakref.WeakSet()
         self.is_stepping = False
         self.record = StepRecord(optimizer, weak_method(self.scales))
@@ -144,7 +144,7 @@ class StepGuard:
         if guarded.overflowed:
             self._add(True)
             return guarded.loss
-        # Of PyTorch's own, which begin with the closure, LBFGS alone calls it again.
+        # Among PyTorch's own, which begin with the closure, LBFGS alone calls it again.
         is_at_risk = not guarded.is_first or (guarded.is_scaled and isinstance(optimizer, LBFGS))
         undo = Undo(optimizer) if is_at_risk else None
         result = original(*args, **kwargs)
