@@ -1,6 +1,6 @@
 """Training to convergence in mixed precision ends where float32 ends.
 
-    python scripts/parity.py                    all tasks, 5 seeds, about half an hour
+    python scripts/parity.py                    all tasks, 5 seeds, ten minutes to half an hour
     python scripts/parity.py --task lstm --seeds 3 --share 0.2
     python scripts/parity.py --task gan --autocast      torch.autocast and GradScaler beside it
 
