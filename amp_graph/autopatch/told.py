@@ -13,6 +13,7 @@ from amp_graph.backend.record import Record
 from amp_graph.capture.breaks import each_once
 from amp_graph.dtypes import dtype_name
 from amp_graph.reasons import dtype_of, why_nothing_is_low
+from amp_graph.sums import added
 
 FEW = 3  # lines of models that only differ in what they are made of
 
@@ -32,7 +33,7 @@ class Ran:
     fallbacks: tuple[str, ...] = ()
 
     def __add__(self, other: Ran) -> Ran:
-        return Ran(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return added(self, other)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 from amp_graph.callers import is_ours, is_pythons, place
 from amp_graph.capture.breaks import FLAT, MODEL, each_once, in_other_words
 from amp_graph.dynamo_changes.recapture_reasons import OF_OTHERS
+from amp_graph.sums import added
 
 MAX_CAPTURES = 16  # so many calls that captured something, and are not repaid, are too many
 REPAID_BY = 4  # as many calls that captured nothing repay one that did
@@ -70,12 +71,7 @@ class Cost:
     work: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.models + other.models,
-            self.captures + other.captures,
-            self.seconds + other.seconds,
-            self.work + other.work,
-        )
+        return added(self, other)
 
 
 class FramesOfThread(threading.local):

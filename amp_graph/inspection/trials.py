@@ -26,6 +26,7 @@ from amp_graph.passes.place_casts import cast_bytes, place_casts
 from amp_graph.plans.pins import Pins, pins_for
 from amp_graph.policy import Policy
 from amp_graph.rules import Rule
+from amp_graph.sums import added
 
 Facts = Mapping[str, NodeFacts]
 Edit = Callable[[NodeFacts], NodeFacts]
@@ -53,12 +54,7 @@ class Gain:
     cast_bytes: int = 0
 
     def __add__(self, other: Gain) -> Gain:
-        return Gain(
-            self.nodes + other.nodes,
-            self.bytes + other.bytes,
-            self.flops + other.flops,
-            self.cast_bytes + other.cast_bytes,
-        )
+        return added(self, other)
 
 
 class Trials:

@@ -112,10 +112,11 @@ def numbers_not_known(scene: Scene, n: int) -> Paint | None:
     input put among other numbers, such as a mask value in a buffer."""
     if scene.dtype is not torch.float16 or scene.colors[n] not in FREE:
         return None
-    unknown = [*scene.facts[n].unknown]
-    operands = [scene.facts[p] for p in scene.flow.predecessors(n)]
-    if scene.colors[n] is Color.CLEAR and len(operands) > 1:
-        unknown += (f.name for f in operands if f.op == "placeholder" and f.is_scalar)
+    unknown = scene.facts[n].unknown
+    if scene.colors[n] is Color.CLEAR and not unknown:
+        operands = [scene.facts[p] for p in scene.flow.predecessors(n)]
+        puts = (f.name for f in operands if f.op == "placeholder" and f.is_scalar)
+        unknown = tuple(puts) if len(operands) > 1 else ()
     return Paint(Color.DENY, Rule.NOT_KNOWN, unknown[0]) if unknown else None
 
 

@@ -25,7 +25,7 @@ STEP_DEPTH = 16  # frames between a scaler's step() and an optimizer's hooks, wr
 
 def is_grad_scaler_stepping(frame: FrameType | None) -> bool:
     """Whether the call in this frame comes from an enabled scaler's `step`."""
-    for _ in range(STEP_DEPTH):
+    for _ in range(STEP_DEPTH):  # not by `calling`, a generator: each step asks this
         if frame is None:
             return False
         if frame.f_code in STEPS:
