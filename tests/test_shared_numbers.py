@@ -60,6 +60,15 @@ class Annealed(nn.Module):
         return y.masked_fill(y > self.sharpness / 4, self.fill - 1)
 
 
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.steps = nn.Linear(8, 2), 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layer(x)) / len(x) * self.steps
+
+
 @pytest.mark.parametrize(("sharpness", "fill"), [(1e-7, -1e-6), (2.0, 3.0), (1e6, -1e9)])
 def test_numbers_that_change_between_calls_are_in_range(sharpness: float, fill: float) -> None:
     model, plain = amp_graph.convert(Annealed(), policy="float16"), Annealed()
@@ -70,6 +79,18 @@ def test_numbers_that_change_between_calls_are_in_range(sharpness: float, fill: 
     torch.testing.assert_close(result, plain(X), rtol=1e-2, atol=1e-2 * sharpness)
     assert len(amp_graph.plans(model)) == 2
     assert {p.rule for p in amp_graph.plans(model)[1].paints.values()} >= {"number not known"}
+
+
+@pytest.mark.parametrize("count", [3, 10**6, -(10**9)])
+def test_integers_that_change_between_calls_are_in_range(count: int) -> None:
+    model, plain = amp_graph.convert(Counting(), policy="float16"), Counting()
+    plain.load_state_dict(model.state_dict())
+    for rows, model.steps in ((2, 1), (3, 2), (4, count)):
+        result = model(X[:rows])
+    plain.steps = count
+    torch.testing.assert_close(result, plain(X), rtol=1e-2, atol=0.01)
+    plan = amp_graph.plans(model)[-1]
+    assert (plan.precision("div"), plan.precision("mul")) == ("float16", "float32")
 
 
 def test_a_size_that_changes_is_a_number_in_range() -> None:

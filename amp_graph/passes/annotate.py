@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Set
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from amp_graph.capture.own_regions import in_regions
 from amp_graph.dtypes import INTEGERS, dtype_name
@@ -58,9 +59,10 @@ def annotate(module: fx.GraphModule, lists: OpLists, dtype: torch.dtype) -> dict
     memory = _Memory(module)
     facts: dict[str, NodeFacts] = {}
     inside, recorded = in_regions(module), differentiated(module.graph)
+    sizes = _sizes(module.graph)
     for node in module.graph.nodes:
         region = OWN_AUTOCAST if node in inside else ""
-        facts[node.name] = _facts(node, lists, dtype, memory, region, node in recorded)
+        facts[node.name] = _facts(node, lists, dtype, memory, sizes, region, node in recorded)
     return facts
 
 
@@ -69,6 +71,7 @@ def _facts(
     lists: OpLists,
     dtype: torch.dtype,
     memory: _Memory,
+    sizes: Set[Any],
     region: str,
     is_recorded: bool,
 ) -> NodeFacts:
@@ -98,7 +101,7 @@ def _facts(
         asked=_asks_for_float32(node),
         recorded=is_recorded,
         scalars=tuple(_scalars(node, listing)),
-        unknown=tuple(_unknown(node)),
+        unknown=tuple(_unknown(node, sizes)),
         terms=terms_of(node),
         sums=added_up(node),
         fixed=region or _fixed(node),
@@ -192,13 +195,22 @@ def _scalars(node: fx.Node, listing: Listing | None) -> Iterator[float]:
     yield from (float(v) for v in _given_for(kinds, node) if isinstance(v, (int, float)))
 
 
-def _unknown(node: fx.Node) -> Iterator[str]:
-    """Yield the names of the nodes whose numbers the arithmetic takes and only a call knows. Sizes,
-    which are within any range, and probabilities and the like are left out."""
+def _unknown(node: fx.Node, sizes: Set[Any]) -> Iterator[str]:
+    """Yield the names of the nodes whose numbers the arithmetic takes and only a call knows. Sizes
+    of tensors, which are seldom beyond a range, and probabilities and the like are left out."""
     for value in _given_for(NUMBERS, node):
-        if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.SymFloat):
+        number = value.meta.get("val") if isinstance(value, fx.Node) else None
+        is_integer = isinstance(number, torch.SymInt)
+        if isinstance(number, torch.SymFloat) or (is_integer and free_symbols(number) - sizes):
             is_read = value.target is torch.ops.aten.item.default
             yield value.all_input_nodes[0].name if is_read else value.name
+
+
+def _sizes(graph: fx.Graph) -> set[Any]:
+    """Return the symbols of which sizes of the graph's tensors are made."""
+    tensors = (tensor for node in graph.nodes for tensor in tensors_of(node))
+    symbolic = (size for t in tensors for size in t.shape if isinstance(size, torch.SymInt))
+    return set().union(*map(free_symbols, symbolic))
 
 
 def _given_for(kinds: Container[str], node: fx.Node) -> Iterator[Any]:
