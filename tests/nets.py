@@ -1,4 +1,4 @@
-"""A small model for tests of conversion, and the share of its products that run low."""
+"""Small models for tests of conversion, and the share of their products that run low."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from typing import Any
 import torch
 from counting import MatmulCounter
 from torch import nn
+
+X = torch.randn(4, 8)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
 
 
 class Net(nn.Module):

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from nets import X, net
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -17,12 +18,6 @@ from amp_graph.autopatch.install import COLORS, SLOT, VARIABLES, Settings, insta
 from amp_graph.errors import AmpGraphError, PolicyError
 from amp_graph.levels import Level
 from amp_graph.policy import Policy
-
-X = torch.randn(4, 8)
-
-
-def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
 
 
 def low_operators(installation, model: int = 0) -> set[str]:

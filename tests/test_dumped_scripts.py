@@ -6,15 +6,10 @@ import json
 
 import pytest
 import torch
+from nets import X, net
 from torch import Tensor, nn
 
 from amp_graph.autopatch.exit_report import write_report
-
-X = torch.randn(4, 8)
-
-
-def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
 
 
 class Raising(nn.Linear):

@@ -8,6 +8,7 @@ from contextlib import redirect_stderr
 import pytest
 import torch
 from counting import CastCounter
+from nets import X, net
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,12 +17,6 @@ from amp_graph.autopatch.exit_report import describe, write_report
 from amp_graph.autopatch.script_models import model_of
 from amp_graph.convert import record_of
 from amp_graph.inspection import render
-
-X = torch.randn(4, 8)
-
-
-def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
 
 
 class Checkpointed(nn.Module):

@@ -11,18 +11,13 @@ from unittest import mock
 
 import pytest
 import torch
+from nets import X, net
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import amp_graph
 from amp_graph.autopatch import first_call
 from amp_graph.autopatch.exit_report import describe
-
-X = torch.randn(4, 8)
-
-
-def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
 
 
 def decided(installation) -> dict[str, str]:

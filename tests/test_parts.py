@@ -6,16 +6,11 @@ import copy
 
 import pytest
 import torch
+from nets import X, net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
-
-X = torch.randn(4, 8)
-
-
-def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
 
 
 def test_a_part_that_was_called_before_the_whole_is_taken_into_it(start):
