@@ -1,15 +1,15 @@
-"""Sums of dataclasses that count."""
+"""Dataclasses that count something, and add up field by field."""
 
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any, Self
 
 
-def added(one: T, other: T) -> T:
-    """Return the sum of two values of a dataclass, field by field."""
-    counting: Any = one
-    sums = (getattr(one, f.name) + getattr(other, f.name) for f in fields(counting))
-    return type(one)(*sums)
+class Summable:
+    """A base for such dataclasses."""
+
+    def __add__(self, other: Self) -> Self:
+        counting: Any = self
+        sums = (getattr(self, f.name) + getattr(other, f.name) for f in fields(counting))
+        return type(self)(*sums)

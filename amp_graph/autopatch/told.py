@@ -13,13 +13,13 @@ from amp_graph.backend.record import Record
 from amp_graph.capture.breaks import each_once
 from amp_graph.dtypes import dtype_name
 from amp_graph.reasons import dtype_of, why_nothing_is_low
-from amp_graph.sums import added
+from amp_graph.sums import Summable
 
 FEW = 3  # lines of models that only differ in what they are made of
 
 
 @dataclass(frozen=True)
-class Ran:
+class Ran(Summable):
     """The captured graphs of a model, their operators and casts as often as they ran, and how those
     run that are not as was asked for. `runs`: without those of graphs that are left to autocast."""
 
@@ -31,9 +31,6 @@ class Ran:
     cast_bytes: int = 0
     casts_of_unknown_size: int = 0
     fallbacks: tuple[str, ...] = ()
-
-    def __add__(self, other: Ran) -> Ran:
-        return added(self, other)
 
 
 @dataclass(frozen=True)

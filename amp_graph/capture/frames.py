@@ -34,7 +34,7 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 from amp_graph.callers import is_ours, is_pythons, place
 from amp_graph.capture.breaks import FLAT, MODEL, each_once, in_other_words
 from amp_graph.dynamo_changes.recapture_reasons import OF_OTHERS
-from amp_graph.sums import added
+from amp_graph.sums import Summable
 
 MAX_CAPTURES = 16  # so many calls that captured something, and are not repaid, are too many
 REPAID_BY = 4  # as many calls that captured nothing repay one that did
@@ -56,7 +56,7 @@ class Attempt:
 
 
 @dataclass
-class Cost:
+class Cost(Summable):
     """The cost of capturing one model, or several.
 
     models: how many were captured by themselves, rather than called by captures of others alone.
@@ -69,9 +69,6 @@ class Cost:
     captures: int = 0
     seconds: float = 0.0
     work: float = 0.0
-
-    def __add__(self, other: Cost) -> Cost:
-        return added(self, other)
 
 
 class FramesOfThread(threading.local):

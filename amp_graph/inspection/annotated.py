@@ -111,35 +111,21 @@ class AnnotatedGraph:
 
 
 def annotated_graph(
-    name: str, plan: Plan, emitted: fx.GraphModule | None, lists: OpLists, flops: FlopCounts
+    name: str, plan: Plan, module: fx.GraphModule | None, lists: OpLists, flops: FlopCounts
 ) -> AnnotatedGraph:
-    """A plan and the graph that was emitted by it. Without a graph only `fallback` is known."""
-    if emitted is None or not plan.facts:
+    """A plan and the graph that was emitted by it, or the captured one and a plan that
+    decides nothing. Without a graph only `fallback` is known."""
+    if module is None or not plan.facts:
         return AnnotatedGraph(name, dtype_name(plan.dtype), fallback=plan.otherwise)
-    writer = _Writer(plan, emitted, lists, flops)
+    writer = _Writer(plan, module, lists, flops)
     bodies = {
-        n: annotated_graph(f"{name}.{n}", body, _body(emitted, n), lists, flops)
+        n: annotated_graph(f"{name}.{n}", body, _body(module, n), lists, flops)
         for n, body in plan.bodies.items()
     }
-    nodes = tuple(writer.node(n) for n in emitted.graph.nodes)
+    nodes = tuple(writer.node(n) for n in module.graph.nodes)
     dtype = dtype_name(plan.dtype)
     why_not = plan.otherwise, tuple(map(short_op, unlisted(plan))), plan.uncompiled
     return AnnotatedGraph(name, dtype, nodes, bodies, *why_not)
-
-
-def captured_graph(
-    name: str, plan: Plan, captured: fx.GraphModule | None, flops: FlopCounts
-) -> AnnotatedGraph:
-    """The graph as it was before, with nothing decided."""
-    if captured is None or not plan.facts:
-        return AnnotatedGraph(name, dtype_name(plan.dtype), fallback=plan.otherwise)
-    writer = _Writer(Plan(plan.dtype, plan.facts), captured, OpLists({}, {}), flops)
-    bodies = {
-        n: captured_graph(f"{name}.{n}", body, _body(captured, n), flops)
-        for n, body in plan.bodies.items()
-    }
-    nodes = tuple(writer.node(n) for n in captured.graph.nodes)
-    return AnnotatedGraph(name, dtype_name(plan.dtype), nodes, bodies)
 
 
 def _body(module: fx.GraphModule, name: str) -> fx.GraphModule | None:

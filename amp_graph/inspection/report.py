@@ -16,31 +16,24 @@ from amp_graph.inspection.source import AnnotatedModel
 from amp_graph.inspection.spelling import graph_title
 from amp_graph.inspection.suggestions import Suggestion, suggestions
 from amp_graph.reasons import why_nothing_is_low
+from amp_graph.sums import Summable
 
 
 @dataclass(frozen=True)
-class Share:
+class Share(Summable):
     """How much of something is in low precision; of operators and FLOPs, on tensors of it."""
 
     low: int = 0
     total: int = 0
 
-    def __add__(self, other: Share) -> Share:
-        return Share(self.low + other.low, self.total + other.total)
-
 
 @dataclass(frozen=True)
-class Figures:
+class Figures(Summable):
     """The figures of a subtree of modules. `bytes` counts what operators store."""
 
     operators: Share = Share()
     flops: Share = Share()
     bytes: Share = Share()
-
-    def __add__(self, other: Figures) -> Figures:
-        return Figures(
-            self.operators + other.operators, self.flops + other.flops, self.bytes + other.bytes
-        )
 
 
 @dataclass(frozen=True)

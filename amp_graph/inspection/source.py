@@ -10,13 +10,15 @@ from amp_graph.calls.conversion import conversion_of
 from amp_graph.capture.breaks import each_once
 from amp_graph.dtypes import dtype_name
 from amp_graph.errors import AmpGraphError
-from amp_graph.inspection.annotated import AnnotatedGraph, annotated_graph, captured_graph
+from amp_graph.inspection.annotated import AnnotatedGraph, annotated_graph
 from amp_graph.inspection.flops import FlopCounts
 from amp_graph.ir import Plan
 from amp_graph.oplists import OpLists, load_lists
 from amp_graph.plans.pins import Saved
 from amp_graph.policy import Policy
 from amp_graph.reasons import dtype_of
+
+NO_LISTS = OpLists({}, {})
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def annotated_model(model: nn.Module) -> AnnotatedModel:
         captured, emitted = compiler.graphs[place] or (None, None)
         emitted = captured if plan.fallback is not None else emitted
         plans.append(plan)
-        before.append(captured_graph(name, plan, captured, flops))
+        before.append(annotated_graph(name, _undecided(plan), captured, NO_LISTS, flops))
         after.append(annotated_graph(name, plan, emitted, compiler.lists, flops))
     return AnnotatedModel(
         type(model).__name__,
@@ -66,3 +68,9 @@ def annotated_model(model: nn.Module) -> AnnotatedModel:
         compiler.lists,
         compiler.saved,
     )
+
+
+def _undecided(plan: Plan) -> Plan:
+    """Return a plan of the same graph that decides nothing."""
+    bodies = {name: _undecided(body) for name, body in plan.bodies.items()}
+    return Plan(plan.dtype, plan.facts, bodies=bodies) if plan.facts else plan

@@ -26,7 +26,7 @@ from amp_graph.passes.place_casts import cast_bytes, place_casts
 from amp_graph.plans.pins import Pins, pins_for
 from amp_graph.policy import Policy
 from amp_graph.rules import Rule
-from amp_graph.sums import added
+from amp_graph.sums import Summable
 
 Facts = Mapping[str, NodeFacts]
 Edit = Callable[[NodeFacts], NodeFacts]
@@ -44,7 +44,7 @@ class Grounds:
 
 
 @dataclass(frozen=True)
-class Gain:
+class Gain(Summable):
     """The gain of a change: operators that become low, less those that no longer are; the bytes
     that they read and write less, and their FLOPs. `cast_bytes`: how many more casts move."""
 
@@ -52,9 +52,6 @@ class Gain:
     bytes: int = 0
     flops: int = 0
     cast_bytes: int = 0
-
-    def __add__(self, other: Gain) -> Gain:
-        return added(self, other)
 
 
 class Trials:
