@@ -28,6 +28,7 @@ class Record:
     breaks: list[str] = field(default_factory=list)
     cost: Cost = field(default_factory=Cost)
     scale: GraphScale | None = None
+    _said: set[str] = field(default_factory=set, repr=False, compare=False)
     _adding: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, plan: Plan) -> int:
@@ -44,6 +45,12 @@ class Record:
                 del self.plans[index]
             else:
                 self.plans[index] = Plan(self.plans[index].dtype)
+
+    def warn_once(self, message: str) -> None:
+        """Warn, unless this was said of the model before."""
+        if message not in self._said:
+            self._said.add(message)
+            warn(message)
 
     def fall_back(self, index: int, reason: str) -> None:
         self.plans[index] = self.plans[index].as_captured(reason)

@@ -22,7 +22,7 @@ from amp_graph.calls.uncalled import await_call
 from amp_graph.capture.captures import captured_module_id, captured_policy_id
 from amp_graph.capture.dynamo import is_forced_eager
 from amp_graph.capture.surroundings import can_capture, is_exporting, wants_plain_code
-from amp_graph.errors import AmpGraphError, in_brief, warn
+from amp_graph.errors import AmpGraphError, in_brief
 from amp_graph.graphs.fake import is_estimate
 from amp_graph.kept import unchanged
 from amp_graph.modules import CALL, Entry, Run, is_rerouted, plain_code, unwrapped
@@ -122,7 +122,7 @@ class Conversion(Entered):
         self.policy_id = None if is_alone else self._calls[CALL].policy_id
         self.module_id = id(module)
         self.is_awaited = True  # its first call in which autograd records
-        self.gives_way = self._is_told_of_compile = False
+        self.gives_way = False
         self.copied_from: tuple[weakref.ref[Conversion], ...] = ()
 
     @property
@@ -203,9 +203,7 @@ class Conversion(Entered):
 
     def tell_of_compile(self) -> None:
         """Warn, once, that `torch.compile` is around the model."""
-        if not self._is_told_of_compile:
-            self._is_told_of_compile = True
-            warn(f"{type(self.module).__name__} {AROUND}")
+        self.compiler.record.warn_once(f"{type(self.module).__name__} {AROUND}")
 
     @never_captured(reason="a model converted by amp_graph captures its own graphs")
     def mixed_call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:

@@ -66,7 +66,6 @@ class ModelGraphs:
         self.own = CallsOfThread()
         self._compiler = compiler
         self._were_too_small = False
-        self._is_told = False  # that its `forward`, which is captured with it, was compiled
 
     @property
     def module(self) -> nn.Module:
@@ -125,9 +124,8 @@ class ModelGraphs:
 
     def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Graph:
         self.hooks.guard_new()
-        if self.entry.is_call and has_compiled_forward(self.module) and not self._is_told:
-            self._is_told = True
-            warn(f"{self.entry.name} {AROUND}")
+        if self.entry.is_call and has_compiled_forward(self.module):
+            self._compiler.record.warn_once(f"{self.entry.name} {AROUND}")
         names, widened = captured_names(self.entry), widen_inputs(graph)
         inputs = [x.float() if i in widened else x for i, x in enumerate(example_inputs)]
         build = without_autocast(self._compiler.build)

@@ -26,8 +26,7 @@ class OwnCode:
         self._entry = entry
         self._policy = policy
         self._record = record
-        self._for_copies: int | None = None  # the plan that stands for them, once there are any
-        self._is_told = False  # see `run_told_of`
+        self._told: dict[str, int] = {}  # plans of `_stand_in_told`, by reason
         self._uncaptured: tuple[Any, Run] | None = None  # see `run_uncaptured`
 
     def dtype(self) -> torch.dtype:
@@ -46,6 +45,13 @@ class OwnCode:
         fallback, autocast = f"{reason}{not_autocast}", not not_autocast
         return self._record.add(Plan(self.dtype(), fallback=fallback, autocast=autocast))
 
+    def _stand_in_told(self, reason: str) -> int:
+        """Do that for a reason that lasts, and tell it, both once."""
+        if reason not in self._told:
+            self._told[reason] = self.stand_in(reason)
+            warn(f"{self._entry.name} {self._record.plans[self._told[reason]].otherwise}")
+        return self._told[reason]
+
     def run_uncaptured(self, *args: Any, **kwargs: Any) -> Any:
         """Run the code where it is never to be captured, for as long as the model is there."""
         if has_backward_hooks(self._entry.module):
@@ -57,10 +63,7 @@ class OwnCode:
 
     def run_told_of(self, reason: str, *args: Any, **kwargs: Any) -> Any:
         """Run the code where it is never to be captured, and tell why, once."""
-        if not self._is_told:
-            self._is_told = True
-            index = self.stand_in(reason)
-            warn(f"{self._entry.name} {self._record.plans[index].otherwise}")
+        self._stand_in_told(reason)
         return self.run_uncaptured(*args, **kwargs)
 
     def run(self, index: int) -> Run:
@@ -86,13 +89,11 @@ class OwnCode:
     def of_copy(self, own_code: Run) -> Run:
         """Return a function that runs a copy of the model that `nn.DataParallel` made, by its own
         code."""
-        if self._for_copies is None:
-            self._for_copies = self.stand_in("copied by nn.DataParallel to each GPU in each call")
-            warn(f"{self._entry.name} {self._record.plans[self._for_copies].otherwise}")
-        if not self._record.plans[self._for_copies].autocast:
+        index = self._stand_in_told("copied by nn.DataParallel to each GPU in each call")
+        if not self._record.plans[index].autocast:
             return own_code
-        report = partial(self.not_under_autocast, self._for_copies)
-        under = self.under_autocast(own_code, self._for_copies, is_all=True)
+        report = partial(self.not_under_autocast, index)
+        under = self.under_autocast(own_code, index, is_all=True)
         return or_else(under, lambda: own_code, report, None, set())
 
     def under_autocast(
