@@ -13,8 +13,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import amp_graph
-from amp_graph.autopatch.exit_report import describe
 from amp_graph.autopatch.install import COLORS, SLOT, VARIABLES, Settings, install
+from amp_graph.autopatch.summary import summary_of
 from amp_graph.errors import AmpGraphError, PolicyError
 from amp_graph.levels import Level
 from amp_graph.policy import Policy
@@ -132,7 +132,7 @@ def test_dtype_and_loss_scale(start):
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         model(X).sum().backward()
         optimizer.step()
-        described = describe(installation.models.seen[0])
+        described = summary_of(installation.models.seen[0]).as_json()
         installation.undo()
         assert described["dtype"] == dtype
         assert described.get("loss_scale") == scale

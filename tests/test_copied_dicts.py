@@ -14,7 +14,7 @@ from nets import Net, low_share
 from torch import nn
 
 import amp_graph
-from amp_graph.autopatch.exit_report import describe
+from amp_graph.autopatch.summary import summary_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 X = torch.randn(4, 8)
@@ -117,7 +117,7 @@ def test_a_clone_in_a_script_is_captured_by_itself(start: Any, dtype: str) -> No
             optimizer.step()
         assert cloned.second.bias.any()
     assert all(p.grad is None for p in model.parameters())
-    told = [describe(m) for m in installation.models.seen]
+    told = [summary_of(m).as_json() for m in installation.models.seen]
     assert [m["runs"] for m in told] == [3, 2, 2, 2]
     assert all(m["operators_low"] == m["operators"] for m in told)
     assert all(map(amp_graph.is_converted, (model, *clones)))

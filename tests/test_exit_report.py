@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
-from amp_graph.autopatch.exit_report import describe, write_report
+from amp_graph.autopatch.exit_report import write_report
 from amp_graph.autopatch.script_models import model_of
+from amp_graph.autopatch.summary import summary_of
 from amp_graph.convert import record_of
 from amp_graph.inspection import render
 
@@ -33,7 +34,7 @@ def test_operators_are_counted_as_by_explain() -> None:
     model(torch.randn(4, 8))
     told = model_of(model)
     told.record = record_of(model)
-    described = describe(told)
+    described = summary_of(told).as_json()
     operators = amp_graph.explain(model).data.modules[0].figures.operators
     assert (described["operators_low"], described["operators"]) == (3, 3)
     assert (operators.low, operators.total) == (3, 3)
@@ -52,7 +53,7 @@ def test_an_entry_of_the_json_report_has_what_there_is(start):
     model(X).mean().backward()
     optimizer.step()
     net().double()(X.double())
-    converted, left_alone = map(describe, installation.models.seen)
+    converted, left_alone = (summary_of(m).as_json() for m in installation.models.seen)
     named = ["model", "spelled", "first_called_at", "alike", "converted"]
     figures = ["graphs", "runs", "operators", "operators_low"]
     casts = ["casts", "cast_bytes", "casts_of_unknown_size"]
@@ -134,10 +135,10 @@ class InGraphs(CastCounter):
 def test_casts_inside_of_a_checkpoint_are_in_the_report(start):
     installation, model = start(), CheckpointedInside()
     model(X)
-    before = describe(installation.models.seen[0])
+    before = summary_of(installation.models.seen[0]).as_json()
     with InGraphs() as casts:
         model(X)
-    after = describe(installation.models.seen[0])
+    after = summary_of(installation.models.seen[0]).as_json()
     assert after["casts"] - before["casts"] == casts.forward.casts == 6
     assert after["cast_bytes"] - before["cast_bytes"] == casts.forward.bytes
 
@@ -158,7 +159,7 @@ def test_casts_of_unknown_size_are_counted_without_bytes(start, capsys):
     assert plan.cast_bytes == 0
     assert f"moving at least {plan.weight_bytes} B" in render(plan)
     assert "size unknown" in render(plan)
-    found = describe(installation.models.seen[0])
+    found = summary_of(installation.models.seen[0]).as_json()
     assert found["casts_of_unknown_size"] == found["casts"] == 1
     assert found["cast_bytes"] == 0
     write_report(installation.models.seen, None)

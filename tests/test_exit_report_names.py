@@ -11,7 +11,8 @@ from running import python, run
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from amp_graph.autopatch.exit_report import describe, write_report
+from amp_graph.autopatch.exit_report import write_report
+from amp_graph.autopatch.summary import summary_of
 
 BY_A_METHOD = """
 import torch
@@ -144,7 +145,9 @@ def test_no_loss_scale_is_told_of_a_model_that_no_optimizer_stepped(start, capsy
     write_report(installation.models.seen, None)
     scales = [line for line in capsys.readouterr().err.splitlines() if "loss scale" in line]
     assert [line.rpartition("  ")[2] for line in scales] == ["loss scale 65536, 0 steps skipped"]
-    stepped = [m.module() for m in installation.models.seen if "loss_scale" in describe(m)]
+    stepped = [
+        m.module() for m in installation.models.seen if "loss_scale" in summary_of(m).as_json()
+    ]
     assert stepped == [trained]
 
 
@@ -189,4 +192,4 @@ def test_nothing_is_told_of_a_model_whose_parts_are_converted(start: Any, capsys
     write_report(installation.models.seen, None)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("amp_graph: Sequential: 2 of 4 operators")
-    assert describe(installation.models.seen[0])["parts"] == ["Sequential"]
+    assert summary_of(installation.models.seen[0]).as_json()["parts"] == ["Sequential"]

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import amp_graph
 from amp_graph.autopatch import first_call
-from amp_graph.autopatch.exit_report import describe
+from amp_graph.autopatch.summary import summary_of
 
 
 def decided(installation) -> dict[str, str]:
@@ -204,5 +204,5 @@ def test_an_error_of_the_models_own_is_raised_as_it_is(start):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
         model(X[:, :5])
     assert raised.value.__context__ is None
-    assert not describe(installation.models.seen[0])["fallbacks"]
+    assert not summary_of(installation.models.seen[0]).as_json()["fallbacks"]
     model(X)

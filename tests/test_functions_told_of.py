@@ -12,8 +12,8 @@ from torch.autograd import Function
 
 import amp_graph
 from amp_graph import ConversionWarning, Policy
-from amp_graph.autopatch.exit_report import describe
 from amp_graph.autopatch.script_models import model_of
+from amp_graph.autopatch.summary import summary_of
 from amp_graph.convert import record_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -24,7 +24,7 @@ def told_of(model: nn.Module) -> list[str]:
     told = model_of(model)
     told.record = record_of(model)
     explained = amp_graph.explain(model).data.fallbacks
-    assert [why.partition(": ")[2] for why in explained] == describe(told)["fallbacks"]
+    assert [why.partition(": ")[2] for why in explained] == summary_of(told).as_json()["fallbacks"]
     return [*explained]
 
 

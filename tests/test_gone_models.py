@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import amp_graph
-from amp_graph.autopatch.exit_report import describe
 from amp_graph.autopatch.script_models import folded
+from amp_graph.autopatch.summary import summary_of
 from amp_graph.calls.conversion import found_conversion
 from amp_graph.training.optimizers import _scales
 
@@ -73,7 +73,7 @@ def test_memory_is_free_at_once(no_collector: None, kind: type[nn.Module], dtype
 
 
 def figures(installation) -> list[dict[str, object]]:
-    return [describe(model) for model in folded(installation.models.seen)]
+    return [summary_of(model).as_json() for model in folded(installation.models.seen)]
 
 
 def test_copies_that_are_gone_are_one_and_their_scales_are_gone_too(start):

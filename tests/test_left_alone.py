@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import amp_graph
-from amp_graph.autopatch.exit_report import describe
+from amp_graph.autopatch.summary import summary_of
 
 
 def quantised() -> nn.Module:
@@ -131,7 +131,7 @@ def test_a_model_that_comes_under_autocast_later_is_left_to_it(start, capsys):
     assert torch.equal(model(X), plain(X))
     assert not amp_graph.is_converted(model)
     assert decided(installation) == {"Sequential": "the script uses torch.autocast"}
-    assert describe(installation.models.seen[0])["converted"] is False
+    assert summary_of(installation.models.seen[0]).as_json()["converted"] is False
     said = capsys.readouterr().err
     assert said.count("left as it is from now on: the script uses torch.autocast") == 1
 

@@ -15,8 +15,8 @@ from training import distance
 
 import amp_graph
 from amp_graph import Policy
-from amp_graph.autopatch.exit_report import describe
 from amp_graph.autopatch.script_models import model_of
+from amp_graph.autopatch.summary import summary_of
 from amp_graph.convert import record_of
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -160,7 +160,7 @@ def test_they_run_again_by_the_name_of_a_method(recwarn) -> None:
     assert not report.data.fallbacks and len(report.data.graphs) > 1
     told = model_of(model)
     told.record = record_of(model)
-    assert not describe(told)["fallbacks"]
+    assert not summary_of(told).as_json()["fallbacks"]
 
 
 class Wrong(Exception):

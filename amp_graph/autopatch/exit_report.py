@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from amp_graph.autopatch.left_alone import BY_SCRIPT
 from amp_graph.autopatch.script_models import Model, folded
 from amp_graph.autopatch.standard_error import say
-from amp_graph.autopatch.told import Ran, Scaled, Told, in_lines, told_of
+from amp_graph.autopatch.summary import (
+    ModelSummary,
+    RunTotals,
+    ScaleSummary,
+    in_lines,
+    summary_of,
+)
 from amp_graph.calls.conversion import found_conversion
 from amp_graph.inspection import render
 from amp_graph.inspection.dump import dump
@@ -36,23 +42,23 @@ def write_report(
     whether the script compiles something by itself. `has_children`: whether it has started
     processes that report, too."""
     models = folded(models)
-    described = [describe(m) for m in models]
-    breaks = [*dict.fromkeys(b for m in described for b in m.get("graph_breaks", ()))]
-    report = {"models": described, "graph_breaks": breaks, "script_compiles": compiles}
+    summaries = [summary_of(m) for m in models]
+    breaks = [*dict.fromkeys(b for s in summaries for b in s.graph_breaks or ())]
+    entries = [s.as_json() for s in summaries]
+    report = {"models": entries, "graph_breaks": breaks, "script_compiles": compiles}
     missing = (
         f"AMP_GRAPH_SKIP={glob} matches no module that was converted{hint and f'.{hint}'}"
         for glob, hint in (missed or {}).items()
     )
-    lines = in_lines(models)
-    headlines = _headlines(lines, compiles, has_children)
-    say(*headlines, *_of_converted(lines), *_other_breaks(lines, breaks), *missing, of=process)
+    lines = in_lines(models, summaries)
+    say(
+        *_headlines(lines, compiles, has_children),
+        *_of_converted(lines, breaks),
+        *missing,
+        of=process,
+    )
     if folder is not None:
         _write(models, report, folder / process.replace(" ", ""))
-
-
-def describe(model: Model) -> dict[str, Any]:
-    """Return the entry of one model in the JSON report."""
-    return told_of(model).as_json()
 
 
 def _write(models: Sequence[Model], report: dict[str, Any], folder: Path) -> None:
@@ -72,7 +78,7 @@ def _write(models: Sequence[Model], report: dict[str, Any], folder: Path) -> Non
         say(f"cannot write to {folder}: {error}")
 
 
-def _headlines(models: Sequence[Told], compiles: bool, has_children: bool) -> Iterator[str]:
+def _headlines(models: Sequence[ModelSummary], compiles: bool, has_children: bool) -> Iterator[str]:
     """Say why nothing was converted or, if something was, why nothing of which models."""
     if not models and has_children:
         yield f"nothing was converted here, because {_why_none(compiles)}; {OF_CHILDREN}"
@@ -94,21 +100,22 @@ def _why_none(compiles: bool) -> str:
     return f"{why}, and what the script compiles is left as it is" if compiles else why
 
 
-def _of_converted(models: Iterable[Told]) -> Iterator[str]:
-    """Tell of the models that were converted; of a break in code that several share, once."""
+def _of_converted(models: Sequence[ModelSummary], breaks: Iterable[str]) -> Iterator[str]:
+    """Tell of the models that were converted, and then of the breaks of others, if those are not
+    why these were not; of a break in code that several share, once."""
     told: set[str] = set()
     for m in models:
         if m.converted and m.ran:
-            breaks = m.graph_breaks or ()
             yield f"{_name(m)}: {_figures(m.ran, m.dtype)}"
             yield from _fallbacks(m.ran)
             if m.scaled:
                 yield f"  {_scale(m.scaled, m.alike)}"
-            yield from _breaks(breaks, told)
-            told.update(breaks)
+            yield from _breaks(m.graph_breaks or (), told)
+    whys = " ".join(m.why for m in models if m.why is not None)
+    yield from _breaks((b for b in breaks if b not in whys), told)
 
 
-def _figures(ran: Ran, dtype: str | None) -> str:
+def _figures(ran: RunTotals, dtype: str | None) -> str:
     if not ran.runs:
         return "no captured graph ran"
     least = "at least " if ran.casts_of_unknown_size else ""
@@ -119,28 +126,22 @@ def _figures(ran: Ran, dtype: str | None) -> str:
     )
 
 
-def _fallbacks(ran: Ran) -> Iterator[str]:
+def _fallbacks(ran: RunTotals) -> Iterator[str]:
     for fallback, graphs in Counter(ran.fallbacks).items():
         yield f"  {fallback}" + (f" ({graphs} graphs)" if graphs > 1 else "")
 
 
-def _scale(scaled: Scaled, alike: int) -> str:
+def _scale(scaled: ScaleSummary, alike: int) -> str:
     scale, skipped = f"loss scale {scaled.loss_scale:g}", scaled.steps_skipped
     steps = f"{skipped} {plural(skipped, 'step')} skipped"
     return f"{scale} at the lowest, {steps} in all" if alike > 1 else f"{scale}, {steps}"
 
 
-def _other_breaks(models: Sequence[Told], breaks: Iterable[str]) -> Iterator[str]:
-    """Tell of the breaks of models that were not converted, if those are not why."""
-    told = {b for m in models if m.converted for b in m.graph_breaks or ()}
-    whys = " ".join(m.why for m in models if m.why is not None)
-    yield from _breaks((b for b in breaks if b not in whys), told)
-
-
-def _breaks(breaks: Iterable[str], told: Collection[str]) -> Iterator[str]:
+def _breaks(breaks: Iterable[str], told: set[str]) -> Iterator[str]:
     yield from (f"  graph break at {b}" for b in breaks if b not in told)
+    told.update(breaks)
 
 
-def _name(m: Told) -> str:
+def _name(m: ModelSummary) -> str:
     how = " alike" if m.are_alike else ", not all alike"
     return f"{m.model} ({m.alike}{how})" if m.alike > 1 else m.model

@@ -19,7 +19,7 @@ FEW = 3  # lines of models that only differ in what they are made of
 
 
 @dataclass(frozen=True)
-class Ran(Summable):
+class RunTotals(Summable):
     """The captured graphs of a model, their operators and casts as often as they ran, and how those
     run that are not as was asked for. `runs`: without those of graphs that are left to autocast."""
 
@@ -34,19 +34,19 @@ class Ran(Summable):
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaleSummary:
     """The loss scale, the lowest of several, and the steps skipped under it."""
 
     loss_scale: float
     steps_skipped: int
 
-    def __add__(self, other: Scaled) -> Scaled:
+    def __add__(self, other: ScaleSummary) -> ScaleSummary:
         lowest = min(self.loss_scale, other.loss_scale)
-        return Scaled(lowest, self.steps_skipped + other.steps_skipped)
+        return ScaleSummary(lowest, self.steps_skipped + other.steps_skipped)
 
 
 @dataclass(frozen=True)
-class Told:
+class ModelSummary:
     """The report on one model, or on several together, in the order of the JSON report.
 
     model: its class's name; in a line, told from those of others.
@@ -65,11 +65,11 @@ class Told:
     alike: int
     converted: bool
     dtype: str | None = None
-    ran: Ran | None = None
+    ran: RunTotals | None = None
     graph_breaks: tuple[str, ...] | None = None
     why: str | None = None
     parts: tuple[str, ...] | None = None
-    scaled: Scaled | None = None
+    scaled: ScaleSummary | None = None
     are_alike: bool = True
 
     def as_json(self) -> dict[str, Any]:
@@ -79,41 +79,41 @@ class Told:
         return entry
 
 
-def _entries(told: Told | Ran | Scaled) -> Iterator[tuple[str, Any]]:
-    for field in fields(told):
-        value = getattr(told, field.name)
-        if isinstance(value, Ran | Scaled):
+def _entries(found: ModelSummary | RunTotals | ScaleSummary) -> Iterator[tuple[str, Any]]:
+    for field in fields(found):
+        value = getattr(found, field.name)
+        if isinstance(value, RunTotals | ScaleSummary):
             yield from _entries(value)
         elif value is not None:
             yield field.name, [*value] if isinstance(value, tuple) else value
 
 
-def told_of(model: Model) -> Told:
+def summary_of(model: Model) -> ModelSummary:
     """Return the report on one model, or on several that were alike: sums, but for the loss scale,
     which is the lowest."""
     named = model.name, model.spelled, model.place, max(1, model.stands_for)
     if model.record is None:
-        return Told(*named, converted=False, why=model.left_alone)
+        return ModelSummary(*named, converted=False, why=model.left_alone)
     plans = model.record.plans
     is_converted = any(plan.converts for plan in plans)
     scales = (scale for scale in model.scales() if scale.is_used)
-    return Told(
+    return ModelSummary(
         *named,
         converted=is_converted,
         dtype=dtype_name(dtype_of(plans)) if plans else "",
-        ran=sum(_ran(model.record), Ran()),
+        ran=sum(_totals(model.record), RunTotals()),
         graph_breaks=(*each_once(model.record.breaks),),
         why=None if is_converted else why_nothing_is_low(plans),
         parts=model.parts or None,
-        scaled=_total(Scaled(scale.get_scale(), scale.skips) for scale in scales),
+        scaled=_total(ScaleSummary(scale.get_scale(), scale.skips) for scale in scales),
     )
 
 
-def _ran(record: Record) -> Iterator[Ran]:
+def _totals(record: Record) -> Iterator[RunTotals]:
     """Yield the figures of each graph of a model, and of code without one."""
     for index, plan in enumerate(record.plans):
         runs = record.runs[index]
-        yield Ran(
+        yield RunTotals(
             graphs=1,
             runs=runs if plan.facts or not plan.fallback else 0,  # else it is left to autocast
             operators=runs * plan.operators,
@@ -125,53 +125,55 @@ def _ran(record: Record) -> Iterator[Ran]:
         )
 
 
-def in_lines(models: Iterable[Model]) -> list[Told]:
-    """Return the models as lines of the report.
+def in_lines(models: Sequence[Model], summaries: Sequence[ModelSummary]) -> list[ModelSummary]:
+    """Return the models, with a summary of each, as lines of the report.
 
     Models that are alike share a line, as layers that a script calls one by one; so do models of
     one name that were first called at one place, as in a search, if they are many. For models that
     were not converted the reason is enough. Models with the same name are told apart by what they
     print, if they are layers, or by where they were first called.
     """
-    by_reason: dict[Any, list[Told]] = {}
-    for number, told in enumerate(map(told_of, alike_together(models))):
-        kind = number if told.converted else (told.model, told.why)
-        by_reason.setdefault(kind, []).append(told)
-    by_place: dict[Any, list[Told]] = {}
-    for told in map(_of_one_reason, by_reason.values()):
-        place = told.model, told.first_called_at, told.dtype, told.why
-        by_place.setdefault(place, []).append(told)
-    lines: list[Told] = []
+    known = {id(model): summary for model, summary in zip(models, summaries, strict=True)}
+    by_reason: dict[Any, list[ModelSummary]] = {}
+    for number, model in enumerate(alike_together(models)):
+        summary = known.get(id(model)) or summary_of(model)
+        kind = number if summary.converted else (summary.model, summary.why)
+        by_reason.setdefault(kind, []).append(summary)
+    by_place: dict[Any, list[ModelSummary]] = {}
+    for summary in map(_of_one_reason, by_reason.values()):
+        place = summary.model, summary.first_called_at, summary.dtype, summary.why
+        by_place.setdefault(place, []).append(summary)
+    lines: list[ModelSummary] = []
     for group in by_place.values():
         lines += group if len(group) <= FEW else [_summed(group)]
-    return [replace(told, model=_full_name(told, lines)) for told in lines]
+    return [replace(summary, model=_full_name(summary, lines)) for summary in lines]
 
 
-def _of_one_reason(models: Sequence[Told]) -> Told:
+def _of_one_reason(models: Sequence[ModelSummary]) -> ModelSummary:
     """Return the line of models of one name that were not converted for one reason."""
-    spelled = {told.spelled for told in models}
+    spelled = {summary.spelled for summary in models}
     return replace(
         models[0],
-        alike=sum(told.alike for told in models),
+        alike=sum(summary.alike for summary in models),
         spelled=models[0].spelled if len(spelled) == 1 else "",
     )
 
 
-def _summed(models: Sequence[Told]) -> Told:
+def _summed(models: Sequence[ModelSummary]) -> ModelSummary:
     """Return the line of converted models that are not all alike."""
-    breaks = [b for told in models for b in told.graph_breaks or ()]
+    breaks = [b for summary in models for b in summary.graph_breaks or ()]
     return replace(
         models[0],
         spelled="",
-        alike=sum(told.alike for told in models),
-        ran=_total(told.ran for told in models),
+        alike=sum(summary.alike for summary in models),
+        ran=_total(summary.ran for summary in models),
         graph_breaks=(*each_once(breaks),),
-        scaled=_total(told.scaled for told in models),
+        scaled=_total(summary.scaled for summary in models),
         are_alike=False,
     )
 
 
-Summand = TypeVar("Summand", Ran, Scaled)
+Summand = TypeVar("Summand", RunTotals, ScaleSummary)
 
 
 def _total(parts: Iterable[Summand | None]) -> Summand | None:
@@ -180,10 +182,10 @@ def _total(parts: Iterable[Summand | None]) -> Summand | None:
     return reduce(add, found) if found else None
 
 
-def _full_name(told: Told, lines: Sequence[Told]) -> str:
-    name, place = told.model, told.first_called_at
-    others = [other for other in lines if other.model == name and other is not told]
-    if others and told.spelled:
-        return told.spelled
+def _full_name(summary: ModelSummary, lines: Sequence[ModelSummary]) -> str:
+    name, place = summary.model, summary.first_called_at
+    others = [other for other in lines if other.model == name and other is not summary]
+    if others and summary.spelled:
+        return summary.spelled
     differs = any(other.first_called_at != place for other in others)
     return f"{name}, first called at {place}" if differs else name
