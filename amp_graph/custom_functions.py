@@ -33,9 +33,9 @@ from torch.autograd import Function
 from torch.utils import checkpoint
 
 from amp_graph.capture import own_regions
-from amp_graph.kept import version_of
 from amp_graph.modules import Run
 from amp_graph.outer_autocast import autocast_devices
+from amp_graph.snapshots import version_of
 from amp_graph.uncaptured import capturing, never_captured, passed_over
 
 APPLY: Any = Function.__dict__["apply"]  # of all classes

@@ -74,7 +74,7 @@ def restoring_modes(run: Run) -> Run:
             return run(*args, **kwargs)
         except BaseException:
             torch.set_grad_enabled(records)
-            casts.put_back()
+            casts.restore()
             raise
 
     return restoring
@@ -92,7 +92,7 @@ class _CastingModes:
         self._depth = torch.autocast_increment_nesting()
         torch.autocast_decrement_nesting()
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for kind, is_enabled, dtype in self._modes:
             torch.set_autocast_enabled(kind, is_enabled)
             torch.set_autocast_dtype(kind, dtype)

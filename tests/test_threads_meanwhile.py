@@ -29,7 +29,7 @@ pytestmark = SEVERAL_THREADS
 def test_kept_weights_are_stale_until_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads call a model after other weights were loaded into it."""
     parameter = nn.Parameter(X.clone())
-    graph = computing_with(LowPrecisionWeights(kept=True))
+    graph = computing_with(LowPrecisionWeights(on_change=True))
     graph(parameter)
     with torch.no_grad():
         parameter.mul_(3)

@@ -13,8 +13,8 @@ from typing import Any
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_graph.errors import NO_FAILURES, in_words
-from amp_graph.kept import KeptRandomState, KeptTensors
 from amp_graph.modules import Run
+from amp_graph.snapshots import RandomSnapshot, TensorSnapshot
 
 
 class Guarded:
@@ -40,8 +40,8 @@ class Guarded:
 
     def _first_run(self, *args: Any) -> Any:
         with _disable_current_modes():  # as that of selective checkpointing, which keeps results
-            given = KeptTensors([args[i] for i in self._at_risk])
-        random = KeptRandomState()
+            given = TensorSnapshot([args[i] for i in self._at_risk])
+        random = RandomSnapshot()
         try:
             result = self._emitted(*args)
         except NO_FAILURES:
@@ -51,8 +51,8 @@ class Guarded:
         else:
             self._run = self._emitted
             return result
-        given.put_back()
-        random.put_back()
+        given.restore()
+        random.restore()
         result = self._original(*args)  # outside of the handler: its error is the user's own
         self._run = self._original
         self._report(reason)

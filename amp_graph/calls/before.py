@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from amp_graph.calls.outside import Outside
 from amp_graph.calls.ways import Way
-from amp_graph.kept import Kept
+from amp_graph.snapshots import ModelSnapshot
 
 
 @dataclass(init=False, slots=True)
@@ -18,7 +18,7 @@ class Before:
     runs: how often a graph of the model ran in this thread.
     way: how the model is captured.
     records: whether autograd records.
-    kept: the model's state, until a call has told what was converted.
+    snapshot: the model's state, until a call has told what was converted.
     watch: the watch over this call; None if there is none, or the call turns out not to be
         captured.
     """
@@ -28,5 +28,5 @@ class Before:
     runs: int
     way: Way
     records: bool
-    kept: Kept | None
+    snapshot: ModelSnapshot | None
     watch: Outside | None

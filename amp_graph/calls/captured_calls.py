@@ -35,10 +35,10 @@ from amp_graph.capture.dynamo import (
     is_off,
 )
 from amp_graph.errors import MISTAKES, warn
-from amp_graph.kept import Kept
 from amp_graph.modes import BeginAt
 from amp_graph.modules import Entry, Run
 from amp_graph.outer_autocast import without_autocast
+from amp_graph.snapshots import ModelSnapshot
 from amp_graph.weak_references import weak_method
 
 
@@ -79,7 +79,7 @@ class CapturedCalls:
         before.begun, before.charged = self._frames.own.begun, self._frames.charged
         before.runs, before.records = self._graphs.own.runs, torch.is_grad_enabled()
         before.way = chosen.way
-        before.kept = Kept(self._entry.module, parameters=False) if self._is_new else None
+        before.snapshot = ModelSnapshot(self._entry.module) if self._is_new else None
         before.watch = watch = self._watches.take()
         run = chosen.run if watch is None else partial(self._graphs.run_watched, watch, chosen.run)
         try:
@@ -87,7 +87,7 @@ class CapturedCalls:
         except BaseException as error:
             if watch is not None:
                 self._watches.add()
-            if not is_ours(error, is_watched=watch is not None, is_new=before.kept is not None):
+            if not is_ours(error, is_watched=watch is not None, is_new=before.snapshot is not None):
                 is_of_model = isinstance(error, Exception)  # and no interrupt
                 self._begin_again(is_of_model and self._frames.own.begun != before.begun)
                 raise
@@ -108,7 +108,7 @@ class CapturedCalls:
     def _look_back(self, before: Before, has_captured: bool) -> None:
         """Look, after a call, whether all that was asked for happened, and whether to go on so."""
         watch, runs = before.watch, self._graphs.own.runs - before.runs
-        says_little = watch is not None and self._says_little(watch, before.kept)
+        says_little = watch is not None and self._says_little(watch, before.snapshot)
         if watch is not None and not says_little:
             self._judge(watch)
         is_of_first = watch is not None or self._chosen.state in ENDED
@@ -121,13 +121,13 @@ class CapturedCalls:
             runs = 0
         self._stop_if_too_many(runs)
 
-    def _says_little(self, watch: Outside, kept: Kept | None) -> bool:
+    def _says_little(self, watch: Outside, snapshot: ModelSnapshot | None) -> bool:
         """Whether later calls will go otherwise than this one: they find hooks that it has set up
         or, where it is not captured, parts; or they may be without hooks for all modules, a FLOP
         counter's."""
         if watch.adds_hooks:
             return True
-        sets_up = watch.found and kept is not None and kept.was_set_up()
+        sets_up = watch.found and snapshot is not None and snapshot.was_set_up()
         is_first = self._may_set_itself_up and bool(sets_up or self._hooks.are_for_all())
         if is_first and sets_up:
             self._frames.take_skipped()
@@ -227,8 +227,8 @@ class CapturedCalls:
         to help a model that would begin for the third time; then with the code between graphs in
         float32. If all was tried, run the model's own code."""
         torch.set_grad_enabled(before.records)  # whatever had been captured has run
-        if before.kept is not None:
-            before.kept.put_back()
+        if before.snapshot is not None:
+            before.snapshot.restore()
         cause = getattr(error, "inner_exception", None)
         if isinstance(cause, MISTAKES):
             self._begin_again()
@@ -242,7 +242,7 @@ class CapturedCalls:
         untried = before.way.untried(self._is_new, may_help)
         in_force = self._chosen.capture_by(untried, before.way)
         if in_force is None:
-            return self._end_with_own_code(error, before.kept, args, kwargs)
+            return self._end_with_own_code(error, before.snapshot, args, kwargs)
         try:
             result = self(*args, **kwargs)
         except BaseException:  # of the model's own, as it is called
@@ -254,7 +254,7 @@ class CapturedCalls:
         return result
 
     def _end_with_own_code(
-        self, error: Exception, kept: Kept | None, args: Any, kwargs: Any
+        self, error: Exception, snapshot: ModelSnapshot | None, args: Any, kwargs: Any
     ) -> Any:
         """Run the model's own code under autocast from now on: it may raise no error of capture, or
         catch it. The next call is captured again if this one raises, or is a first one that changed
@@ -269,7 +269,7 @@ class CapturedCalls:
             self._record.drop(index)
             self._begin_again()
             raise
-        if self._may_set_itself_up and kept and kept.has_other_attributes():
+        if self._may_set_itself_up and snapshot and snapshot.has_other_attributes():
             self._may_set_itself_up = False  # more than once
             self._record.drop(index)
             self._begin_again()

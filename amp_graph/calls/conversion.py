@@ -24,12 +24,12 @@ from amp_graph.capture.dynamo import is_forced_eager
 from amp_graph.capture.surroundings import can_capture, is_exporting, wants_plain_code
 from amp_graph.errors import AmpGraphError, in_brief
 from amp_graph.graphs.fake import is_estimate
-from amp_graph.kept import unchanged
 from amp_graph.modules import CALL, Entry, Run, is_rerouted, plain_code, unwrapped
 from amp_graph.plans.pins import Saved
 from amp_graph.plans.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, PolicySource, as_policy
 from amp_graph.results import map_tensors
+from amp_graph.snapshots import unchanged
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.optimizers import attach, detach, drop_scale, use_scale
 from amp_graph.uncaptured import capturing, never_captured, passed_over
@@ -55,7 +55,7 @@ class Entered(StandIn):
                 tell_of_compile_around()
             copied = self.called_copy(sys._getframe(1))
             if copied is not None:
-                if self.kept is not None:  # its `__dict__` was copied deeply
+                if self.copied is not None:  # its `__dict__` was copied deeply
                     self.conversion.convert_too(copied)
                 return getattr(copied, self.name)(*args, **kwargs)
         if is_exporting():
@@ -240,7 +240,7 @@ class Conversion(Entered):
 
     def capture_now(self, example_inputs: Batch) -> None:
         """Run the model once for its graphs; buffers and random state are put back."""
-        with unchanged(self.module, parameters=False):  # which may not fit twice
+        with unchanged(self.module):  # which may not fit twice
             call_with(self.module, example_inputs)
 
     def _as_output(self, value: torch.Tensor) -> torch.Tensor:

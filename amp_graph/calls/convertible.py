@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 
 from amp_graph.dtypes import dtype_name
 from amp_graph.errors import AmpGraphError
-from amp_graph.kept import is_incomplete
 from amp_graph.modules import is_compiled, unwrapped
+from amp_graph.snapshots import is_incomplete
 
 
 def check_model(model: Any, function: str = "convert()") -> None:

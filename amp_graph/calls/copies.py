@@ -73,7 +73,7 @@ class StandIn:
 
     def __init__(self, module: nn.Module):
         self._module = weakref.ref(module)
-        self.kept: nn.Module | None = None
+        self.copied: nn.Module | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -113,7 +113,7 @@ class StandIn:
         copied = copy.deepcopy(self.module, memo)
         entry = getattr(copied, self.name, None)
         if isinstance(entry, StandIn):
-            entry.kept = copied  # nobody else has it, if only a model's `__dict__` is copied
+            entry.copied = copied  # nobody else has it, if only a model's `__dict__` is copied
         return entry
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from amp_graph.capture.surroundings import in_a_transform
 from amp_graph.errors import NO_FAILURES, ConversionWarning, in_words
-from amp_graph.kept import Kept
 from amp_graph.modules import Run
+from amp_graph.snapshots import ModelSnapshot
 
 
 def or_else(
@@ -36,7 +36,7 @@ def or_else(
         if chosen is not run:
             return chosen(*args, **kwargs)
         is_undone = not has_run and not in_a_transform() and (called := alive()) is not None
-        kept = Kept(called, parameters=False) if is_undone else None
+        snapshot = ModelSnapshot(called) if is_undone else None
         try:
             result = run(*args, **kwargs)
         except Exception as error:
@@ -47,8 +47,8 @@ def or_else(
         else:
             has_run = True
             return result
-        if kept is not None:
-            kept.put_back()
+        if snapshot is not None:
+            snapshot.restore()
         other = other or make_other()
         try:
             result = other(*args, **kwargs)

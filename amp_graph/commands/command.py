@@ -18,9 +18,9 @@ from amp_graph.convert import convert
 from amp_graph.dtypes import LOW_DTYPES
 from amp_graph.errors import AmpGraphError
 from amp_graph.files import check_file
-from amp_graph.kept import unchanged
 from amp_graph.levels import LEVELS
 from amp_graph.policy import Policy
+from amp_graph.snapshots import unchanged
 
 
 class Out(Console):

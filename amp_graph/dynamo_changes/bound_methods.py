@@ -23,7 +23,7 @@ from torch._dynamo.variables import GetAttrVariable, VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 
 from amp_graph.dynamo_changes.own_guards import hold_while
-from amp_graph.kept import CONTAINERS
+from amp_graph.snapshots import CONTAINERS
 
 
 def _wrap(method: Any, builder: Any, value: Any) -> Any:

@@ -31,7 +31,6 @@ from amp_graph.capture.dynamo import is_of_capture
 from amp_graph.capture.frames import Frames
 from amp_graph.errors import MISTAKES, AmpGraphError, CaptureError, ConversionWarning, in_words
 from amp_graph.ir import Plan
-from amp_graph.kept import unchanged
 from amp_graph.modules import Entry, plain_code, unwrapped
 from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import default_loss, floating
@@ -41,6 +40,7 @@ from amp_graph.plans.pins import Saved
 from amp_graph.plans.plan_file import PlanSource
 from amp_graph.policy import Policy, PolicySource
 from amp_graph.results import map_tensors
+from amp_graph.snapshots import unchanged
 
 Loss: TypeAlias = Callable[[Any], torch.Tensor]
 """From the model's output to a scalar."""

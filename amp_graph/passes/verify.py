@@ -59,13 +59,14 @@ class Emission:
         return frozenset(n for n in possible if n.name not in self.plan.facts)
 
     @cached_property
-    def kept(self) -> list[fx.Node]:
+    def captured_again(self) -> list[fx.Node]:
+        """The emitted nodes that were captured."""
         return [n for n in self.emitted.graph.nodes if n not in self.added]
 
     @cached_property
     def pairs(self) -> list[Pair]:
         low, known = self.plan.low, self.plan.facts.values()
-        together = zip(self.captured.graph.nodes, self.kept, known, strict=False)
+        together = zip(self.captured.graph.nodes, self.captured_again, known, strict=False)
         return [Pair(old, new, f, f.name in low) for old, new, f in together]
 
     def origin(self, node: fx.Node) -> fx.Node:
@@ -96,8 +97,8 @@ def graph_is_well_formed(of: Emission) -> Iterator[str]:
 
 def every_node_is_emitted(of: Emission) -> Iterator[str]:
     captured = len(of.captured.graph.nodes)
-    if not captured == len(of.kept) == len(of.plan.facts):
-        yield f"{captured} nodes were captured and {len(of.kept)} emitted"
+    if not captured == len(of.captured_again) == len(of.plan.facts):
+        yield f"{captured} nodes were captured and {len(of.captured_again)} emitted"
     for old, new, f, _ in of.pairs:
         if not (old.name == new.name == f.name) or new.target != old.target or new.op != old.op:
             yield f"'{old.name}' became '{new.name}' ({new.target})"

@@ -129,7 +129,7 @@ class InnerPasses:
                 overflowed = True
         if overflowed and self._undo is not None and self._written is not None:
             written = self._written()
-            self._undo.put_back(optimizer)
+            self._undo.restore(optimizer)
             for parameter in written:
                 parameter.grad = None  # what was in it is no more
         return overflowed

@@ -151,7 +151,7 @@ class StepGuard:
         if guarded.is_scaled:
             self._add(guarded.overflowed)
         if guarded.overflowed and undo is not None:
-            undo.put_back(optimizer)
+            undo.restore(optimizer)
         return result
 
     def _guarded(
@@ -254,7 +254,7 @@ class StepGuard:
         if isinstance(closure, GuardedClosure) and closure.is_scaled:
             self._add(closure.overflowed)
         if step.undo is not None and self.record.overflowed:
-            step.undo.put_back(optimizer)
+            step.undo.restore(optimizer)
 
 
 def _begins_with_closure(optimizer: Optimizer) -> bool:

@@ -39,7 +39,7 @@ class Undo:
                 parameter.grad = gradient
 
     @torch.no_grad()
-    def put_back(self, optimizer: Optimizer) -> None:
+    def restore(self, optimizer: Optimizer) -> None:
         for parameter, value, gradient in self._values:
             parameter.copy_(value)
             parameter.grad = gradient

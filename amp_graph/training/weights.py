@@ -3,7 +3,7 @@
 They live as long as the conversion and are brought up to date whenever a graph is about to run,
 all of a graph's in one fused call. No cheaper rule is always right: writes through `.data` change a
 parameter without a trace (its `_version` stays, seen in torch 2.13), so a copy that was kept could
-be stale. Who knows that nothing does such things to a model may ask for copies that are `kept`
+be stale. Who knows that nothing does such things to a model may ask for copies that are kept
 until a trace of a change is seen (`Policy.refresh_weights`).
 
 All of this runs at every call of a model, so nearly all work per parameter is done in C.
@@ -37,14 +37,14 @@ _version, _shape = attrgetter("_version"), attrgetter("shape")
 class LowPrecisionWeights:
     """The low-precision weights of one model's parameters, shared by all its graphs.
 
-    kept: whether they are written anew only where a parameter may have changed.
+    on_change: whether they are written anew only where a parameter may have changed.
     choosing: held by the one of several threads that looks for the weights of a graph, or makes
         them.
     pending: the calls that were computed with them and may go on to a backward pass.
     """
 
-    def __init__(self, kept: bool = False) -> None:
-        self.kept = kept
+    def __init__(self, on_change: bool = False) -> None:
+        self.on_change = on_change
         self.choosing = threading.Lock()
         self.pending = PendingCalls()
         self._weights: dict[Key, LowPrecisionWeight] = {}
@@ -108,7 +108,7 @@ class GraphWeights:
         self._pick_plain = picker([i for i, p in enumerate(parameters) if is_plain(p)])
         self._addresses = addresses(self._pick_plain(parameters))
         self._versions: list[int] = []
-        self._traces = Traces() if store.kept and all(map(_leaves_traces, copied)) else None
+        self._traces = Traces() if store.on_change and all(map(_leaves_traces, copied)) else None
 
     def are_of(self, parameters: Sequence[Tensor]) -> bool:
         """Whether these are the parameters: the same objects, of the same shapes, in the same

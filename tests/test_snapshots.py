@@ -1,4 +1,4 @@
-"""What is kept beside a run is put back where it has changed, and nowhere else."""
+"""What a run changes on the side is put back where it has changed, and nowhere else."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import nn
 
 import amp_graph
 from amp_graph.backend.guarded import Guarded
-from amp_graph.kept import KeptTensors, unchanged
+from amp_graph.snapshots import TensorSnapshot, unchanged
 
 
 def test_what_has_changed_is_put_back() -> None:
     written, again = torch.arange(3.0), torch.arange(3)
-    kept = KeptTensors([written, None, again])
+    snapshot = TensorSnapshot([written, None, again])
     written.data.add_(1)  # its version stays
     again[1] = 7
-    kept.put_back()
+    snapshot.restore()
     assert written.tolist() == again.tolist() == [0, 1, 2]
 
 
@@ -37,24 +37,24 @@ def test_what_has_changed_is_put_back() -> None:
 )
 def test_what_has_not_keeps_its_version(tensor: torch.Tensor) -> None:
     before = tensor._version
-    KeptTensors([tensor]).put_back()
+    TensorSnapshot([tensor]).restore()
     assert tensor._version == before
 
 
 def test_sparse_values_are_put_back() -> None:
     tensor = torch.eye(3).to_sparse()
-    kept = KeptTensors([tensor])
+    snapshot = TensorSnapshot([tensor])
     tensor.mul_(2)
-    kept.put_back()
+    snapshot.restore()
     assert torch.equal(tensor.to_dense(), torch.eye(3))
 
 
 def test_inference_tensors_are_put_back() -> None:
     with torch.inference_mode():
         tensor = torch.zeros(3)
-        kept = KeptTensors([tensor])
+        snapshot = TensorSnapshot([tensor])
         tensor.add_(1)
-    kept.put_back()
+    snapshot.restore()
     assert tensor.tolist() == [0, 0, 0]
 
 
@@ -133,9 +133,9 @@ def test_what_has_not_changed_in_containers_is_not_written_to() -> None:
 
 def test_a_buffer_that_grew_is_put_back() -> None:
     grown, widened = torch.arange(2.0), torch.arange(2.0)
-    kept = KeptTensors([grown, widened])
+    snapshot = TensorSnapshot([grown, widened])
     grown.data, widened.data = torch.ones(5), torch.ones(2, dtype=torch.float64)
-    kept.put_back()
+    snapshot.restore()
     for tensor in (grown, widened):
         assert tensor.tolist() == [0, 1] and tensor.dtype is torch.float32
 
@@ -143,17 +143,17 @@ def test_a_buffer_that_grew_is_put_back() -> None:
 def test_a_buffer_of_inference_mode_that_grew_is_put_back() -> None:
     with torch.inference_mode():
         grown = torch.arange(2.0)
-    kept = KeptTensors([grown])
+    snapshot = TensorSnapshot([grown])
     with torch.inference_mode():
         grown.resize_(5)
-    kept.put_back()
+    snapshot.restore()
     assert grown.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_a_nested_tensor_that_was_written_to_is_put_back_or_left(layout: torch.layout) -> None:
     tensor = torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(1, 2)], layout=layout)
-    kept = KeptTensors([tensor])
+    snapshot = TensorSnapshot([tensor])
     tensor.mul_(2)
-    kept.put_back()
+    snapshot.restore()
     assert all(part.eq(1).all() for part in tensor.unbind())

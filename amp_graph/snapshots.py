@@ -26,7 +26,7 @@ HOOKS = [name for name in OF_MODULES if "_hooks" in name]  # what a module keeps
 CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 
 
-class KeptRandomState:
+class RandomSnapshot:
     """The state of random numbers, as it is now: PyTorch's, Python's, and NumPy's if it is
     imported."""
 
@@ -42,7 +42,7 @@ class KeptRandomState:
         self._on_others = getattr(others, f"get_rng_state{many}")() if is_used else None
         self._set_others = getattr(others, f"set_rng_state{many}", None)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         random.setstate(self._pythons)
         if self._numpys:
             self._numpy.random.set_state(self._numpys)
@@ -51,7 +51,7 @@ class KeptRandomState:
             self._set_others(self._on_others)
 
 
-class KeptTensors:
+class TensorSnapshot:
     """The values of tensors at one moment.
 
     Only tensors that have changed are written back: a graph of the caller's may need the others at
@@ -63,7 +63,7 @@ class KeptTensors:
         held = filter(_can_be_kept, tensors)
         self._values = [(t, t.detach().clone(), version_of(t)) for t in held]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for tensor, value, version in self._values:
             if not _holds(tensor, value, version):
                 # To leave inference mode turns recording on.
@@ -74,21 +74,21 @@ class KeptTensors:
                         tensor.data = value.clone()  # in inference mode, if it was made in it
 
 
-class KeptContainers:
+class ContainerSnapshot:
     """The contents of lists, dictionaries and sets at one moment, not of those inside them. A
     container is put back if it holds other objects by then."""
 
     def __init__(self, containers: Iterable[Any]):
         self._held = [(held, copy.copy(held)) for held in containers if type(held) in CONTAINERS]
 
-    def put_back(self) -> None:
-        for held, kept in self._held:
-            if not _has_the_same(held, kept):
+    def restore(self) -> None:
+        for held, before in self._held:
+            if not _has_the_same(held, before):
                 held.clear()
-                (held.update if isinstance(held, (dict, set)) else held.extend)(kept)
+                (held.update if isinstance(held, (dict, set)) else held.extend)(before)
 
 
-class Kept:
+class ModelSnapshot:
     """The state of a model that a call changes on the side, at one moment.
 
     Buffers, attributes such as a count of steps, the contents of lists and dictionaries that are
@@ -96,7 +96,7 @@ class Kept:
     others, say). Not the contents of objects that are attributes.
     """
 
-    def __init__(self, model: nn.Module, parameters: bool):
+    def __init__(self, model: nn.Module, parameters: bool = False):
         of_modules: list[Any] = [m._buffers for m in model.modules()]
         # The first call of a lazy module completes it, and takes its hook for that away.
         complete = [m for m in model.modules() if not (is_incomplete(m) or _is_lazy(m))]
@@ -106,19 +106,16 @@ class Kept:
         # A TorchScript module's are held by an object that only looks like a dictionary.
         self._held = [(held, dict(held)) for held in of_modules if isinstance(held, dict)]
         values = [value for held in of_modules for value in held.values()]
-        self._tensors = KeptTensors([*values, *(model.parameters() if parameters else ())])
-        self._containers = KeptContainers(
+        self._tensors = TensorSnapshot([*values, *(model.parameters() if parameters else ())])
+        self._containers = ContainerSnapshot(
             v for m in model.modules() for name, v in [*vars(m).items()] if name not in OF_MODULES
         )
         self._parts = [*model.modules()], [*model.parameters()]
-        self._model, self._random = model, KeptRandomState()
+        self._model, self._random = model, RandomSnapshot()
 
     def has_other_attributes(self) -> bool:
         """Whether an attribute of a module is another object than it was."""
-        return any(
-            held.keys() != kept.keys() or any(held[name] is not kept[name] for name in kept)
-            for held, kept in self._held
-        )
+        return self._differs(apart_from=())
 
     def was_set_up(self) -> bool:
         """Whether the model has other parts or parameters than it had, or other attributes, apart
@@ -126,30 +123,33 @@ class Kept:
         now = [*self._model.modules()], [*self._model.parameters()]
         if [[*map(id, each)] for each in now] != [[*map(id, each)] for each in self._parts]:
             return True
+        return self._differs(apart_from=(int, float))
+
+    def _differs(self, apart_from: tuple[type, ...]) -> bool:
         return any(
-            held.keys() != kept.keys()
-            or any(held[n] is not kept[n] and type(held[n]) not in (int, float) for n in kept)
-            for held, kept in self._held
+            held.keys() != before.keys()
+            or any(held[n] is not before[n] and type(held[n]) not in apart_from for n in before)
+            for held, before in self._held
         )
 
-    def put_back(self) -> None:
-        self._tensors.put_back()
-        for held, kept in self._held:
-            for name in held.keys() - kept.keys():
+    def restore(self) -> None:
+        self._tensors.restore()
+        for held, before in self._held:
+            for name in held.keys() - before.keys():
                 del held[name]
-            held.update(kept)
-        self._containers.put_back()
-        self._random.put_back()
+            held.update(before)
+        self._containers.restore()
+        self._random.restore()
 
 
-def _has_the_same(held: Any, kept: Any) -> bool:
+def _has_the_same(held: Any, before: Any) -> bool:
     """Whether two containers of one type hold the same objects in the same order."""
     if isinstance(held, set):
-        return bool(held == kept)
-    pairs = [(held, kept)]
+        return bool(held == before)
+    pairs = [(held, before)]
     if isinstance(held, dict):
-        pairs.append((held.values(), kept.values()))
-    return len(held) == len(kept) and all(all(map(operator.is_, *pair)) for pair in pairs)
+        pairs.append((held.values(), before.values()))
+    return len(held) == len(before) and all(all(map(operator.is_, *pair)) for pair in pairs)
 
 
 def _can_be_kept(value: Any) -> bool:
@@ -207,11 +207,11 @@ def _is_lazy(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module, parameters: bool) -> Iterator[None]:
-    """Put the model's state back on exit: buffers, attributes and random state, as `Kept`
+def unchanged(model: nn.Module, parameters: bool = False) -> Iterator[None]:
+    """Put the model's state back on exit: buffers, attributes and random state, as `ModelSnapshot`
     explains."""
-    kept = Kept(model, parameters)
+    before = ModelSnapshot(model, parameters)
     try:
         yield
     finally:
-        kept.put_back()
+        before.restore()
