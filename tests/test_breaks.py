@@ -16,7 +16,7 @@ from training import assert_same_gradients
 import amp_graph
 from amp_graph import ConversionWarning
 from amp_graph.capture.breaks import MODEL, each_once
-from amp_graph.capture.frames import MAX_CAPTURES
+from amp_graph.capture.budget import MAX_CAPTURES
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

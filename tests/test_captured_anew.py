@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 import amp_graph
 from amp_graph import ConversionWarning
-from amp_graph.capture.frames import MAX_CAPTURES, REPAID_BY, SOME
+from amp_graph.capture.budget import MAX_CAPTURES, REPAID_BY, SOME
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 X = torch.randn(20, 16)
@@ -69,7 +69,7 @@ class Chosen(nn.Module):
 def test_captures_that_take_long_are_told_of_before_they_are_too_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("amp_graph.capture.frames.LONG", 1e-6)
+    monkeypatch.setattr("amp_graph.capture.budget.LONG", 1e-6)
     model = amp_graph.convert(Remembering(), policy="bfloat16")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -284,6 +284,6 @@ def test_what_was_captured_of_another_model_is_no_change() -> None:
         model = amp_graph.convert(Behind(), policy=dtype)
         calls = vars(model)["_call_impl"]._calls["_call_impl"]
         model(X)
-        assert not calls._frames.changed
+        assert not calls._budget.changed
         model(X)
-        assert "self.seen" in calls._frames.changed
+        assert "self.seen" in calls._budget.changed

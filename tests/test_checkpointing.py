@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 
 import amp_graph
 from amp_graph import Policy
-from amp_graph.capture.frames import MAX_CAPTURES
+from amp_graph.capture.budget import MAX_CAPTURES
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

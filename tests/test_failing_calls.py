@@ -12,7 +12,7 @@ from torch._dynamo.eval_frame import cached_backends
 from two_layers import Packed
 
 import amp_graph
-from amp_graph.capture.frames import MAX_CAPTURES, REPAID_BY
+from amp_graph.capture.budget import MAX_CAPTURES, REPAID_BY
 
 GOOD, WRONG = torch.randn(4, 8), torch.randn(4, 5)
 WIDTH = GOOD.shape[1]

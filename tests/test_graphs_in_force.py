@@ -8,7 +8,7 @@ from test_explain import Mixed
 
 import amp_graph
 from amp_graph import ConversionWarning
-from amp_graph.capture.frames import MAX_CAPTURES
+from amp_graph.capture.budget import MAX_CAPTURES
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

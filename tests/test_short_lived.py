@@ -11,7 +11,7 @@ from torch import nn
 
 from amp_graph import is_converted
 from amp_graph.autopatch.first_call import PATIENCE, SHORT_LIVED
-from amp_graph.capture.frames import MAX_CAPTURES, REPAID_BY
+from amp_graph.capture.budget import MAX_CAPTURES, REPAID_BY
 
 X = torch.ones(2, 8)
 
@@ -108,7 +108,7 @@ def test_captures_are_long_by_what_the_processor_works(start, monkeypatch, clock
     """Not by the clock of a machine that others keep busy."""
     clocks = {name: getattr(time, name) for name in ("perf_counter", "thread_time")}
     fast = clocks | {clock: lambda: 1e6 * clocks[clock]()}
-    monkeypatch.setattr("amp_graph.capture.frames.time", SimpleNamespace(**fast))
+    monkeypatch.setattr("amp_graph.capture.budget.time", SimpleNamespace(**fast))
     start()
     converted = [is_converted(run(1)) for _ in range(4)]
     assert converted == [True, True, *[clock == "perf_counter"] * 2]

@@ -13,7 +13,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.backend.guarded import Guarded
-from amp_graph.capture.frames import MAX_CAPTURES
+from amp_graph.capture.budget import MAX_CAPTURES
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

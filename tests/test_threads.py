@@ -21,7 +21,7 @@ from two_layers import Packed
 import amp_graph
 from amp_graph.calls import captured_calls, outside
 from amp_graph.calls.outside import Outside
-from amp_graph.capture.frames import MAX_CAPTURES
+from amp_graph.capture.budget import MAX_CAPTURES
 from amp_graph.training import weights
 from amp_graph.training.weights import LowPrecisionWeights
 

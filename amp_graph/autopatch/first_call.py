@@ -35,8 +35,8 @@ from amp_graph.calls.compiled_by_others import LEFT, compiled_around
 from amp_graph.calls.conversion import found_conversion, restore_all
 from amp_graph.calls.convertible import why_not_at_once
 from amp_graph.calls.copies import is_copy, take_out_of_copy
+from amp_graph.capture.budget import MAX_CAPTURES, REPAID_BY
 from amp_graph.capture.captures import in_a_call
-from amp_graph.capture.frames import MAX_CAPTURES, REPAID_BY
 from amp_graph.capture.surroundings import can_capture, is_compiling_here, wants_plain_code
 from amp_graph.convert import convert_at_first_call, is_converted, record_of, restore
 from amp_graph.errors import did_you_mean, in_words

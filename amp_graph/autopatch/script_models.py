@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from amp_graph.backend.record import Record
-from amp_graph.capture.frames import LONG, REPAID_BY
+from amp_graph.capture.budget import LONG, REPAID_BY
 from amp_graph.errors import line_of_user
 from amp_graph.modules import below_compile
 from amp_graph.training.outcome import Outcome
@@ -84,8 +84,8 @@ def model_of(module: nn.Module) -> Model:
 
 def owed(models: Iterable[Model], name: str) -> float:
     """Return how many captures the models of this name that are gone have not repaid by calls, as
-    `Frames` has it for one model. Long captures count as several. 0 if all but one were called by
-    captures of others: the next one may be, too, at no cost."""
+    `CaptureBudget` has it for one model. Long captures count as several. 0 if all but one were
+    called by captures of others: the next one may be, too, at no cost."""
     records = [record for record, _ in _gone(models, name)]
     cost = sum(max(r.cost.captures, r.cost.work / SECONDS) for r in records)
     return cost - _calls(records) / REPAID_BY

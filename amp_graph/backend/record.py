@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from amp_graph.capture.frames import Cost
+from amp_graph.capture.budget import Cost
 from amp_graph.errors import warn
 from amp_graph.ir import Plan
 from amp_graph.training.graph_scale import GraphScale

@@ -14,7 +14,7 @@ class Before:
     """The state that a call of a model finds. One is made in each call, so without a Python
     `__init__`.
 
-    begun, charged: see `Frames`.
+    begun, charged: see `CaptureBudget`.
     runs: how often a graph of the model ran in this thread.
     way: how the model is captured.
     records: whether autograd records.

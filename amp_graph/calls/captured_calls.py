@@ -51,7 +51,7 @@ class CapturedCalls:
         self.own_code = OwnCode(entry, self._policy, self._record)
         self._graphs = ModelGraphs(entry, compiler)
         self.policy_id = self._graphs.policy_id
-        self._frames, self._hooks = self._graphs.frames, self._graphs.hooks
+        self._budget, self._hooks = self._graphs.budget, self._graphs.hooks
         self._chosen = Chosen(self._graphs, compiler)
         self._watches = Watches(compiler.lists)
         self._between: int | None = None  # the plan that stands for code between graphs, if any
@@ -76,8 +76,8 @@ class CapturedCalls:
         if chosen.state is LEFT:
             return chosen.own_code(*args, **kwargs)
         before, uncaptured = Before(), None
-        before.begun, before.charged = self._frames.own.begun, self._frames.charged
-        before.runs, before.records = self._graphs.own.runs, torch.is_grad_enabled()
+        before.begun, before.charged = self._budget.this_thread.begun, self._budget.charged
+        before.runs, before.records = self._graphs.this_thread.runs, torch.is_grad_enabled()
         before.way = chosen.way
         before.snapshot = ModelSnapshot(self._entry.module) if self._is_new else None
         before.watch = watch = self._watches.take()
@@ -89,32 +89,32 @@ class CapturedCalls:
                 self._watches.add()
             if not is_ours(error, is_watched=watch is not None, is_new=before.snapshot is not None):
                 is_of_model = isinstance(error, Exception)  # and no interrupt
-                self._begin_again(is_of_model and self._frames.own.begun != before.begun)
+                self._begin_again(is_of_model and self._budget.this_thread.begun != before.begun)
                 raise
             uncaptured, before.watch = error, None
         if uncaptured is not None:  # outside of the handler: its error is no part of the user's own
             result = self._run_uncaptured(uncaptured, before, args, kwargs)
-        has_captured = self._frames.own.begun != before.begun
-        is_counted = self._frames.unpaid or self._frames.failed
+        has_captured = self._budget.this_thread.begun != before.begun
+        is_counted = self._budget.unpaid or self._budget.failed
         if has_captured or is_counted or self._is_new or before.watch is not None:
             self._look_back(before, has_captured)
         return result
 
     def _begin_again(self, has_captured: bool = True) -> None:
         """Begin anew after a call that raised, which tells nothing of other calls."""
-        self._frames.end_failed_call(has_captured)
+        self._budget.end_failed_call(has_captured)
         self._stop_if_too_many()
 
     def _look_back(self, before: Before, has_captured: bool) -> None:
         """Look, after a call, whether all that was asked for happened, and whether to go on so."""
-        watch, runs = before.watch, self._graphs.own.runs - before.runs
+        watch, runs = before.watch, self._graphs.this_thread.runs - before.runs
         says_little = watch is not None and self._says_little(watch, before.snapshot)
         if watch is not None and not says_little:
             self._judge(watch)
         is_of_first = watch is not None or self._chosen.state in ENDED
         if not says_little and (is_of_first or not self._is_new or self._watches.are_over()):
             self._tell()
-        self._frames.end_call(has_captured, before.charged)
+        self._budget.end_call(has_captured, before.charged)
         if has_captured or says_little:
             self._watches.add()
         if has_captured or says_little or self._chosen.state is STALE:  # others are to be captured
@@ -130,7 +130,7 @@ class CapturedCalls:
         sets_up = watch.found and snapshot is not None and snapshot.was_set_up()
         is_first = self._may_set_itself_up and bool(sets_up or self._hooks.are_for_all())
         if is_first and sets_up:
-            self._frames.take_skipped()
+            self._budget.take_skipped()
             self._chosen.capture_anew()  # where Dynamo left code to Python
         self._may_set_itself_up &= not is_first
         return is_first
@@ -139,7 +139,7 @@ class CapturedCalls:
         """Report what Dynamo skipped and, after the first call, what was converted. From then on
         models that are alike may be called by these captures, if no code ran beside their graphs.
         Of concurrent first calls the watched one reports."""
-        skipped = self._frames.take_skipped()
+        skipped = self._budget.take_skipped()
         if self._is_new:
             self._is_new = False
             plans = self._record.plans[self._chosen.first_plan :]
@@ -164,7 +164,7 @@ class CapturedCalls:
         found = ", ".join(sorted(watch.found))
         reason = f"code between graphs ({found}) is not captured"
         if not self._has_run():
-            why = self._frames.why_nothing(self._entry.module)
+            why = self._budget.why_nothing(self._entry.module)
             reason = f"nothing is captured ({found}): {why}"
         index = self.own_code.stand_in(reason, watch.met_sparse)
         plan = self._record.plans[index]
@@ -183,11 +183,11 @@ class CapturedCalls:
         call that the model's own code is faster."""
         if self._chosen.state in ENDED:
             return
-        if (why := self._frames.why_too_many()) is not None:
+        if (why := self._budget.why_too_many()) is not None:
             self._run_own_code(why, "is no longer captured")
         elif (too_small := self._graphs.why_too_small(runs, self._between)) is not None:
             self._leave_small_graphs(too_small)
-        elif (slow := self._frames.why_so_slow()) is not None:
+        elif (slow := self._budget.why_so_slow()) is not None:
             warn(f"{self._entry.name} {slow}")
 
     def _run_own_code(self, why: tuple[str, str], what: str, at_once: bool = False) -> None:
@@ -237,7 +237,7 @@ class CapturedCalls:
             self._begin_again()
             return self.own_code.run_uncaptured(*args, **kwargs)
         is_other = is_of_capture(error) and not isinstance(error, CAPTURED_TOO_OFTEN)
-        has_run = self._graphs.own.runs != before.runs
+        has_run = self._graphs.this_thread.runs != before.runs
         may_help = depends_on_data(error) or (is_other and not has_run)
         untried = before.way.untried(self._is_new, may_help)
         in_force = self._chosen.capture_by(untried, before.way)

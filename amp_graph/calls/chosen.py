@@ -16,8 +16,8 @@ from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.alike import Kind, captures_for, keep, kind_of, number_for
 from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.calls.ways import PLAINLY, Way
+from amp_graph.capture.budget import try_flat_again
 from amp_graph.capture.captures import Caller, Captures, GuardsFail
-from amp_graph.capture.frames import try_flat_again
 from amp_graph.modules import Forwards, Run, devices_of
 from amp_graph.outer_autocast import without_autocast
 from amp_graph.training.engine import OUTSIDE, backward_pass
@@ -67,7 +67,7 @@ class Chosen:
         self.way = PLAINLY
         self._places_before: set[int] = set()
         self._kind: Kind | None = None
-        self._number = graphs.frames.number
+        self._number = graphs.budget.number
         self._hosts: Iterator[Captures] = iter(())  # to be called by what was captured of them
         self._choosing = threading.RLock()
 

@@ -15,8 +15,8 @@ from amp_graph.backend.build import Built, written_inputs
 from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.compiled_by_others import AROUND
 from amp_graph.calls.outside import Outside
+from amp_graph.capture.budget import CaptureBudget
 from amp_graph.capture.captures import Assembled, captured_names
-from amp_graph.capture.frames import Frames
 from amp_graph.capture.hooks import Hooks, calls_others
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.capture.own_regions import is_in_none
@@ -60,10 +60,10 @@ class ModelGraphs:
 
     def __init__(self, entry: Entry, compiler: Compiler):
         self.entry = entry
-        self.frames, self.hooks = Frames(compiler.record.cost), Hooks(entry.module)
+        self.budget, self.hooks = CaptureBudget(compiler.record.cost), Hooks(entry.module)
         self._shared_policy = one_for_all(compiler.policy)
         self.policy_id = id(self._shared_policy)
-        self.own = CallsOfThread()
+        self.this_thread = CallsOfThread()
         self._compiler = compiler
         self._were_too_small = False
 
@@ -73,7 +73,7 @@ class ModelGraphs:
 
     def run_watched(self, watch: Outside, run: Run, /, *args: Any, **kwargs: Any) -> Any:
         """Run a call under a watch."""
-        before, self.own.watch = self.own.watch, watch
+        before, self.this_thread.watch = self.this_thread.watch, watch
         hooks = self.hooks.number()
         try:
             with watch:
@@ -81,16 +81,16 @@ class ModelGraphs:
             watch.adds_hooks = self.hooks.number() > hooks
             return result
         finally:
-            self.own.watch = before
+            self.this_thread.watch = before
 
     @contextlib.contextmanager
     def behind_first(self, do: Callable[[], None]) -> Iterator[None]:
         """Put something around a call that is to happen once its first graph has run."""
-        before, self.own.behind_first = self.own.behind_first, do
+        before, self.this_thread.behind_first = self.this_thread.behind_first, do
         try:
             yield
         finally:
-            self.own.behind_first = before
+            self.this_thread.behind_first = before
 
     def settings(self, is_first: bool) -> Mapping[str, Any]:
         return self.hooks.settings(is_first)
@@ -135,7 +135,7 @@ class ModelGraphs:
         return Graph(built, widened, calls_others(graph, names.modules))
 
     def assemble(self, graph: Graph) -> Assembled:
-        record, own = self._compiler.record, self.own
+        record, here = self._compiler.record, self.this_thread
         index, run = self._compiler.assemble(graph.built)
         plan = record.plans[index]
         if plan.autocast and not any(map(torch.is_autocast_enabled, autocast_devices())):
@@ -147,15 +147,15 @@ class ModelGraphs:
         self.hooks.follow(graph.calls_others)
 
         def counted(*args: Any) -> Any:
-            own.runs += 1
+            here.runs += 1
             record.runs[index] += 1
-            if own.watch is None:
+            if here.watch is None:
                 result = run(*args)
             else:
-                with own.watch.paused():
+                with here.watch.paused():
                     result = run(*args)
-            if own.behind_first is not None and is_in_none():
-                do, own.behind_first = own.behind_first, None
+            if here.behind_first is not None and is_in_none():
+                do, here.behind_first = here.behind_first, None
                 behind_functions(do)
             return result
 

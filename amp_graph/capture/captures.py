@@ -33,8 +33,8 @@ from torch._dynamo.callback import (
 )
 
 from amp_graph.capture import own_regions
+from amp_graph.capture.budget import Attempt, CaptureBudget
 from amp_graph.capture.dynamo import SETTINGS, CapturedCode, settings
-from amp_graph.capture.frames import Attempt, Frames
 from amp_graph.capture.function_modes import modes_on, without_modes
 from amp_graph.dynamo_changes.inner_gradients import compile_in_parts
 from amp_graph.dynamo_changes.logs import UnheardLogs
@@ -142,11 +142,11 @@ class Assembled(NamedTuple):
 class Called(Protocol):
     """A model as captured graphs call it.
 
-    frames: counts its captures.
+    budget: counts its captures.
     policy_id: converted parts with the same one are captured with it.
     """
 
-    frames: Frames
+    budget: CaptureBudget
     policy_id: int
 
     @property
@@ -167,8 +167,8 @@ class Called(Protocol):
 class Captures:
     """The graphs of one model, entered one way, in order of capture, each with its built form.
 
-    number: the model's, see `Frames`, or that of an earlier model of its kind, whose changing
-        numbers and sizes Dynamo then knows, see `CapturedCode`.
+    number: the model's, see `CaptureBudget`, or that of an earlier model of its kind, whose
+        changing numbers and sizes Dynamo then knows, see `CapturedCode`.
     own: settings of Dynamo, other than usual.
     """
 
@@ -216,10 +216,10 @@ class Captures:
         ids = called.policy_id, id(called.module)
         _now.frame = Frame(*ids, is_first, own_regions.is_in_region())
         try:
-            frames = called.frames
+            budget = called.budget
             # In this order: `counted` reads what Dynamo counts for all threads, of which one at a
             # time is inside of `settings`.
-            with settings(chosen, self._said_once), frames.counted(code) as attempt:
+            with settings(chosen, self._said_once), budget.counted(code) as attempt:
                 if is_first and self.entered != _now.known:
                     raise CapturedMeanwhile
                 yield attempt

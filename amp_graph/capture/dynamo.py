@@ -43,7 +43,7 @@ from torch._dynamo.types import ConvertFrameReturn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import checkpoint
 
-from amp_graph.capture.frames import Attempt
+from amp_graph.capture.budget import Attempt
 from amp_graph.capture.interrupts import interrupts_held
 from amp_graph.capture.surroundings import UnderDispatchModes, call_beside_traces
 from amp_graph.dynamo_changes.in_force import changes_in_force

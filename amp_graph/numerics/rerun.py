@@ -26,9 +26,9 @@ from amp_graph.backend.emulation import emulated_nodes
 from amp_graph.batches import Batch, call_with
 from amp_graph.calls.conversion import asked_for
 from amp_graph.calls.convertible import check_initialized
+from amp_graph.capture.budget import CaptureBudget
 from amp_graph.capture.captures import Assembled, Caller, Captures, captured_names
 from amp_graph.capture.dynamo import is_of_capture
-from amp_graph.capture.frames import Frames
 from amp_graph.errors import MISTAKES, AmpGraphError, CaptureError, ConversionWarning, in_words
 from amp_graph.ir import Plan
 from amp_graph.modules import Entry, plain_code, unwrapped
@@ -75,10 +75,10 @@ class Rerun:
         self._alike: dict[str, int] = {}
         self._observer = Observer()
         self.ran: list[int] = []  # graphs of the last run, by `first_of`
-        self.frames = Frames()
+        self.budget = CaptureBudget()
         self.policy_id = 0  # converted parts run as they are
         self._entry = Entry(model)
-        self._call = Caller(Captures(self._entry, self.frames.number), self)
+        self._call = Caller(Captures(self._entry, self.budget.number), self)
         self._handles: list[Any] = []
 
     @property

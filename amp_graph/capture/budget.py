@@ -71,7 +71,7 @@ class Cost(Summable):
     work: float = 0.0
 
 
-class FramesOfThread(threading.local):
+class CapturesOfThread(threading.local):
     """The captures of one thread's calls of a model.
 
     begun: how many frames were begun.
@@ -84,8 +84,8 @@ class FramesOfThread(threading.local):
         self.raised: list[CodeType] = []
 
 
-class Frames:
-    """The frames of one model that Dynamo has begun to capture.
+class CaptureBudget:
+    """The budget of captures for one model: what they cost, and how far calls have repaid it.
 
     number: the model's, among all of the process.
     charged: calls that captured something; of several at once, which may have met the same, one.
@@ -97,7 +97,7 @@ class Frames:
     def __init__(self, cost: Cost | None = None) -> None:
         self.number = next(_numbers)
         self.cost = cost or Cost()
-        self.own = FramesOfThread()
+        self.this_thread = CapturesOfThread()
         self.charged = 0
         self.unpaid = 0.0
         self.failed = 0
@@ -118,11 +118,11 @@ class Frames:
             self.cost.seconds += time.perf_counter() - began
             self.cost.work += time.thread_time() - work
             if counters["frames"]["total"] != before:
-                self.own.begun += 1
+                self.this_thread.begun += 1
                 self.changed = _failed_guard() or self.changed
             new = [*(counters["unimplemented"] - reasons)]
             if any(reason.startswith(RAISED) for reason in new):
-                self.own.raised.append(code)
+                self.this_thread.raised.append(code)
             said = [*(counters["graph_break"] - breaks), *new]
             if said:
                 self.said = in_other_words(said[-1])
@@ -132,7 +132,7 @@ class Frames:
 
     def end_call(self, has_captured: bool, charged: int) -> None:
         """Take note that a call of the model has ended, before which so many were `charged`."""
-        self.own.raised.clear()
+        self.this_thread.raised.clear()
         self.failed = 0
         if not has_captured:
             self.unpaid = max(0.0, self.unpaid - 1 / REPAID_BY)
@@ -151,9 +151,9 @@ class Frames:
     def try_again(self) -> None:
         """Have Dynamo capture code again that it would leave alone for good after an error. An
         error tells nothing of other calls."""
-        for code in self.own.raised:
+        for code in self.this_thread.raised:
             set_code_exec_strategy(code, AS_EVER)
-        self.own.raised.clear()
+        self.this_thread.raised.clear()
 
     def why_too_many(self) -> tuple[str, str] | None:
         """Return why capturing costs more than it is worth, and what may help; None if it
