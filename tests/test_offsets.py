@@ -12,7 +12,7 @@ from torch.distributions import Normal, kl_divergence
 
 import amp_graph
 from amp_graph.levels import LEVELS
-from amp_graph.passes.scene import Scene
+from amp_graph.passes.analysis import AnalyzedGraph
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -109,7 +109,7 @@ class Denormalised(Forecast):
 @pytest.fixture
 def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where streams are narrowed in bfloat16."""
-    monkeypatch.setattr(Scene, "narrows_streams", property(lambda scene: True))
+    monkeypatch.setattr(AnalyzedGraph, "narrows_streams", property(lambda graph: True))
 
 
 @pytest.mark.usefixtures("as_on_gpus")

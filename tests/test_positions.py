@@ -13,7 +13,7 @@ from training import distance
 
 import amp_graph
 from amp_graph import Override, Policy
-from amp_graph.passes.scene import Scene
+from amp_graph.passes.analysis import AnalyzedGraph
 
 LEVELS = ("safe", "balanced", "max")
 
@@ -175,7 +175,7 @@ def test_a_place_that_moved_on_is_one(
 ) -> None:
     """Narrow streams are those of level "balanced" on GPUs."""
     if level == "narrow":
-        monkeypatch.setattr(Scene, "narrows_streams", property(lambda scene: True))
+        monkeypatch.setattr(AnalyzedGraph, "narrows_streams", property(lambda graph: True))
     torch.manual_seed(0)
     plain = kind()
     policy = Policy("bfloat16", level=level if level in LEVELS else "balanced")

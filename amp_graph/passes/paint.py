@@ -22,9 +22,9 @@ from amp_graph.flow import huge_values
 from amp_graph.ir import FREE, READERS, Color, NodeFacts, Paint
 from amp_graph.levels import Level
 from amp_graph.oplists import OpLists
+from amp_graph.passes.analysis import AnalyzedGraph, GraphRule, Paints
 from amp_graph.passes.node_rules import NODE_RULES
 from amp_graph.passes.promotion import promotion
-from amp_graph.passes.scene import GraphRule, Paints, Scene
 from amp_graph.policy import Policy
 from amp_graph.rules import Rule
 
@@ -51,7 +51,7 @@ def paint(
     """
     nodes = tuple(facts.values())
     operators = ((n, f) for n, f in enumerate(nodes) if f.op != "getitem")
-    scene = Scene(
+    graph = AnalyzedGraph(
         nodes,
         flow,
         lists,
@@ -63,64 +63,64 @@ def paint(
     )
     painted: Paints = {}
     for rule in RULES:
-        painted.update(rule(scene, painted))
-    wide, huge = promotion(scene, painted).wide, huge_values(nodes, flow, scene.colors, dtype)
+        painted.update(rule(graph, painted))
+    wide, huge = promotion(graph, painted).wide, huge_values(nodes, flow, graph.colors, dtype)
     paints: dict[str, Paint] = {}
     for n, name in enumerate(facts):
-        given = painted.get(n) or _free(scene, n)
+        given = painted.get(n) or _free(graph, n)
         is_plain = n not in wide and n not in huge
         paints[name] = given if is_plain else replace(given, wide=n in wide, huge=n in huge)
     return paints
 
 
-def _free(scene: Scene, n: int) -> Paint:
-    color, f = scene.colors[n], scene.facts[n]
+def _free(graph: AnalyzedGraph, n: int) -> Paint:
+    color, f = graph.colors[n], graph.facts[n]
     assert color in FREE, f"no rule painted {f.name} ({f.op})"
     return Paint(color, Rule.MATH_INSIDE if f.storage else Rule.FREE, f.group)
 
 
-def one_by_one(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
+def one_by_one(graph: AnalyzedGraph, painted: Mapping[int, Paint]) -> Paints:
     """Paint each node by the first of `NODE_RULES` that has an answer."""
     paints: Paints = {}
-    for n in range(len(scene.facts)):
+    for n in range(len(graph.facts)):
         for rule in NODE_RULES:
-            given = rule(scene, n)
+            given = rule(graph, n)
             if given is not None:
                 paints[n] = given
                 break
     return paints
 
 
-def deny_spreads(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
+def deny_spreads(graph: AnalyzedGraph, painted: Mapping[int, Paint]) -> Paints:
     """Spread deny downstream through infer nodes, and through clear nodes that lead to an infer
     node.
 
     An allowed operator, an unlisted one, or one with a bounded result stops it. A mask does not
     spread it. At level "max" it does not spread at all.
     """
-    if scene.level is Level.MAX:
+    if graph.level is Level.MAX:
         return {}
     unsafe: dict[int, str] = {}  # node -> the denied ancestor
     clear_between: list[int] = []
     paints: Paints = {}
-    for n, f in enumerate(scene.facts):  # graph order is topological
+    for n, f in enumerate(graph.facts):  # graph order is topological
         if n in painted:
             if _spreads(f, painted[n]):
                 unsafe[n] = f.name
             continue
-        masks = scene.masked.get(n, ())
-        operands = (p for p in scene.flow.predecessors(n) if p not in masks)
+        masks = graph.masked.get(n, ())
+        operands = (p for p in graph.flow.predecessors(n) if p not in masks)
         ancestor = next((unsafe[p] for p in operands if p in unsafe), None)
         if ancestor is None:
             continue
         if not f.bounded:
             unsafe[n] = ancestor
-        if scene.colors[n] is Color.INFER:
+        if graph.colors[n] is Color.INFER:
             paints[n] = Paint(Color.DENY, Rule.DOWNSTREAM, ancestor)
         else:
             clear_between.append(n)
     for n in reversed(clear_between):
-        if any(reader in paints for reader in scene.flow.successors(n)):
+        if any(reader in paints for reader in graph.flow.successors(n)):
             paints[n] = Paint(Color.DENY, Rule.DOWNSTREAM, unsafe[n])
     return paints
 
@@ -129,7 +129,7 @@ def _spreads(f: NodeFacts, painted: Paint) -> bool:
     return painted.color is Color.DENY and painted.rule in SPREAD and not f.bounded
 
 
-def wide_operands(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
+def wide_operands(graph: AnalyzedGraph, painted: Mapping[int, Paint]) -> Paints:
     """Deny an infer operator unless a low value reaches it and no wide value does.
 
     PyTorch promotes a mix of float32 and low precision to float32, as in a residual stream that
@@ -137,39 +137,39 @@ def wide_operands(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
     sum is no more exact than its low operand.
     """
     paints: Paints = {}
-    for n, operand in promotion(scene, painted).not_low.items():
+    for n, operand in promotion(graph, painted).not_low.items():
         if n in painted:
             continue
         if operand is None:
             paints[n] = Paint(Color.DENY, Rule.NOTHING_LOW)
         else:
-            paints[n] = Paint(Color.DENY, Rule.PROMOTED, scene.facts[operand].name)
+            paints[n] = Paint(Color.DENY, Rule.PROMOTED, graph.facts[operand].name)
     return paints
 
 
-def read_by_many(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
+def read_by_many(graph: AnalyzedGraph, painted: Mapping[int, Paint]) -> Paints:
     """Deny a node that only moves float32 values if more gradients are added up in it than a cast
     has readers. The casts then stand behind it, and autograd adds the gradients up in float32."""
-    gradients = _gradients(scene, painted)
+    gradients = _gradients(graph, painted)
     many = [n for n, count in enumerate(gradients) if count > READERS]
-    wide = promotion(scene, painted).wide if many else ()
+    wide = promotion(graph, painted).wide if many else ()
     return {n: Paint(Color.DENY, Rule.READ_BY_MANY, f"{gradients[n]:,}") for n in many if n in wide}
 
 
-def _gradients(scene: Scene, painted: Mapping[int, Paint]) -> list[int]:
+def _gradients(graph: AnalyzedGraph, painted: Mapping[int, Paint]) -> list[int]:
     """Count, for each node that only moves one value, the gradients that are added up per element.
 
     Nodes that move the value on count as well, as with overlapping windows, or shifts by one step
     at each step. In float16, where a sum may overflow, sums that a kernel makes in float32 count,
     too.
     """
-    found = [0] * len(scene.facts)
+    found = [0] * len(graph.facts)
     for n in reversed(range(len(found))):
-        f = scene.facts[n]
-        is_open = scene.colors[n] is Color.CLEAR and n not in painted
+        f = graph.facts[n]
+        is_open = graph.colors[n] is Color.CLEAR and n not in painted
         if f.recorded and is_open and _is_one_value(f):
-            read = sum(found[r] or 1 for r in scene.flow[n] if _gives_gradient(scene.facts[r]))
-            found[n] = min(read * max(f.sums, _copies(scene, f)), MOST)
+            read = sum(found[r] or 1 for r in graph.flow[n] if _gives_gradient(graph.facts[r]))
+            found[n] = min(read * max(f.sums, _copies(graph, f)), MOST)
     return found
 
 
@@ -177,12 +177,12 @@ def _gives_gradient(reader: NodeFacts) -> bool:
     return reader.recorded or reader.op == "output"
 
 
-def _copies(scene: Scene, f: NodeFacts) -> int:
+def _copies(graph: AnalyzedGraph, f: NodeFacts) -> int:
     """Return how many copies of a repeated or expanded value the result holds; 1 if they are
     few."""
-    if scene.dtype is not torch.float16:
+    if graph.dtype is not torch.float16:
         return 1
-    largest = max((o.numel for o in scene.operands(f)), default=0)
+    largest = max((o.numel for o in graph.operands(f)), default=0)
     copies = f.numel // max(1, largest)
     return copies if copies > MANY_COPIES else 1
 
@@ -191,26 +191,26 @@ def _is_one_value(f: NodeFacts) -> bool:
     return f.op != "getitem" and len(f.tensors) == 1
 
 
-def follow_parent(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
+def follow_parent(graph: AnalyzedGraph, painted: Mapping[int, Paint]) -> Paints:
     """Paint each single result of an operator with several like that operator."""
     paints: Paints = {}
-    for n, f in enumerate(scene.facts):
+    for n, f in enumerate(graph.facts):
         if f.op == "getitem" and n not in painted:
-            for parent in scene.flow.predecessors(n):
+            for parent in graph.flow.predecessors(n):
                 given = painted.get(parent) or paints.get(parent)
                 if given is not None:
-                    paints[n] = Paint(given.color, Rule.RESULT, scene.facts[parent].name)
+                    paints[n] = Paint(given.color, Rule.RESULT, graph.facts[parent].name)
     return paints
 
 
-def shared_memory(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
+def shared_memory(graph: AnalyzedGraph, painted: Mapping[int, Paint]) -> Paints:
     """Give all nodes that live in one piece of written memory, or write into it, one precision.
 
     It is float32 if any of them must be float32, else low if any must be low. The operator that
     made the memory keeps its colour.
     """
     paints: Paints = {}
-    for owner, members in _members(scene).items():
+    for owner, members in _members(graph).items():
         colors = {n: painted[n].color for n in members if n in painted}
         float32 = [n for n, c in colors.items() if c in (Color.DENY, Color.KEEP)]
         low = [n for n, c in colors.items() if c is Color.ALLOW]
@@ -218,17 +218,17 @@ def shared_memory(scene: Scene, painted: Mapping[int, Paint]) -> Paints:
         for n in members if float32 or low else ():
             is_settled = colors.get(n) in (decided, Color.KEEP)
             if not is_settled and (n != owner or owner not in painted):
-                deciding = scene.facts[(float32 or low)[0]]
+                deciding = graph.facts[(float32 or low)[0]]
                 paints[n] = Paint(decided, Rule.SHARED_MEMORY, deciding.name)
     return paints
 
 
-def _members(scene: Scene) -> dict[int, list[int]]:
+def _members(graph: AnalyzedGraph) -> dict[int, list[int]]:
     """Return the nodes that live in each written memory of the graph's own, or write into it, by
     the memory's owner."""
-    owners = {f.name: n for n, f in enumerate(scene.facts) if f.written and not f.external}
+    owners = {f.name: n for n, f in enumerate(graph.facts) if f.written and not f.external}
     members: dict[int, list[int]] = {}
-    for n, f in enumerate(scene.facts):
+    for n, f in enumerate(graph.facts):
         for memory in dict.fromkeys((f.memory, *f.writes)) if f.written or f.writes else ():
             if memory in owners:
                 members.setdefault(owners[memory], []).append(n)

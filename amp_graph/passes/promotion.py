@@ -4,7 +4,7 @@
     add(mm, bias)           so is a sum with a weight
     layer_norm(mm, w, b)    may be low: its kernel computes in float32 anyway
 
-Nodes go by their numbers in a scene.
+Nodes go by their numbers in graph order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from amp_graph.flow import SUMS, raw_values
 from amp_graph.ir import FREE, Color, NodeFacts, Paint
 from amp_graph.levels import Level
-from amp_graph.passes.scene import Scene
+from amp_graph.passes.analysis import AnalyzedGraph
 
 # Properties of a value, as bits; none if it takes no part in promotion. An exact value holds only
 # numbers that every precision has, such as zeros; it is wide, too, as is a sum that begins with it.
@@ -36,16 +36,16 @@ class Promotion:
     not_low: dict[int, int | None] = field(default_factory=dict)
 
 
-def promotion(scene: Scene, painted: Mapping[int, Paint]) -> Promotion:
+def promotion(graph: AnalyzedGraph, painted: Mapping[int, Paint]) -> Promotion:
     """Follow PyTorch's promotion through a graph. At level "max" only the graph's inputs keep their
     digits."""
-    colors = [*scene.colors]
+    colors = [*graph.colors]
     for n, given in painted.items():
         colors[n] = given.color
-    if scene.level is Level.MAX:
-        raw = raw_values(scene.facts, scene.flow, colors, scene.narrowed)
+    if graph.level is Level.MAX:
+        raw = raw_values(graph.facts, graph.flow, colors, graph.narrowed)
         return Promotion(raw, {n: None for n in raw if colors[n] is Color.INFER})
-    walk = _Walk(scene, colors)
+    walk = _Walk(graph, colors)
     for n in range(len(colors)):
         walk.visit(n)
     return walk.found
@@ -65,17 +65,17 @@ class _Walk:
     - A sum that begins with zeros is wide, unless the zeros were made in the dtype of a low value.
     """
 
-    def __init__(self, scene: Scene, colors: Sequence[Color | None]):
+    def __init__(self, graph: AnalyzedGraph, colors: Sequence[Color | None]):
         self.found = Promotion()
-        self._scene, self._colors = scene, colors
+        self._graph, self._colors = graph, colors
         self._carried: list[int] = []  # by each node so far
-        self._like = {f.like: 0 for f in scene.facts if f.like}  # by those that others are like
+        self._like = {f.like: 0 for f in graph.facts if f.like}  # by those that others are like
 
     def visit(self, n: int) -> None:
-        scene, f, color = self._scene, self._scene.facts[n], self._colors[n]
+        graph, f, color = self._graph, self._graph.facts[n], self._colors[n]
         is_reached, promoting = self._operands(n)
-        has_moved = scene.narrows_streams and self._has_moved(n, is_reached)
-        if scene.narrows_streams and is_reached and not has_moved and n not in scene.begin_streams:
+        has_moved = graph.narrows_streams and self._has_moved(n, is_reached)
+        if graph.narrows_streams and is_reached and not has_moved and n not in graph.begin_streams:
             promoting = None
         stays_wide = (promoting is not None or not is_reached) and not self._is_like_low(f)
         if color is Color.INFER and stays_wide:
@@ -96,11 +96,11 @@ class _Walk:
 
     def _operands(self, n: int) -> tuple[bool, int | None]:
         """Return whether a low value reaches a node, and the node's first wide operand."""
-        scene, moves = self._scene, self._colors[n] is Color.CLEAR
-        without = WEIGHT if n in scene.narrowed else 0
-        masks = scene.masked.get(n, ())
+        graph, moves = self._graph, self._colors[n] is Color.CLEAR
+        without = WEIGHT if n in graph.narrowed else 0
+        masks = graph.masked.get(n, ())
         is_reached, promoting = False, None
-        for operand in scene.flow.predecessors(n):
+        for operand in graph.flow.predecessors(n):
             bits = self._carried[operand]
             if not bits & without and operand not in masks:
                 is_reached = is_reached or bool(bits & LOW)
@@ -111,18 +111,18 @@ class _Walk:
 
     def _may_be_padded(self, n: int) -> bool:
         """Whether zeros may be joined with low values in low precision."""
-        return self._scene.level is not Level.SAFE and n not in self._scene.digits
+        return self._graph.level is not Level.SAFE and n not in self._graph.digits
 
     def _has_moved(self, n: int, is_reached: bool) -> bool:
         """Whether a node holds raw values plus something low, and its digits are read."""
-        scene, carried = self._scene, self._carried
-        operands = [*scene.flow.predecessors(n)]
+        graph, carried = self._graph, self._carried
+        operands = [*graph.flow.predecessors(n)]
         has_moved = any(carried[p] & MOVED for p in operands)
         if not is_reached:
             return has_moved
-        if self._colors[n] is Color.CLEAR or scene.facts[n].op in SUMS:
-            has_moved = has_moved or any(p in scene.raw and carried[p] for p in operands)
-        return has_moved and n in scene.digits
+        if self._colors[n] is Color.CLEAR or graph.facts[n].op in SUMS:
+            has_moved = has_moved or any(p in graph.raw and carried[p] for p in operands)
+        return has_moved and n in graph.digits
 
     def _is_like_low(self, f: NodeFacts) -> bool:
         """Whether a node is made in the dtype of a low value, and never written to."""
@@ -131,8 +131,8 @@ class _Walk:
     def _is_exact(self, n: int, color: Color | None) -> bool:
         """Whether a node holds zeros or ones alone: constants that nobody writes to, or moves of
         such."""
-        f = self._scene.facts[n]
+        f = self._graph.facts[n]
         if f.written or color is not Color.CLEAR:
             return False
-        operands = self._scene.flow.predecessors(n)
+        operands = self._graph.flow.predecessors(n)
         return f.exact or (bool(f.reads) and all(self._carried[p] & EXACT for p in operands))

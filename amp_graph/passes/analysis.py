@@ -1,4 +1,5 @@
-"""The scene: a graph, and what was asked for, as the rules of paint see them."""
+"""Analysis: a graph, what was asked for, and what both together say of its nodes, as the rules of
+paint see it. Each answer is worked out when the first rule asks."""
 
 from __future__ import annotations
 
@@ -14,8 +15,7 @@ from amp_graph.flow import raw_values, returned, vanishing_constants
 from amp_graph.ir import Color, NodeFacts, Paint
 from amp_graph.levels import Level
 from amp_graph.oplists import OpLists
-from amp_graph.passes.masks import filled_scores, masked_scores, masks_in
-from amp_graph.passes.readers import (
+from amp_graph.passes.demands import (
     asked_for,
     begin_streams,
     displaced,
@@ -27,13 +27,14 @@ from amp_graph.passes.readers import (
     read_for_position,
     read_near_bounds,
 )
+from amp_graph.passes.masks import filled_scores, masked_scores, masks_in
 
 Paints = dict[int, Paint]
 COORDINATES = 4  # of a place and a time
 
 
 @dataclass(frozen=True)
-class Scene:
+class AnalyzedGraph:
     """A graph and what was asked for. Nodes go by their numbers.
 
     flow: has an edge from each float32 value to each reader.
@@ -168,5 +169,5 @@ def adds_few_terms(f: NodeFacts) -> bool:
     return f.terms is not None and f.terms <= COORDINATES
 
 
-GraphRule = Callable[[Scene, Mapping[int, Paint]], Paints]
-NodeRule = Callable[[Scene, int], Paint | None]
+GraphRule = Callable[[AnalyzedGraph, Mapping[int, Paint]], Paints]
+NodeRule = Callable[[AnalyzedGraph, int], Paint | None]
