@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils import checkpoint
 
-from amp_graph.capture import own_regions
+from amp_graph.capture import autocast_regions
 from amp_graph.modules import Run
 from amp_graph.outer_autocast import autocast_devices
 from amp_graph.snapshots import version_of
@@ -75,13 +75,13 @@ def as_without_autocast(in_region: bool = False) -> Iterator[set[str]]:
     region. Yields the names of functions that ran in float32.
     """
     _hear_all()
-    before, around = _here.run, None if in_region else own_regions.begin()
+    before, around = _here.run, None if in_region else autocast_regions.begin()
     _here.run = _UnderAutocast()
     try:
         yield _here.run.in_float32
     finally:
         if around is not None:
-            own_regions.end(around)
+            autocast_regions.end(around)
         _here.run = before
 
 
@@ -122,7 +122,7 @@ def _hear_all() -> None:
 def _again(run: Run) -> Run:
     """Wrap what a checkpoint runs again. It is under autocast then, too, but not under
     `as_without_autocast`."""
-    in_region = own_regions.is_in_region()
+    in_region = autocast_regions.is_in_region()
 
     @passed_over
     def again(*args: Any, **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ def _enter(
         run.in_float32.add(function.__name__)
     for kind in kinds:
         shield.enter_context(torch.autocast(kind, enabled=False))
-    shield.callback(own_regions.end, own_regions.begin())
+    shield.callback(autocast_regions.end, autocast_regions.begin())
     given = [*map(_widened, args)]
     copies = [
         (arg, wide, version_of(wide))

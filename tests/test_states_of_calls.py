@@ -64,10 +64,10 @@ def test_from_other_own_code_none_goes_back(chosen: Chosen) -> None:
     chosen.leave_for(own_code)
     chosen.end_with(other_code, at_once=True)
     chosen.go_back(for_good=False)
-    assert chosen.state is LEFT and chosen.own_code is other_code
+    assert chosen.state is LEFT and chosen.fallback is other_code
 
 
 def test_own_code_stays_for_a_call_that_is_about_to_run_it(chosen: Chosen) -> None:
     chosen.leave_for(own_code)
     chosen.go_back(for_good=True)
-    assert chosen.state is STALE and chosen.own_code is own_code
+    assert chosen.state is STALE and chosen.fallback is own_code

@@ -19,11 +19,11 @@ from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.before import Before
 from amp_graph.calls.chosen import ENDED, LEFT, STALE, Chosen
 from amp_graph.calls.convertible import initialize
+from amp_graph.calls.fallback import Fallback
 from amp_graph.calls.first_report import tell_of_first_call
 from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.calls.or_else import or_else
 from amp_graph.calls.outside import Outside, Watches, is_ours
-from amp_graph.calls.own_code import OwnCode
 from amp_graph.calls.ways import PLAINLY
 from amp_graph.capture.breaks import depends_on_data, why_not_captured
 from amp_graph.capture.captures import Caller
@@ -48,7 +48,7 @@ class CapturedCalls:
 
     def __init__(self, entry: Entry, compiler: Compiler):
         self._entry, self._policy, self._record = entry, compiler.policy, compiler.record
-        self.own_code = OwnCode(entry, self._policy, self._record)
+        self.fallback = Fallback(entry, self._policy, self._record)
         self._graphs = ModelGraphs(entry, compiler)
         self.policy_id = self._graphs.policy_id
         self._budget, self._hooks = self._graphs.budget, self._graphs.hooks
@@ -70,11 +70,11 @@ class CapturedCalls:
         if self._is_new and self._entry.is_call:
             initialize(self._entry.module, args, kwargs)
         if self._is_new and chosen.state not in ENDED and is_off():
-            self._run_own_code((OFF, ""), "is not captured", at_once=True)
+            self._fall_back((OFF, ""), "is not captured", at_once=True)
         if chosen.state is not LEFT:
             chosen.choose()
         if chosen.state is LEFT:
-            return chosen.own_code(*args, **kwargs)
+            return chosen.fallback(*args, **kwargs)
         before, uncaptured = Before(), None
         before.begun, before.charged = self._budget.this_thread.begun, self._budget.charged
         before.runs, before.records = self._graphs.this_thread.runs, torch.is_grad_enabled()
@@ -166,7 +166,7 @@ class CapturedCalls:
         if not self._has_run():
             why = self._budget.why_nothing(self._entry.module)
             reason = f"nothing is captured ({found}): {why}"
-        index = self.own_code.stand_in(reason, watch.met_sparse)
+        index = self.fallback.stand_in(reason, watch.met_sparse)
         plan = self._record.plans[index]
         if not self._has_run():
             since = ", from its next call on," if plan.autocast else ""
@@ -184,24 +184,24 @@ class CapturedCalls:
         if self._chosen.state in ENDED:
             return
         if (why := self._budget.why_too_many()) is not None:
-            self._run_own_code(why, "is no longer captured")
+            self._fall_back(why, "is no longer captured")
         elif (too_small := self._graphs.why_too_small(runs, self._between)) is not None:
             self._leave_small_graphs(too_small)
         elif (slow := self._budget.why_so_slow()) is not None:
             warn(f"{self._entry.name} {slow}")
 
-    def _run_own_code(self, why: tuple[str, str], what: str, at_once: bool = False) -> None:
+    def _fall_back(self, why: tuple[str, str], what: str, at_once: bool = False) -> None:
         """Run the model's own code from now on."""
         reason, advice = why
-        index = self.own_code.stand_in(reason)
-        self._chosen.end_with(self.own_code.run(index), at_once)
+        index = self.fallback.stand_in(reason)
+        self._chosen.end_with(self.fallback.run(index), at_once)
         warn(f"{self._entry.name} {what} and {self._record.plans[index].otherwise}{advice}")
 
     def _leave_small_graphs(self, why: str) -> None:
         """Run the model's own code, until autocast fails in it: the graphs work."""
-        index, again = self.own_code.stand_in(why), weak_method(self._run_small_graphs)
+        index, again = self.fallback.stand_in(why), weak_method(self._run_small_graphs)
         told = partial(weak_method(self._stay_with_small_graphs), index)
-        self._chosen.leave_for(self.own_code.run_or_else(index, again, told))
+        self._chosen.leave_for(self.fallback.run_or_else(index, again, told))
         warn(f"{self._entry.name} is no longer captured and {self._record.plans[index].otherwise}")
 
     def _run_small_graphs(self, *args: Any, **kwargs: Any) -> Any:
@@ -235,14 +235,14 @@ class CapturedCalls:
             raise cause from None
         if self._hooks.are_for_all():  # a FLOP counter's, which later calls may be without
             self._begin_again()
-            return self.own_code.run_uncaptured(*args, **kwargs)
+            return self.fallback.run_uncaptured(*args, **kwargs)
         is_other = is_of_capture(error) and not isinstance(error, CAPTURED_TOO_OFTEN)
         has_run = self._graphs.this_thread.runs != before.runs
         may_help = depends_on_data(error) or (is_other and not has_run)
         untried = before.way.untried(self._is_new, may_help)
         in_force = self._chosen.capture_by(untried, before.way)
         if in_force is None:
-            return self._end_with_own_code(error, before.snapshot, args, kwargs)
+            return self._end_with_fallback(error, before.snapshot, args, kwargs)
         try:
             result = self(*args, **kwargs)
         except BaseException:  # of the model's own, as it is called
@@ -250,21 +250,21 @@ class CapturedCalls:
             raise
         if untried == PLAINLY and self._chosen.state not in ENDED:
             why = f"a graph is not captured under it: {why_not_captured(error)}"
-            self.own_code.not_under_autocast(self._between, why)
+            self.fallback.not_under_autocast(self._between, why)
         return result
 
-    def _end_with_own_code(
+    def _end_with_fallback(
         self, error: Exception, snapshot: ModelSnapshot | None, args: Any, kwargs: Any
     ) -> Any:
         """Run the model's own code under autocast from now on: it may raise no error of capture, or
         catch it. The next call is captured again if this one raises, or is a first one that changed
         the model, which may set itself up in it."""
         if self._chosen.state in ENDED:  # another thread has found that out
-            return self._chosen.own_code(*args, **kwargs)
-        index = self.own_code.stand_in(f"not captured ({why_not_captured(error)})")
-        planned, own_code = self._record.plans[index], self.own_code.run(index)
+            return self._chosen.fallback(*args, **kwargs)
+        index = self.fallback.stand_in(f"not captured ({why_not_captured(error)})")
+        planned, fallback = self._record.plans[index], self.fallback.run(index)
         try:
-            result = own_code(*args, **kwargs)
+            result = fallback(*args, **kwargs)
         except Exception:
             self._record.drop(index)
             self._begin_again()
@@ -276,7 +276,7 @@ class CapturedCalls:
             return result
         if self._record.plans[index].autocast is planned.autocast:  # else it was told why not
             warn(f"{self._entry.name} {planned.otherwise}")
-        self._chosen.end_with(own_code, at_once=True)
+        self._chosen.end_with(fallback, at_once=True)
         return result
 
     def _autocast_around(
@@ -293,7 +293,7 @@ class CapturedCalls:
 
         def report(reason: str) -> None:
             calls._chosen.go_on_without(callers[-1])
-            calls.own_code.not_under_autocast(index, reason)
+            calls.fallback.not_under_autocast(index, reason)
 
-        under = self.own_code.under_autocast(run, index, is_all=False, begin_at=begin_at)
+        under = self.fallback.under_autocast(run, index, is_all=False, begin_at=begin_at)
         return or_else(under, make_other, report, self._entry.module, passed_on)

@@ -49,7 +49,7 @@ class Chosen:
     """The choice of what one model is called by. The model is held weakly.
 
     state: read without the lock, and changed by `_turn`.
-    own_code: the own code to run, once it was chosen. It stays after `go_back`, as a call may be
+    fallback: the own code to run, once it was chosen. It stays after `go_back`, as a call may be
         about to run it.
     caller: the caller inside `run`, which is set before it.
     first_plan: the place of the first graph in the record.
@@ -59,7 +59,7 @@ class Chosen:
     def __init__(self, graphs: ModelGraphs, compiler: Compiler):
         self._graphs, self._compiler = graphs, compiler
         self.state = CAPTURED
-        self.own_code: Run
+        self.fallback: Run
         self._may_go_back = False  # from that to captures, which work
         self.caller: Caller | None = None
         self.run: Run
@@ -186,16 +186,16 @@ class Chosen:
         """Put nothing around runs any more, and call the model by what was captured that way."""
         self.way, self.caller = self.way._replace(around=without_autocast), caller
 
-    def end_with(self, own_code: Run, at_once: bool) -> None:
+    def end_with(self, fallback: Run, at_once: bool) -> None:
         """Capture no more, and run this code: at once, or as soon as no backward pass runs."""
         with self._choosing:
-            self.own_code, self._may_go_back = own_code, False
+            self.fallback, self._may_go_back = fallback, False
             self._turn(dict.fromkeys(State, LEFT if at_once else LEAVING))
 
-    def leave_for(self, own_code: Run) -> None:
+    def leave_for(self, fallback: Run) -> None:
         """Run this code as soon as no backward pass runs, until `go_back`."""
         with self._choosing:
-            self.end_with(own_code, at_once=False)
+            self.end_with(fallback, at_once=False)
             self._may_go_back = True
 
     def go_back(self, for_good: bool) -> None:

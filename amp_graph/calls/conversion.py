@@ -186,11 +186,11 @@ class Conversion(Entered):
         for optimizer in living(self._optimizers.valuerefs()):
             detach(optimizer, self)
 
-    def of_copy(self, own_code: Run) -> Run:
+    def of_copy(self, plain: Run) -> Run:
         """Return a function that runs a copy of the model that `nn.DataParallel` made for one call
         on one GPU."""
         self.is_awaited = False
-        return self._calls[CALL].own_code.of_copy(own_code)
+        return self._calls[CALL].fallback.of_copy(plain)
 
     def convert_too(self, copied: nn.Module) -> None:
         """Convert a deep copy of the model alike; its loss scale goes on by itself."""
@@ -216,9 +216,9 @@ class Conversion(Entered):
         if self.is_awaited and torch.is_grad_enabled():
             self._end_waiting()
         if not can_capture():
-            result = self._calls[method].own_code.run_uncaptured(*args, **kwargs)
+            result = self._calls[method].fallback.run_uncaptured(*args, **kwargs)
         elif is_forced_eager():
-            result = self._calls[method].own_code.run_told_of(FORCED_EAGER, *args, **kwargs)
+            result = self._calls[method].fallback.run_told_of(FORCED_EAGER, *args, **kwargs)
         else:
             if self.scale is not None and torch.is_grad_enabled():
                 self.scale.begin_forward(module.training)

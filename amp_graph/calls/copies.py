@@ -127,7 +127,7 @@ class Converted(Protocol):
     def stand_ins(self) -> Iterable[StandIn]:
         """Return itself, and the stand-ins for other methods."""
 
-    def of_copy(self, own_code: Run) -> Run:
+    def of_copy(self, plain: Run) -> Run:
         """Return a function that runs a copy of the model that has this code."""
 
     def convert_too(self, copied: nn.Module) -> None:

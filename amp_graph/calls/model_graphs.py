@@ -15,11 +15,11 @@ from amp_graph.backend.build import Built, written_inputs
 from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.compiled_by_others import AROUND
 from amp_graph.calls.outside import Outside
+from amp_graph.capture.autocast_regions import is_in_none
 from amp_graph.capture.budget import CaptureBudget
 from amp_graph.capture.captures import Assembled, captured_names
 from amp_graph.capture.hooks import Hooks, calls_others
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
-from amp_graph.capture.own_regions import is_in_none
 from amp_graph.custom_functions import behind_functions
 from amp_graph.errors import warn
 from amp_graph.modules import Entry, Run, has_backward_hooks, has_compiled_forward

@@ -32,7 +32,7 @@ from torch._dynamo.callback import (
     on_compile_start,
 )
 
-from amp_graph.capture import own_regions
+from amp_graph.capture import autocast_regions
 from amp_graph.capture.budget import Attempt, CaptureBudget
 from amp_graph.capture.dynamo import SETTINGS, CapturedCode, settings
 from amp_graph.capture.function_modes import modes_on, without_modes
@@ -194,9 +194,9 @@ class Captures:
     def _compile_part(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Run:
         caller = _now.calling()
         if not (frame := _now.frame).is_entry:
-            own_regions.hold_in_region(frame.is_in_region)
+            autocast_regions.hold_in_region(frame.is_in_region)
         if frame.is_in_region:
-            own_regions.write_region(graph)
+            autocast_regions.write_region(graph)
         index, built = len(self.graphs), caller.called.build(graph, example_inputs)
         self.graphs.append((graph, built))
         caller.assemble(index)
@@ -214,7 +214,7 @@ class Captures:
         chosen = {**SETTINGS, **own, **self._logs.settings()}
         before = _now.frame
         ids = called.policy_id, id(called.module)
-        _now.frame = Frame(*ids, is_first, own_regions.is_in_region())
+        _now.frame = Frame(*ids, is_first, autocast_regions.is_in_region())
         try:
             budget = called.budget
             # In this order: `counted` reads what Dynamo counts for all threads, of which one at a
@@ -265,7 +265,7 @@ class Caller:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()  # which lives while it is called
         before, _now.caller = _now.caller, self
-        around = own_regions.begin()
+        around = autocast_regions.begin()
         try:
             while True:  # each time for a capture that another thread has made
                 _now.known = self.captures.entered
@@ -277,7 +277,7 @@ class Caller:
                 self._has_returned = True
                 return result
         finally:
-            own_regions.end(around)
+            autocast_regions.end(around)
             _now.caller = before
 
     def may_capture(self) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.amp import is_autocast_available
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from amp_graph.capture.own_regions import in_regions
+from amp_graph.capture.autocast_regions import in_regions
 from amp_graph.dtypes import LOW
 from amp_graph.graphs.aten import ASKS_FOR_LOW, IN_REGION, bodies_of
 

@@ -37,7 +37,7 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-from amp_graph.capture.own_regions import mark_bodies, region_of
+from amp_graph.capture.autocast_regions import mark_bodies, region_of
 from amp_graph.dynamo_changes.tensor_indices import as_read_by
 from amp_graph.errors import CaptureError, in_words
 from amp_graph.graphs.assignments import assignments

@@ -21,7 +21,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from amp_graph.capture.own_regions import in_regions
+from amp_graph.capture.autocast_regions import in_regions
 from amp_graph.dtypes import INTEGERS, dtype_name
 from amp_graph.graphs.aten import (
     DATA,

@@ -29,7 +29,7 @@ from amp_graph.training.held_scale import HeldScale
 from amp_graph.training.inner_passes import note_backward, note_forward
 from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, number, save_state
 from amp_graph.training.outcome import Outcome
-from amp_graph.training.own_parameters import OwnParameters
+from amp_graph.training.owned_parameters import OwnedParameters
 from amp_graph.training.readback import Readback
 from amp_graph.training.spills import Held, Spills
 from amp_graph.watched import FirstNonfinite
@@ -62,7 +62,7 @@ class GraphScale:
     def __init__(self, config: LossScale, parameters: Callable[[], Iterable[Tensor]]):
         self.config = config
         self.serial = next(_serials)  # checkpoints list scales in order of creation
-        self.own = OwnParameters(parameters)
+        self.parameters = OwnedParameters(parameters)
         self.checked = CheckedGradients()
         self.watch: FirstNonfinite | None = None  # set while the graphs are to be looked into
         self.driven_by_grad_scaler = False
@@ -143,7 +143,7 @@ class GraphScale:
         return Exposed(self, self._exposed) if is_exposed else self
 
     def note_parameters(self, parameters: Iterable[Tensor]) -> None:
-        self.own.note(parameters)
+        self.parameters.note(parameters)
 
     def spill_on(self, device: torch.device) -> Tensor:
         """Return the flag for gradients that go out to what the model does not own; see
@@ -168,7 +168,7 @@ class GraphScale:
         self._round.stepped_by.add(weakref.ref(by))
         self._is_used = True
         self._is_stepped |= is_own
-        self._round.counts |= is_own or not (self._is_stepped and self.own.are_trained())
+        self._round.counts |= is_own or not (self._is_stepped and self.parameters.are_trained())
         self.has_optimizer = True
         if self._round.is_pending:
             found_inf = torch.maximum(self._found_inf, sent(found_inf, self._found_inf.device))

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.engine import OUTSIDE, any_of, backward_pass
 from amp_graph.training.found_inf import found_inf, is_alone, parameters_of
-from amp_graph.training.own_parameters import OwnParameters
+from amp_graph.training.owned_parameters import OwnedParameters
 from amp_graph.training.step_frames import steps_around
 from amp_graph.training.undo import Undo
 from amp_graph.uncaptured import not_compiled
@@ -36,7 +36,7 @@ class InnerScale(Protocol):
     """The loss scale of a model that runs in a step."""
 
     checked: CheckedGradients
-    own: OwnParameters
+    parameters: OwnedParameters
 
     def is_on(self) -> bool: ...
     def stepped(self, found_inf: Tensor, by: object) -> None: ...
@@ -78,7 +78,7 @@ class InnerPasses:
         """Take note that a pass of a model begins."""
         optimizer = self._optimizer()
         is_new = scale not in self._flags and scale.is_on()
-        if not is_new or optimizer is None or not scale.own.among(parameters_of(optimizer)):
+        if not is_new or optimizer is None or not scale.parameters.among(parameters_of(optimizer)):
             return
         self._prepare(optimizer)
         self._flags[scale] = []
@@ -122,7 +122,7 @@ class InnerPasses:
         overflowed = any(map(bool, self._skips))
         parameters = parameters_of(optimizer)
         for scale, flags in self._flags.items():
-            found = found_inf(scale.own.among(parameters), checked=scale.checked)
+            found = found_inf(scale.parameters.among(parameters), checked=scale.checked)
             found = any_of([found, *(flags if is_alone() else ())], found.device)
             if bool(found):
                 scale.stepped(torch.ones_like(found), optimizer)

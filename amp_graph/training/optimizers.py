@@ -40,7 +40,7 @@ def use_scale(scale: GraphScale) -> None:
     _scales[scale.serial] = scale
     for optimizer in living(_guards.keyrefs()):
         guard = _guards[optimizer]
-        if guard.record.is_waiting and scale.own.among(parameters_of(optimizer)):
+        if guard.record.is_waiting and scale.parameters.among(parameters_of(optimizer)):
             scale.has_optimizer = True
             guard.record.begin_scale(optimizer, scale)
 
@@ -130,7 +130,9 @@ def _concerns_a_scale(optimizer: Optimizer) -> bool:
     """Whether gradients are made under a scale that this step uses."""
     in_use = _in_use()
     parameters = parameters_of(optimizer) if in_use else ()
-    return any(s.may_have_spilled(optimizer, False) or s.own.among(parameters) for s in in_use)
+    return any(
+        s.may_have_spilled(optimizer, False) or s.parameters.among(parameters) for s in in_use
+    )
 
 
 def _may_call_a_model(optimizer: Optimizer) -> bool:
@@ -146,7 +148,7 @@ def overflowed_by_hand(parameters: Sequence[Tensor], scale: GraphScale | None, b
     for each in own:
         each.driven_by_grad_scaler = False  # that of another model
     spilling = [s for s in _in_use() if s is not scale and s.may_have_spilled(by)]
-    asked = {each: each.own.among(parameters) for each in (*own, *spilling)}
+    asked = {each: each.parameters.among(parameters) for each in (*own, *spilling)}
     return bool(overflowed(parameters, asked, by))
 
 

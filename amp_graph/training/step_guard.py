@@ -211,7 +211,7 @@ class StepGuard:
         return {
             scale: own
             for scale in in_use
-            if (own := scale.own.among(parameters)) or weakref.ref(scale) in self.attached
+            if (own := scale.parameters.among(parameters)) or weakref.ref(scale) in self.attached
         }
 
     def before_unguarded_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from amp_graph.weak_references import are_still
 LISTS = 16  # of parameters, about which answers are kept
 
 
-class OwnParameters:
+class OwnedParameters:
     """The parameters that a model has, and those of others that its graphs read as such.
 
     of_model: the method that returns those that it has; it is held weakly.

@@ -18,7 +18,7 @@ from amp_graph.policy import Policy
 from amp_graph.weak_references import weak_method
 
 
-class OwnCode:
+class Fallback:
     """A model's own code at one entry, and whether to run it. `record` has a plan for each reason
     to."""
 
@@ -86,15 +86,15 @@ class OwnCode:
     def _plain(self) -> Run:
         return plain_code(self._entry.module, self._entry.method)
 
-    def of_copy(self, own_code: Run) -> Run:
+    def of_copy(self, plain: Run) -> Run:
         """Return a function that runs a copy of the model that `nn.DataParallel` made, by its own
         code."""
         index = self._stand_in_told("copied by nn.DataParallel to each GPU in each call")
         if not self._record.plans[index].autocast:
-            return own_code
+            return plain
         report = partial(self.not_under_autocast, index)
-        under = self.under_autocast(own_code, index, is_all=True)
-        return or_else(under, lambda: own_code, report, None, set())
+        under = self.under_autocast(plain, index, is_all=True)
+        return or_else(under, lambda: plain, report, None, set())
 
     def under_autocast(
         self, run: Run, index: int | None, is_all: bool, begin_at: BeginAt | None = None
