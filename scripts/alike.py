@@ -26,7 +26,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import amp_graph
-from amp_graph.calls import alike
+from amp_graph.calls import capture_cache
 
 Step = Callable[[nn.Module, torch.Tensor], Any]
 
@@ -59,7 +59,7 @@ def converted(model: nn.Module, x: torch.Tensor) -> Any:
 
 
 def each_captured(model: nn.Module, x: torch.Tensor) -> Any:
-    alike.forget()
+    capture_cache.clear()
     return converted(model, x)
 
 

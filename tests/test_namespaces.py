@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import amp_graph
-from amp_graph.calls.alike import forget
+from amp_graph.calls.capture_cache import clear
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 SOURCE = """
@@ -228,6 +228,6 @@ def test_a_script_is_not_kept(name: str, tmp_path: Path) -> None:
     model(X).sum().backward()
     gone = weakref.ref(model)
     del namespace, model
-    forget()
+    clear()
     gc.collect()
     assert gone() is None

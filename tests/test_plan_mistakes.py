@@ -18,7 +18,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph import AmpGraphError, Plan, PlanError, Policy, PolicyError
-from amp_graph.calls.alike import forget
+from amp_graph.calls.capture_cache import clear
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -192,7 +192,7 @@ def test_so_have_plans_of_one_computation_that_were_edited(tmp_path: Path) -> No
         "deny",
     ]
     torch._dynamo.reset()
-    forget()
+    clear()
     model = amp_graph.convert(Net(), plan=path)
     with pytest.raises(PlanError, match="1 are for the same computation, and 'relu' is clear"):
         model(torch.randn(9, 8))

@@ -14,7 +14,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph import ConversionWarning, PlanError
-from amp_graph.calls.alike import forget
+from amp_graph.calls.capture_cache import clear
 from amp_graph.ir import Color, Paint
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -45,7 +45,7 @@ def test_sizes_that_are_symbolic_are_no_other_computation(
     plan = amp_graph.plans(model)[-1]
     denied = replace(plan, paints=plan.paints | {"linear": Paint(Color.DENY, "by hand")})
     torch._dynamo.reset()
-    forget()
+    clear()
     again = amp_graph.convert(Pooled().train(training), plan=denied)
     for n in lengths:
         again(inputs[n])
@@ -76,7 +76,7 @@ def test_a_copy_that_a_size_does_without_is_no_other_computation(
     model(torch.randn(2, saved_at, 8))
     plan = amp_graph.plans(model)[0]
     torch._dynamo.reset()
-    forget()
+    clear()
     amp_graph.convert(Decodes(), plan=plan)(torch.randn(2, run_at, 8))
 
 

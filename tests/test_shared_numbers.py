@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import amp_graph
-from amp_graph.calls.alike import SEVERAL, number_for
+from amp_graph.calls.capture_cache import SEVERAL, number_for
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from amp_graph.calls.call_path import Strategy
 from amp_graph.calls.outside import Outside
-from amp_graph.calls.ways import Way
 from amp_graph.snapshots import ModelSnapshot
 
 
@@ -16,7 +16,7 @@ class Before:
 
     begun, charged: see `CaptureBudget`.
     runs: how often a graph of the model ran in this thread.
-    way: how the model is captured.
+    strategy: how the model is captured.
     records: whether autograd records.
     snapshot: the model's state, until a call has told what was converted.
     watch: the watch over this call; None if there is none, or the call turns out not to be
@@ -26,7 +26,7 @@ class Before:
     begun: int
     charged: int
     runs: int
-    way: Way
+    strategy: Strategy
     records: bool
     snapshot: ModelSnapshot | None
     watch: Outside | None

@@ -17,14 +17,13 @@ import torch
 
 from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.before import Before
-from amp_graph.calls.chosen import ENDED, LEFT, STALE, Chosen
+from amp_graph.calls.call_path import ENDED, LEFT, STALE, USUAL, CallPath
 from amp_graph.calls.convertible import initialize
 from amp_graph.calls.fallback import Fallback
 from amp_graph.calls.first_report import tell_of_first_call
 from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.calls.or_else import or_else
 from amp_graph.calls.outside import Outside, Watches, is_ours
-from amp_graph.calls.ways import PLAINLY
 from amp_graph.capture.breaks import depends_on_data, why_not_captured
 from amp_graph.capture.captures import Caller
 from amp_graph.capture.dynamo import (
@@ -52,7 +51,7 @@ class CapturedCalls:
         self._graphs = ModelGraphs(entry, compiler)
         self.policy_id = self._graphs.policy_id
         self._budget, self._hooks = self._graphs.budget, self._graphs.hooks
-        self._chosen = Chosen(self._graphs, compiler)
+        self._path = CallPath(self._graphs, compiler)
         self._watches = Watches(compiler.lists)
         self._between: int | None = None  # the plan that stands for code between graphs, if any
         self._is_new = True  # until a call has told of what was converted
@@ -61,27 +60,27 @@ class CapturedCalls:
     def graphs_in_force(self) -> set[int]:
         """Return the places in the record of the graphs that a call may run; until something is
         captured anew, those that were captured before."""
-        if self._chosen.state in ENDED:
+        if self._path.state in ENDED:
             return set()
-        return self._chosen.places()
+        return self._path.places()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        chosen = self._chosen
+        path = self._path
         if self._is_new and self._entry.is_call:
             initialize(self._entry.module, args, kwargs)
-        if self._is_new and chosen.state not in ENDED and is_off():
+        if self._is_new and path.state not in ENDED and is_off():
             self._fall_back((OFF, ""), "is not captured", at_once=True)
-        if chosen.state is not LEFT:
-            chosen.choose()
-        if chosen.state is LEFT:
-            return chosen.fallback(*args, **kwargs)
+        if path.state is not LEFT:
+            path.choose()
+        if path.state is LEFT:
+            return path.fallback(*args, **kwargs)
         before, uncaptured = Before(), None
         before.begun, before.charged = self._budget.this_thread.begun, self._budget.charged
         before.runs, before.records = self._graphs.this_thread.runs, torch.is_grad_enabled()
-        before.way = chosen.way
+        before.strategy = path.strategy
         before.snapshot = ModelSnapshot(self._entry.module) if self._is_new else None
         before.watch = watch = self._watches.take()
-        run = chosen.run if watch is None else partial(self._graphs.run_watched, watch, chosen.run)
+        run = path.run if watch is None else partial(self._graphs.run_watched, watch, path.run)
         try:
             result = run(*args, **kwargs)
         except BaseException as error:
@@ -111,13 +110,13 @@ class CapturedCalls:
         says_little = watch is not None and self._says_little(watch, before.snapshot)
         if watch is not None and not says_little:
             self._judge(watch)
-        is_of_first = watch is not None or self._chosen.state in ENDED
+        is_of_first = watch is not None or self._path.state in ENDED
         if not says_little and (is_of_first or not self._is_new or self._watches.are_over()):
             self._tell()
         self._budget.end_call(has_captured, before.charged)
         if has_captured or says_little:
             self._watches.add()
-        if has_captured or says_little or self._chosen.state is STALE:  # others are to be captured
+        if has_captured or says_little or self._path.state is STALE:  # others are to be captured
             runs = 0
         self._stop_if_too_many(runs)
 
@@ -131,7 +130,7 @@ class CapturedCalls:
         is_first = self._may_set_itself_up and bool(sets_up or self._hooks.are_for_all())
         if is_first and sets_up:
             self._budget.take_skipped()
-            self._chosen.capture_anew()  # where Dynamo left code to Python
+            self._path.capture_anew()  # where Dynamo left code to Python
         self._may_set_itself_up &= not is_first
         return is_first
 
@@ -142,15 +141,15 @@ class CapturedCalls:
         skipped = self._budget.take_skipped()
         if self._is_new:
             self._is_new = False
-            plans = self._record.plans[self._chosen.first_plan :]
+            plans = self._record.plans[self._path.first_plan :]
             tell_of_first_call(self._entry, self._policy, plans, self._has_run())
             if not skipped:
-                self._chosen.share()
+                self._path.share()
         self._record.breaks += skipped
 
     def _has_run(self) -> bool:
         """Whether any graph has."""
-        return any(index >= self._chosen.first_plan for index in self._record.runs)
+        return any(index >= self._path.first_plan for index in self._record.runs)
 
     def _judge(self, watch: Outside) -> None:
         """Have the code between graphs run under autocast if it did work for low precision.
@@ -174,14 +173,14 @@ class CapturedCalls:
         if plan.autocast:
             begin_at = None if watch.in_front else self._graphs.behind_first
             around, passed_on = weak_method(self._autocast_around), {*DYNAMO_ERRORS}
-            self._chosen.put_around(partial(around, index, begin_at, passed_on))
+            self._path.put_around(partial(around, index, begin_at, passed_on))
             self._between = index
 
     def _stop_if_too_many(self, runs: int = 0) -> None:
         """Capture no more if that costs more than it is worth: some Python value is another in call
         after call (a list that grows, the layers that are chosen), or so many small graphs ran in a
         call that the model's own code is faster."""
-        if self._chosen.state in ENDED:
+        if self._path.state in ENDED:
             return
         if (why := self._budget.why_too_many()) is not None:
             self._fall_back(why, "is no longer captured")
@@ -194,31 +193,31 @@ class CapturedCalls:
         """Run the model's own code from now on."""
         reason, advice = why
         index = self.fallback.stand_in(reason)
-        self._chosen.end_with(self.fallback.run(index), at_once)
+        self._path.end_with(self.fallback.run(index), at_once)
         warn(f"{self._entry.name} {what} and {self._record.plans[index].otherwise}{advice}")
 
     def _leave_small_graphs(self, why: str) -> None:
         """Run the model's own code, until autocast fails in it: the graphs work."""
         index, again = self.fallback.stand_in(why), weak_method(self._run_small_graphs)
         told = partial(weak_method(self._stay_with_small_graphs), index)
-        self._chosen.leave_for(self.fallback.run_or_else(index, again, told))
+        self._path.leave_for(self.fallback.run_or_else(index, again, told))
         warn(f"{self._entry.name} is no longer captured and {self._record.plans[index].otherwise}")
 
     def _run_small_graphs(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call in which autocast failed by the graphs. If they raise as well, nothing has
         changed."""
-        self._chosen.go_back(for_good=False)
+        self._path.go_back(for_good=False)
         try:
             return self(*args, **kwargs)
         except BaseException:
-            self._chosen.leave_again()
+            self._path.leave_again()
             raise
 
     def _stay_with_small_graphs(self, index: int, reason: str) -> None:
         """Stay with the graphs that plan `index` had left: they have run where autocast failed."""
-        self._chosen.go_back(for_good=True)
+        self._path.go_back(for_good=True)
         self._record.drop(index)
-        if self._chosen.state not in ENDED:  # else it was told of what could not be captured
+        if self._path.state not in ENDED:  # else it was told of what could not be captured
             again = "runs by its captured graphs again, small as they are"
             warn(f"{self._entry.name} {again}: autocast fails ({reason})")
 
@@ -239,16 +238,16 @@ class CapturedCalls:
         is_other = is_of_capture(error) and not isinstance(error, CAPTURED_TOO_OFTEN)
         has_run = self._graphs.this_thread.runs != before.runs
         may_help = depends_on_data(error) or (is_other and not has_run)
-        untried = before.way.untried(self._is_new, may_help)
-        in_force = self._chosen.capture_by(untried, before.way)
+        untried = before.strategy.untried(self._is_new, may_help)
+        in_force = self._path.capture_by(untried, before.strategy)
         if in_force is None:
             return self._end_with_fallback(error, before.snapshot, args, kwargs)
         try:
             result = self(*args, **kwargs)
         except BaseException:  # of the model's own, as it is called
-            self._chosen.put_back(in_force)
+            self._path.put_back(in_force)
             raise
-        if untried == PLAINLY and self._chosen.state not in ENDED:
+        if untried == USUAL and self._path.state not in ENDED:
             why = f"a graph is not captured under it: {why_not_captured(error)}"
             self.fallback.not_under_autocast(self._between, why)
         return result
@@ -259,8 +258,8 @@ class CapturedCalls:
         """Run the model's own code under autocast from now on: it may raise no error of capture, or
         catch it. The next call is captured again if this one raises, or is a first one that changed
         the model, which may set itself up in it."""
-        if self._chosen.state in ENDED:  # another thread has found that out
-            return self._chosen.fallback(*args, **kwargs)
+        if self._path.state in ENDED:  # another thread has found that out
+            return self._path.fallback(*args, **kwargs)
         index = self.fallback.stand_in(f"not captured ({why_not_captured(error)})")
         planned, fallback = self._record.plans[index], self.fallback.run(index)
         try:
@@ -276,7 +275,7 @@ class CapturedCalls:
             return result
         if self._record.plans[index].autocast is planned.autocast:  # else it was told why not
             warn(f"{self._entry.name} {planned.otherwise}")
-        self._chosen.end_with(fallback, at_once=True)
+        self._path.end_with(fallback, at_once=True)
         return result
 
     def _autocast_around(
@@ -288,11 +287,11 @@ class CapturedCalls:
         callers: list[Caller] = []
 
         def make_other() -> Run:
-            callers.append(calls._chosen.new_caller())
+            callers.append(calls._path.new_caller())
             return without_autocast(callers[-1])
 
         def report(reason: str) -> None:
-            calls._chosen.go_on_without(callers[-1])
+            calls._path.go_on_without(callers[-1])
             calls.fallback.not_under_autocast(index, reason)
 
         under = self.fallback.under_autocast(run, index, is_all=False, begin_at=begin_at)

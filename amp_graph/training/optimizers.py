@@ -129,10 +129,8 @@ def _are_expected(optimizer: Optimizer) -> bool:
 def _concerns_a_scale(optimizer: Optimizer) -> bool:
     """Whether gradients are made under a scale that this step uses."""
     in_use = _in_use()
-    parameters = parameters_of(optimizer) if in_use else ()
-    return any(
-        s.may_have_spilled(optimizer, False) or s.parameters.among(parameters) for s in in_use
-    )
+    stepped = parameters_of(optimizer) if in_use else ()
+    return any(s.may_have_spilled(optimizer, False) or s.parameters.among(stepped) for s in in_use)
 
 
 def _may_call_a_model(optimizer: Optimizer) -> bool:

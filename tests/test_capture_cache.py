@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.parametrizations import weight_norm
 
 import amp_graph
-from amp_graph.calls import alike
+from amp_graph.calls import capture_cache
 from amp_graph.ir import Color
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -71,9 +71,9 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
 def alone(model: nn.Module, policy: str = "bfloat16", x: Tensor = X) -> list[Tensor]:
     """A step of a model that has its captures for itself."""
     converted = amp_graph.convert(copy.deepcopy(model), policy=policy)
-    kept, alike._kept[:] = alike._kept[:], []
+    kept, capture_cache._cache[:] = capture_cache._cache[:], []
     result = step(converted, x)
-    alike._kept[:] = kept
+    capture_cache._cache[:] = kept
     return result
 
 
@@ -244,9 +244,9 @@ def test_no_tensor_of_a_model_that_is_gone_is_kept(kind: Callable[[], nn.Module]
 
 
 def test_not_more_are_kept_than_so_many() -> None:
-    for slope in range(alike.KEPT + 2):
+    for slope in range(capture_cache.SIZE + 2):
         step(amp_graph.convert(Net(slope / 10 + 0.01), policy="bfloat16"))
-    assert len(alike._kept) == alike.KEPT
+    assert len(capture_cache._cache) == capture_cache.SIZE
     last = amp_graph.convert(Net(slope / 10 + 0.01), policy="bfloat16")
     assert captured(lambda: step(last)) == 0
 
@@ -279,20 +279,20 @@ def wrapped_step(net: nn.Module) -> list[Tensor]:
 
 def test_a_number_that_changes_from_one_to_the_next_is_a_symbol_in_the_end() -> None:
     net = Counting()
-    for _ in range(alike.SEVERAL + 1):
+    for _ in range(capture_cache.SEVERAL + 1):
         wrapped_step(net)
     results: list[list[Tensor]] = []
     fresh = copy.deepcopy(net)
     assert captured(lambda: results.append(wrapped_step(net))) == 0
     assert captured(lambda: [wrapped_step(copy.deepcopy(net)) for _ in range(8)]) == 0
     assert net.calls == fresh.calls + 2
-    alike.forget()
+    capture_cache.clear()
     assert_same(results[0], wrapped_step(fresh))
 
 
 def test_sizes_of_parameters_do_not_make_symbols_of_numbers() -> None:
     """Those of a search over widths are as they would be alone."""
-    for width in range(alike.SEVERAL + 2):
+    for width in range(capture_cache.SEVERAL + 2):
         model = nn.Sequential(nn.Linear(8, width + 1), nn.LeakyReLU(0.1 * (width + 1)))
         expected = alone(model)
         assert_same(step(amp_graph.convert(model, policy="bfloat16")), expected)

@@ -22,17 +22,17 @@ from amp_graph.modules import Entry, Forwards
 from amp_graph.oplists import OpLists
 from amp_graph.policy import Policy
 
-KEPT = 8
-SEVERAL = 3  # of a kind, none of which holds: the next one goes on where they left off
+SIZE = 8
+SEVERAL = 3  # with one key, none of which holds: the next one goes on where they left off
 
 _lock = threading.Lock()
-_kept: list[tuple[Kind, Captures]] = []  # the latest first
+_cache: list[tuple[CacheKey, Captures]] = []  # the latest first
 
 
 @dataclass(frozen=True)
-class Kind:
-    """The kind of a model: features that Dynamo does not guard, or never takes for a symbol, and
-    how the model is converted. Models of one kind may be called by each other's captures.
+class CacheKey:
+    """The features of a model that Dynamo does not guard, or never takes for a symbol, and how the
+    model is converted. Models that have one key may be called by each other's captures.
 
     code: the class, its `forward` or the method it is entered by, and the `forward` of its parts.
     ties: for each module, parameter and buffer, in order, which one of them it is.
@@ -46,8 +46,8 @@ class Kind:
     lists: OpLists
 
 
-def kind_of(entry: Entry, compiler: Compiler) -> Kind | None:
-    """Return a model's kind; None for a model that has its captures for itself.
+def cache_key(entry: Entry, compiler: Compiler) -> CacheKey | None:
+    """Return a model's key; None for a model that has its captures for itself.
 
     That is so if Inductor compiles them, which may go by the addresses of parameters; for saved
     plans, which are for one model; for a parametrized part, whose class holds the part, and is held
@@ -60,7 +60,7 @@ def kind_of(entry: Entry, compiler: Compiler) -> Kind | None:
     if converted_parts(module) or any("parametrizations" in m._modules for m in module.modules()):
         return None
     shapes = (*(parameter.shape for parameter in module.parameters()),)
-    return Kind(Forwards(entry).all, _ties(module), shapes, compiler.policy, compiler.lists)
+    return CacheKey(Forwards(entry).all, _ties(module), shapes, compiler.policy, compiler.lists)
 
 
 def _ties(module: nn.Module) -> tuple[int, ...]:
@@ -74,10 +74,10 @@ def _ties(module: nn.Module) -> tuple[int, ...]:
     return tuple(first.setdefault(key, n) for n, key in enumerate(held))
 
 
-def captures_for(kind: Kind) -> list[Captures]:
-    """Return the captures of models of this kind, the latest first."""
+def cached(key: CacheKey) -> list[Captures]:
+    """Return the captures of models with this key, the latest first."""
     with _lock:
-        return [captures for known, captures in _kept if known == kind]
+        return [captures for known, captures in _cache if known == key]
 
 
 def number_for(hosts: Sequence[Captures], dtype: torch.dtype) -> int | None:
@@ -96,14 +96,14 @@ def number_for(hosts: Sequence[Captures], dtype: torch.dtype) -> int | None:
     return hosts[0].number if most < SEVERAL else None
 
 
-def keep(kind: Kind, captures: Captures) -> None:
+def store(key: CacheKey, captures: Captures) -> None:
     """Keep captures, or note that they were of use."""
     with _lock:
-        others = [entry for entry in _kept if entry[1] is not captures]
-        _kept[:] = [(kind, captures), *others][:KEPT]
+        others = [entry for entry in _cache if entry[1] is not captures]
+        _cache[:] = [(key, captures), *others][:SIZE]
 
 
-def forget() -> None:
+def clear() -> None:
     """Drop all captures that were kept."""
     with _lock:
-        _kept.clear()
+        _cache.clear()

@@ -10,12 +10,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum, auto
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from amp_graph.backend.compiler import Compiler
-from amp_graph.calls.alike import Kind, captures_for, keep, kind_of, number_for
+from amp_graph.calls.capture_cache import CacheKey, cache_key, cached, number_for, store
 from amp_graph.calls.model_graphs import ModelGraphs
-from amp_graph.calls.ways import PLAINLY, Way
+from amp_graph.capture import dynamo
 from amp_graph.capture.budget import try_flat_again
 from amp_graph.capture.captures import Caller, Captures, GuardsFail
 from amp_graph.modules import Forwards, Run, devices_of
@@ -42,10 +43,36 @@ class State(Enum):
 
 CAPTURED, STALE, LEAVING, LEFT = State  # each call asks; as `State.LEFT` they take longer (3.11)
 ENDED = LEAVING, LEFT
-InForce = tuple[Caller | None, Run, Way]  # what `Chosen` says of these
 
 
-class Chosen:
+class Settings(Enum):
+    """Dynamo's settings, other than usual, in the order in which they are tried."""
+
+    AS_USUAL = MappingProxyType[str, bool]({})
+    BREAK_AT_DATA = dynamo.BREAK_AT_DATA
+    EACH_SIZE_APART = dynamo.EACH_SIZE_APART
+
+
+class Strategy(NamedTuple):
+    """How a model is captured. `around`: what is put around a run."""
+
+    settings: Settings
+    around: Callable[[Run], Run]
+
+    def untried(self, is_first: bool, settings_may_help: bool) -> Strategy | None:
+        """The next one, in which capture may fail no more. In a first call all sizes are known."""
+        if settings_may_help and self.settings is Settings.AS_USUAL:
+            return self._replace(settings=Settings.BREAK_AT_DATA)
+        if settings_may_help and self.settings is Settings.BREAK_AT_DATA and not is_first:
+            return self._replace(settings=Settings.EACH_SIZE_APART)
+        return None if self.around is without_autocast else USUAL
+
+
+USUAL = Strategy(Settings.AS_USUAL, without_autocast)
+InForce = tuple[Caller | None, Run, Strategy]  # what `CallPath` says of these
+
+
+class CallPath:
     """The choice of what one model is called by. The model is held weakly.
 
     state: read without the lock, and changed by `_turn`.
@@ -53,7 +80,7 @@ class Chosen:
         about to run it.
     caller: the caller inside `run`, which is set before it.
     first_plan: the place of the first graph in the record.
-    way: how captures are made.
+    strategy: how captures are made.
     """
 
     def __init__(self, graphs: ModelGraphs, compiler: Compiler):
@@ -64,9 +91,9 @@ class Chosen:
         self.caller: Caller | None = None
         self.run: Run
         self.first_plan = 0
-        self.way = PLAINLY
+        self.strategy = USUAL
         self._places_before: set[int] = set()
-        self._kind: Kind | None = None
+        self._key: CacheKey | None = None
         self._number = graphs.budget.number
         self._hosts: Iterator[Captures] = iter(())  # to be called by what was captured of them
         self._choosing = threading.RLock()
@@ -111,9 +138,9 @@ class Chosen:
                 return
             self.first_plan = len(self._compiler.record.plans)
             if not self._graphs.hooks.are_there():
-                self._kind = kind_of(self._graphs.entry, self._compiler)
-            if self._kind is not None:
-                hosts, devices = captures_for(self._kind), devices_of(self._graphs.module)
+                self._key = cache_key(self._graphs.entry, self._compiler)
+            if self._key is not None:
+                hosts, devices = cached(self._key), devices_of(self._graphs.module)
                 number = number_for(hosts, self._compiler.policy.dtype_for(devices))
                 self._hosts = iter(hosts)
                 self._number = self._number if number is None else number
@@ -146,45 +173,45 @@ class Chosen:
             self._call_by(caller, caller)
             self._compiler.record.cost.models = 1
 
-    def capture_by(self, untried: Way | None, tried: Way) -> InForce | None:
-        """Capture in the way `untried`, since capture failed in the way `tried`. Returns what was
-        in force, for `put_back`; None if no way is left. If another thread has changed the way
+    def capture_by(self, untried: Strategy | None, tried: Strategy) -> InForce | None:
+        """Capture by the strategy `untried`, since capture failed by `tried`. Returns what was in
+        force, for `put_back`; None if no strategy is left. If another thread has changed it
         meanwhile, nothing more is done."""
         with self._choosing:
-            before = self.caller, self.run, self.way
-            if self.way == tried:
+            before = self.caller, self.run, self.strategy
+            if self.strategy == tried:
                 if untried is None:
                     return None
-                self.way = untried
+                self.strategy = untried
                 self._capture()
             return before
 
     def put_back(self, before: InForce) -> None:
         """Return to captures from before, which are as good as they were."""
         with self._choosing:
-            self.caller, self.run, self.way = before
+            self.caller, self.run, self.strategy = before
 
     def new_caller(self) -> Caller:
         """Return a caller that captures anew, which `run` may go on by."""
-        captures = Captures(self._graphs.entry, self._number, self.way.settings.value)
+        captures = Captures(self._graphs.entry, self._number, self.strategy.settings.value)
         return Caller(captures, self._graphs)
 
     def _call_by(self, caller: Caller, run: Run) -> None:
         self._places_before = self.places()
         self._forwards = Forwards(self._graphs.entry)
         self._turn({STALE: CAPTURED})
-        self.run = self.way.around(run)
+        self.run = self.strategy.around(run)
         self.caller = caller
 
     def put_around(self, around: Callable[[Run], Run]) -> None:
         """Put this around runs, from the next captures on."""
         with self._choosing:
-            self.way = self.way._replace(around=around)
+            self.strategy = self.strategy._replace(around=around)
             self.capture_anew()
 
     def go_on_without(self, caller: Caller) -> None:
         """Put nothing around runs any more, and call the model by what was captured that way."""
-        self.way, self.caller = self.way._replace(around=without_autocast), caller
+        self.strategy, self.caller = self.strategy._replace(around=without_autocast), caller
 
     def end_with(self, fallback: Run, at_once: bool) -> None:
         """Capture no more, and run this code: at once, or as soon as no backward pass runs."""
@@ -199,7 +226,7 @@ class Chosen:
             self._may_go_back = True
 
     def go_back(self, for_good: bool) -> None:
-        """Go back from that code to the captures before it, unless other own code was chosen."""
+        """Go back from that code to the captures before it, unless other own code was path."""
         with self._choosing:
             if self._may_go_back:
                 self._turn({LEAVING: STALE, LEFT: CAPTURED})
@@ -214,6 +241,6 @@ class Chosen:
     def share(self) -> None:
         """Let other models be called by the captures of the first call, if these are still of use
         and nothing is to run beside their graphs."""
-        is_all = self.way.around is without_autocast and self.state is CAPTURED
-        if is_all and self._kind is not None and self.caller and self.caller.captures.graphs:
-            keep(self._kind, self.caller.captures)
+        is_all = self.strategy.around is without_autocast and self.state is CAPTURED
+        if is_all and self._key is not None and self.caller and self.caller.captures.graphs:
+            store(self._key, self.caller.captures)
