@@ -59,7 +59,7 @@ class Policy:
     refresh_weights: when low-precision weights are made anew: "always", before each call, or
         "on_change", for inference and gradient accumulation: before a call after something was
         seen to change. Seen are optimizers of PyTorch's, `load_state_dict` and all that raises a
-        parameter's version; writes through `parameter.data` are not (see `training.traces`).
+        parameter's version; writes through `parameter.data` are not (`training.change_tracker`).
     emulation: how a CPU without kernels for the low precision computes products in it: "native",
         PyTorch's way, element by element; or "float32", by float32 kernels, whose results are
         rounded, several times faster (see `amp_graph.backend.emulation`).

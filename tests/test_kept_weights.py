@@ -26,7 +26,7 @@ from weight_changes import CHANGES, OTHER, SCALED, assert_seen, by_data, now
 
 import amp_graph
 from amp_graph import Policy, PolicyError
-from amp_graph.training import traces
+from amp_graph.training import change_tracker
 
 KEPT = replace(SCALED, refresh_weights="on_change")
 LEAVE_NO_TRACE = (".data in place", "numpy")
@@ -37,8 +37,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 @pytest.fixture(autouse=True)
 def no_optimizer_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces._steps, "_under_way", weakref.WeakSet())
-    monkeypatch.setattr(traces._steps, "are_replayed", False)
+    monkeypatch.setattr(change_tracker._steps, "_under_way", weakref.WeakSet())
+    monkeypatch.setattr(change_tracker._steps, "are_replayed", False)
 
 
 class Refreshes(DispatchCounter):
@@ -250,7 +250,7 @@ def test_replays_compute_with_the_weights_of_then(monkeypatch: pytest.MonkeyPatc
     with torch.no_grad():
         model(X)
         with monkeypatch.context() as patch, Recording() as recording:
-            patch.setattr(traces, "is_captured", lambda device: True)
+            patch.setattr(change_tracker, "is_captured", lambda device: True)
             captured = model(X)
         by_data(model)
         recording.replay()

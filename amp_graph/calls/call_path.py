@@ -226,7 +226,7 @@ class CallPath:
             self._may_go_back = True
 
     def go_back(self, for_good: bool) -> None:
-        """Go back from that code to the captures before it, unless other own code was path."""
+        """Go back from that code to the captures before it, unless other code was chosen."""
         with self._choosing:
             if self._may_go_back:
                 self._turn({LEAVING: STALE, LEFT: CAPTURED})

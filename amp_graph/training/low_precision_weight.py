@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from amp_graph.training.traces import Traces
+from amp_graph.training.change_tracker import ChangeTracker
 
 Key = tuple[int, torch.dtype]  # of a parameter, by `id`, in a low precision
 SPARE = 1.1  # how much larger than all parameters in it memory may be that is copied as a whole
@@ -37,7 +37,7 @@ class LowPrecisionWeight:
         self.unrecorded = low.data.requires_grad_()
         self.parameter = weakref.ref(parameter, when_gone)
         self.version = -1
-        self.writer: Traces | None = None  # of the graph that wrote it, where copies are kept
+        self.writer: ChangeTracker | None = None  # of the graph that wrote it, if it is kept
 
     def follow(self, version: int) -> bool:
         """Take over the parameter's version, and return whether it is another than before."""

@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from amp_graph.graphs.aten import SET_GRAD_ENABLED
+from amp_graph.training.change_tracker import ChangeTracker
 from amp_graph.training.engine import copy_all_
 from amp_graph.training.low_precision_weight import Key, LowPrecisionWeight, is_plain, memory_for
 from amp_graph.training.memory import address, addresses
 from amp_graph.training.pending_calls import PendingCalls
 from amp_graph.training.picker import picker
-from amp_graph.training.traces import Traces
 from amp_graph.weak_references import are_still, living
 
 _version, _shape = attrgetter("_version"), attrgetter("shape")
@@ -108,7 +108,8 @@ class GraphWeights:
         self._pick_plain = picker([i for i, p in enumerate(parameters) if is_plain(p)])
         self._addresses = addresses(self._pick_plain(parameters))
         self._versions: list[int] = []
-        self._traces = Traces() if store.on_change and all(map(_leaves_traces, copied)) else None
+        is_tracked = store.on_change and all(map(_leaves_traces, copied))
+        self._tracker = ChangeTracker() if is_tracked else None
 
     def are_of(self, parameters: Sequence[Tensor]) -> bool:
         """Whether these are the parameters: the same objects, of the same shapes, in the same
@@ -138,10 +139,10 @@ class GraphWeights:
             changed = zip(self._weights, versions, strict=True)
             increment_version([weight.low for weight, version in changed if weight.follow(version)])
             self._versions = versions
-        if self._traces is None:
+        if self._tracker is None:
             self._write(parameters)
         else:
-            self._write_if_stale(self._traces, parameters, versions)
+            self._write_if_stale(self._tracker, parameters, versions)
         if self._pending and not torch.is_grad_enabled():
             self._pending.were_overwritten(self._ids)
         return self._lows if recorded else self._unrecorded
@@ -168,17 +169,17 @@ class GraphWeights:
             SET_GRAD_ENABLED(records)
 
     def _write_if_stale(
-        self, traces: Traces, parameters: list[Tensor], versions: Sequence[int]
+        self, tracker: ChangeTracker, parameters: list[Tensor], versions: Sequence[int]
     ) -> None:
         """Write the weights if a parameter may have changed since this graph last did, or another
         graph wrote them since, perhaps from other memory that was a parameter's meanwhile."""
-        seen = traces.look(parameters, versions)
-        if not traces.are_new(seen) and all(weight.writer is traces for weight in self._weights):
+        seen = tracker.look(parameters, versions)
+        if not tracker.are_new(seen) and all(weight.writer is tracker for weight in self._weights):
             return
         self._write(parameters)
-        traces.keep(seen, parameters)
+        tracker.keep(seen, parameters)
         for weight in self._weights:
-            weight.writer = traces
+            weight.writer = tracker
 
 
 def _leaves_traces(parameter: Tensor) -> bool:

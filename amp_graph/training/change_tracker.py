@@ -31,7 +31,7 @@ from amp_graph.training.step_hooks import hear_steps
 from amp_graph.uncaptured import not_compiled
 
 
-class Traces:
+class ChangeTracker:
     """The traces of some parameters, as they were last looked at."""
 
     def __init__(self) -> None:
