@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 from running import Run, python, run
 
-from amp_graph.autopatch.children import children_heard
+from amp_graph.autopatch.patches import children_heard
 
 
 def trained(folder: Path, script: str, *arguments: str) -> Run:

@@ -3,7 +3,7 @@
 Private name of PyTorch patched here: `nn.Module._compiled_call_impl`, a class attribute that
 `module(...)` looks at before anything else, and that is None where `nn.Module.compile` was not
 used (torch 2.11 to 2.15). A descriptor in its place sees every call that Dynamo does not inline;
-Dynamo itself does not look there. `loaded_states` and `children` patch public ones.
+Dynamo itself does not look there. `patches` has public ones.
 
 This is the only file that reads the environment.
 """
@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_graph.autopatch.children import children_heard
 from amp_graph.autopatch.exit_report import write_report
 from amp_graph.autopatch.first_call import Models
-from amp_graph.autopatch.loaded_states import scales_are_loaded
+from amp_graph.autopatch.patches import children_heard, scales_are_loaded
 from amp_graph.autopatch.script_models import Model
 from amp_graph.autopatch.standard_error import say
 from amp_graph.capture.captures import other_captures_heard

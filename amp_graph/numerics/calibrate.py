@@ -32,11 +32,11 @@ from amp_graph.inspection.terminal import Shown
 from amp_graph.ir import Color, Paint, Plan
 from amp_graph.numerics.compare import Beside, Reference
 from amp_graph.numerics.node_numerics import NodeNumerics
-from amp_graph.numerics.observer import Observer
 from amp_graph.numerics.outcomes import check_reference, outcome_errors
 from amp_graph.numerics.outputs import check_loss
 from amp_graph.numerics.rerun import Loss, Outcome, Rerun, rerun_of
 from amp_graph.numerics.smallest import smallest
+from amp_graph.numerics.watched_graph import Observer
 from amp_graph.plans.pins import Pins
 from amp_graph.plans.plan_file import PlanSource, save_plan
 from amp_graph.policy import PolicySource

@@ -21,11 +21,11 @@ from amp_graph.inspection.spelling import op_name
 from amp_graph.ir import NodeFacts, Plan
 from amp_graph.numerics.comparison import Comparison
 from amp_graph.numerics.node_numerics import NodeNumerics
-from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outcomes import not_finite_shares, outcome_errors
 from amp_graph.numerics.outputs import check_loss
 from amp_graph.numerics.rerun import Loss, Rerun, rerun_of
 from amp_graph.numerics.statistics import Statistics, exponents, statistics
+from amp_graph.numerics.watched_graph import Observer, Place
 from amp_graph.plans.plan_file import PlanSource
 from amp_graph.policy import PolicySource
 from amp_graph.reasons import dtype_of, why_nothing_is_low

@@ -21,9 +21,9 @@ from amp_graph.batches import Batch
 from amp_graph.dtypes import dtype_name
 from amp_graph.graphs.aten import captured_of
 from amp_graph.inspection.terminal import Shown
-from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import check_loss
 from amp_graph.numerics.rerun import Loss, Outcome, Rerun, rerun_of
+from amp_graph.numerics.watched_graph import Observer, Place
 from amp_graph.plans.plan_file import PlanSource
 from amp_graph.policy import PolicySource
 from amp_graph.watched import MINUS, NAN, PLUS, Gradients, kinds, own_numbers

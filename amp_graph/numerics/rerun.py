@@ -32,9 +32,8 @@ from amp_graph.capture.dynamo import is_of_capture
 from amp_graph.errors import MISTAKES, AmpGraphError, CaptureError, ConversionWarning, in_words
 from amp_graph.ir import Plan
 from amp_graph.modules import Entry, plain_code, unwrapped
-from amp_graph.numerics.observer import Observer, Place
 from amp_graph.numerics.outputs import default_loss, floating
-from amp_graph.numerics.watched_graph import SEED, WatchedGraph
+from amp_graph.numerics.watched_graph import SEED, Observer, Place, WatchedGraph
 from amp_graph.plans.matching import fingerprint
 from amp_graph.plans.pins import Saved
 from amp_graph.plans.plan_file import PlanSource

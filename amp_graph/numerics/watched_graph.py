@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -16,9 +17,38 @@ from torch._ops import OpOverload
 from amp_graph.backend.emulation import in_float32
 from amp_graph.backend.wide_state import wide_state
 from amp_graph.graphs.aten import CHECKPOINT, COND, CUSTOM_FUNCTION, get_attribute
-from amp_graph.numerics.observer import Place
 
 SEED = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node in one run of a graph.
+
+    call: the position of this run among the graphs that the call ran, which tells repeated runs of
+        one graph apart.
+    graph, body: the graph, and the body inside it, whose plan has the node.
+    name: the node's.
+    """
+
+    call: int
+    graph: int
+    body: str
+    name: str
+
+    def at(self, node: fx.Node) -> Place:
+        """Return the place of another node of the same graph."""
+        return replace(self, name=node.name)
+
+
+class Observer:
+    """Is shown every value of a run and, in backward, every gradient."""
+
+    def value(self, place: Place, node: fx.Node, value: Any) -> None:
+        """`value` is what the node returned."""
+
+    def gradient(self, place: Place, gradient: torch.Tensor) -> None:
+        """`gradient` is that of the node's value, complete, as the engine computed it; dense."""
 
 
 class WatchedGraph(fx.Interpreter):

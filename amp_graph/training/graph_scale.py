@@ -27,8 +27,14 @@ from amp_graph.training.engine import OUTSIDE, backward_pass, is_captured, sent
 from amp_graph.training.explicit_scalers import is_grad_scaler_around
 from amp_graph.training.held_scale import HeldScale
 from amp_graph.training.inner_passes import note_backward, note_forward
-from amp_graph.training.loss_scale import LossScale, ScaleState, load_state, number, save_state
-from amp_graph.training.outcome import Outcome
+from amp_graph.training.loss_scale import (
+    LossScale,
+    Outcome,
+    ScaleState,
+    load_state,
+    number,
+    save_state,
+)
 from amp_graph.training.owned_parameters import OwnedParameters
 from amp_graph.training.readback import Readback
 from amp_graph.training.spills import Held, Spills

@@ -19,6 +19,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -41,11 +42,33 @@ from amp_graph.training.inner_passes import (
 from amp_graph.training.step_frames import steps_around
 from amp_graph.training.step_record import StepRecord
 from amp_graph.training.undo import Undo
-from amp_graph.training.unguarded_step import UnguardedStep
 from amp_graph.uncaptured import around_compiled, not_compiled
 from amp_graph.weak_references import weak_method
 
 InUse = Callable[[], Iterable[GraphScale]]
+
+
+@dataclass
+class _UnguardedStep:
+    """The state, while it is under way, of a step that did not come through its optimizer's guard.
+
+    depth: how many steps it is in the middle of; one may call that of its base class.
+    undo: undoes it, if it began with an overflow, or its closure may meet one.
+    passes: the passes that it makes itself, if it got no closure and began with no overflow.
+    found: False if the gradients that it then began with were made under a scale; else None.
+    """
+
+    depth: int = 1
+    undo: Undo | None = None
+    passes: InnerPasses | None = None
+    found: bool | None = None
+
+    def give_up(self) -> None:
+        """Clean up: the step raised, or another one began meanwhile."""
+        if self.undo is not None:
+            self.undo.give_back()
+        if self.passes is not None:
+            self.passes.leave()
 
 
 class StepGuard:
@@ -70,7 +93,7 @@ class StepGuard:
         self._in_use, self._closure_may_scale = in_use, closure_may_scale
         self._is_wrapped = False  # whether there is more to its step than its class's
         self._held: bool | Tensor = False  # what the step before could not step by
-        self._unguarded: UnguardedStep | None = None  # that is under way
+        self._unguarded: _UnguardedStep | None = None  # that is under way
         self._makes_passes = False  # in its steps, for which it got no closure
         self._stand_before(optimizer)
 
@@ -100,7 +123,7 @@ class StepGuard:
 
         optimizer.step = bound_step(step, optimizer)  # type: ignore[method-assign]
 
-    def _begin(self, unguarded: UnguardedStep | None) -> None:
+    def _begin(self, unguarded: _UnguardedStep | None) -> None:
         """Begin a step. The step before, if it was not guarded, may have raised."""
         if self._unguarded is not None:
             self._unguarded.give_up()
@@ -222,7 +245,7 @@ class StepGuard:
         if step is not None and steps_around(sys._getframe(), enough=2) > 1:
             step.depth += 1  # it calls the step of its base class
             return None
-        step = UnguardedStep()
+        step = _UnguardedStep()
         self._begin(step)
         if closure_of(args[1:], kwargs) is None:
             found = self._overflows(optimizer)
@@ -243,7 +266,7 @@ class StepGuard:
 
     def after_unguarded_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """End that net. `args` and `kwargs` are those that `before_unguarded_step` left."""
-        step = self._unguarded or UnguardedStep()  # the optimizer's guarded step ran inside of it
+        step = self._unguarded or _UnguardedStep()  # the optimizer's guarded step ran inside of it
         step.depth -= 1
         if step.depth > 0:
             return
