@@ -17,8 +17,8 @@ from amp_graph.backend.record import Record
 from amp_graph.batches import Batch, arguments_of
 from amp_graph.calls.conversion import Conversion, conversion_of, found_conversion
 from amp_graph.calls.convertible import check_model, has_no_call, why_not_at_once
+from amp_graph.capture.surroundings import is_estimate
 from amp_graph.errors import AmpGraphError, did_you_mean, warn
-from amp_graph.graphs.fake import is_estimate
 from amp_graph.ir import Plan
 from amp_graph.modules import devices_of, unwrapped
 from amp_graph.plans.pins import Saved

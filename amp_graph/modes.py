@@ -11,7 +11,7 @@ import torch
 from amp_graph.custom_functions import as_without_autocast
 from amp_graph.dtypes import LOW
 from amp_graph.modules import Run
-from amp_graph.outer_autocast import autocast_devices
+from amp_graph.outer_autocast import autocast_depth, autocast_devices
 from amp_graph.results import Given
 
 BeginAt = Callable[[Callable[[], None]], contextlib.AbstractContextManager[Any]]
@@ -89,15 +89,13 @@ class _CastingModes:
             for kind in autocast_devices()
         ]
         self._caches = torch.is_autocast_cache_enabled()
-        self._depth = torch.autocast_increment_nesting()
-        torch.autocast_decrement_nesting()
+        self._depth = autocast_depth()
 
     def restore(self) -> None:
         for kind, is_enabled, dtype in self._modes:
             torch.set_autocast_enabled(kind, is_enabled)
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self._caches)
-        depth = torch.autocast_increment_nesting()
-        while depth >= self._depth:
-            depth = torch.autocast_decrement_nesting()
+        while autocast_depth() > self._depth:
+            torch.autocast_decrement_nesting()
         torch.clear_autocast_cache()

@@ -18,6 +18,12 @@ def autocast_devices() -> tuple[str, ...]:
     return ("cpu", "cuda", "mps", "xpu", *([accelerator.type] if accelerator else ()))
 
 
+def autocast_depth() -> int:
+    """Return how many autocast contexts this thread is in."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
 def without_autocast(run: Run, device_types: Iterable[str] | None = None) -> Run:
     """Shield `run`, whose casts are all written out, from autocast around it, on all devices unless
     some are given."""

@@ -21,9 +21,13 @@ from amp_graph.calls.tracebacks import without_ours
 from amp_graph.calls.uncalled import await_call
 from amp_graph.capture.captures import captured_module_id, captured_policy_id
 from amp_graph.capture.dynamo import is_forced_eager
-from amp_graph.capture.surroundings import can_capture, is_exporting, wants_plain_code
+from amp_graph.capture.surroundings import (
+    can_capture,
+    is_estimate,
+    is_exporting,
+    wants_plain_code,
+)
 from amp_graph.errors import AmpGraphError, in_brief
-from amp_graph.graphs.fake import is_estimate
 from amp_graph.modules import CALL, Entry, Run, is_rerouted, plain_code, unwrapped
 from amp_graph.plans.pins import Saved
 from amp_graph.plans.plan_file import PlanSource, as_plans

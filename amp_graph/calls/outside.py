@@ -2,7 +2,7 @@
 
 Private names of PyTorch used here:
 
-    torch.utils._python_dispatch._get_current_dispatch_mode_stack, _pop_mode_temporarily
+    torch.utils._python_dispatch._pop_mode_temporarily
     torch._C.DispatchKey, OpOverload.has_kernel_for_dispatch_key
 """
 
@@ -14,15 +14,11 @@ from typing import Any, TypeGuard
 
 import torch
 from torch._C import DispatchKey
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode_temporarily,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.dynamo import is_of_capture, is_of_graph
-from amp_graph.capture.surroundings import can_watch
+from amp_graph.capture.surroundings import can_watch, dispatch_modes
 from amp_graph.ir import Color
 from amp_graph.oplists import OpLists, load_lists
 
@@ -64,7 +60,7 @@ class Outside(TorchDispatchMode):
     def paused(self) -> Iterator[None]:
         """For a graph. It leaves the stack of modes where it can: under one, in inference mode,
         operators are taken apart beneath autocast, which then does not see the parts."""
-        modes = _get_current_dispatch_mode_stack()
+        modes = dispatch_modes()
         without = _pop_mode_temporarily if modes and modes[-1] is self else contextlib.nullcontext
         before, self._inside, self._has_paused = self._inside, True, True
         try:

@@ -29,7 +29,7 @@ from amp_graph.graphs.aten import (
     WITH_AUTOCAST,
     bodies_of,
 )
-from amp_graph.outer_autocast import autocast_devices
+from amp_graph.outer_autocast import autocast_depth, autocast_devices
 from amp_graph.uncaptured import passed_over
 
 
@@ -44,7 +44,7 @@ _now = DepthOfThread()
 
 def begin() -> int:
     """Begin a call of a model, or contexts that are ours. The result is for `end`."""
-    before, _now.around = _now.around, _depth()
+    before, _now.around = _now.around, autocast_depth()
     return before
 
 
@@ -56,16 +56,11 @@ def end(before: int) -> None:
 
 def is_in_region() -> bool:
     """Whether this thread is inside an autocast region of the model's own."""
-    return _depth() > _now.around
+    return autocast_depth() > _now.around
 
 
 def is_in_none() -> bool:
     return not is_in_region()
-
-
-def _depth() -> int:
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
 
 
 def hold_in_region(is_inside: bool) -> None:

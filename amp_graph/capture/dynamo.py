@@ -12,7 +12,6 @@ Private names of PyTorch used here:
                                              what ends a graph
     torch._dynamo.exc.TorchDynamoException, FailOnRecompileLimitHit
     torch._dynamo.types.ConvertFrameReturn   what it says of a frame
-    torch._C._len_torch_dispatch_stack       whether there are dispatch modes
     torch._C._dynamo.eval_frame._FrameAction, _FrameExecStrategy
                                              what is left to Python with all that it calls
     torch._dynamo.eval_frame._stance, DynamoStance
@@ -45,7 +44,7 @@ from torch.utils import checkpoint
 
 from amp_graph.capture.budget import Attempt
 from amp_graph.capture.interrupts import interrupts_held
-from amp_graph.capture.surroundings import UnderDispatchModes, call_beside_traces
+from amp_graph.capture.surroundings import UnderDispatchModes, call_beside_traces, dispatch_depth
 from amp_graph.dynamo_changes.in_force import changes_in_force
 from amp_graph.dynamo_changes.left_to_python import is_coroutine
 from amp_graph.dynamo_changes.replaced import with_entries
@@ -147,7 +146,7 @@ class CapturedCode:
             alone = partial(self._without_hooks, module)
             with with_entries(module.__dict__, {"forward": alone}):
                 return self._function(module, *args, **kwargs)
-        if torch._C._len_torch_dispatch_stack():
+        if dispatch_depth():
             return self._without_hooks(module, *args, **kwargs)
         return self._compiled(module, *args, **kwargs)
 

@@ -28,15 +28,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._C._functorch import TransformType
 from torch._guards import CompileContext
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.jit import _trace
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amp_graph.callers import calling
 
+dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
+dispatch_depth: Callable[[], int] = torch._C._len_torch_dispatch_stack  # how many they are
 # Before torch 2.14 there is a flag of the process instead.
 FLAG_OF_THREAD: Callable[[], bool] | None = getattr(fx._symbolic_trace, "_get_is_fx_tracing", None)
 
@@ -49,7 +52,7 @@ def can_capture() -> bool:
     """Whether Dynamo may be entered. Inside a functorch transform (and, without `set_flag`, under a
     dispatch mode) it refuses, and would then never capture that code again. In forward-mode AD it
     does not refuse, but the functions that scale gradients have no forward derivative."""
-    if set_flag is None and torch._C._len_torch_dispatch_stack():
+    if set_flag is None and dispatch_depth():
         return False
     if forward_ad._current_level >= 0:
         return False
@@ -71,6 +74,16 @@ def is_compiling_here() -> bool:
     """Whether this thread is compiling, or `torch.export` is at work.
     `torch.compiler.is_compiling()` is true in other threads, too (torch 2.13)."""
     return CompileContext.try_get() is not None or is_exporting()
+
+
+def is_estimate(module: nn.Module) -> bool:
+    """Whether a call now would run a real module on fake tensors, under a mode of the user's: to
+    estimate its memory, say. Anything kept of such a call would be fake in later ones."""
+    if not dispatch_depth():
+        return False
+    if not any(isinstance(mode, FakeTensorMode) for mode in dispatch_modes()):
+        return False
+    return not all(isinstance(p, FakeTensor) for p in module.parameters())
 
 
 def wants_plain_code() -> bool:
@@ -147,7 +160,7 @@ class UnderDispatchModes:
     """
 
     def __enter__(self) -> None:
-        stack = _get_current_dispatch_mode_stack() if set_flag is not None else []
+        stack = dispatch_modes() if set_flag is not None else []
         self._modes = [mode for mode in stack if not mode.ignore_compile_internals()]
         for mode in self._modes:
             mode.__dict__["ignore_compile_internals"] = _yes

@@ -2,9 +2,6 @@
 
 Private names of PyTorch used here:
 
-    torch._C._len_torch_dispatch_stack,
-    torch.utils._python_dispatch._get_current_dispatch_mode_stack
-                                                        the dispatch modes of the thread
     torch._dispatch.python.enable_python_dispatcher     rules for symbolic sizes that C++ lacks
     torch._subclasses.fake_tensor.unset_fake_temporarily
 """
@@ -17,10 +14,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from amp_graph.graphs.aten import CAST, RECURRENT, has_any_inside, tensors_of
@@ -42,17 +38,6 @@ def any_sizes(mode: FakeTensorMode | None) -> AbstractContextManager[Any]:
     nobody sees the sizes of that."""
     sizes = None if mode is None else mode.shape_env
     return nullcontext() if sizes is None else sizes.ignore_fresh_unbacked_symbols()
-
-
-def is_estimate(module: nn.Module) -> bool:
-    """Whether a call now would run a real module on fake tensors, under a mode of the user's: to
-    estimate its memory, say. Anything kept of such a call would be fake in later ones."""
-    if not torch._C._len_torch_dispatch_stack():
-        return False
-    modes = _get_current_dispatch_mode_stack()
-    if not any(isinstance(mode, FakeTensorMode) for mode in modes):
-        return False
-    return not all(isinstance(p, FakeTensor) for p in module.parameters())
 
 
 def _values(module: fx.GraphModule) -> Iterator[Any]:
