@@ -17,16 +17,17 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.data import get_worker_info
 from torch.utils.weak import WeakIdKeyDictionary
 
-from amp_graph.autopatch.dry_runs import is_dry_run, parameters_by_now
 from amp_graph.autopatch.left_alone import (
     AUTOCAST,
     COMPILED,
     ON_META,
     is_around_converted,
+    is_dry_run,
     is_in_float32,
     is_on_meta,
     is_under_autocast,
     other_dtypes,
+    parameters_by_now,
     why_not,
 )
 from amp_graph.autopatch.script_models import Model, calls_of_captured, folded, model_of, owed

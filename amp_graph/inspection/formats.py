@@ -11,8 +11,7 @@ from typing import Any
 
 from amp_graph.inspection.annotated import AnnotatedGraph, AnnotatedNode
 from amp_graph.inspection.spelling import byte_count, flop_count
-from amp_graph.plans.json_schema import describe, schema
-from amp_graph.plans.plain_json import encode
+from amp_graph.plans.plain_json import describe, encode, schema
 
 FORMAT = "amp_graph graph"
 SCHEMA = 1

@@ -30,9 +30,8 @@ from amp_graph.errors import AmpGraphError
 from amp_graph.inspection.spelling import plural
 from amp_graph.inspection.terminal import Shown
 from amp_graph.ir import Color, Paint, Plan
-from amp_graph.numerics.compare import Beside, Reference
+from amp_graph.numerics.compare import Beside, Reference, check_reference, outcome_errors
 from amp_graph.numerics.node_numerics import NodeNumerics
-from amp_graph.numerics.outcomes import check_reference, outcome_errors
 from amp_graph.numerics.outputs import check_loss
 from amp_graph.numerics.rerun import Loss, Outcome, Rerun, rerun_of
 from amp_graph.numerics.smallest import smallest

@@ -1,4 +1,5 @@
-"""Plain JSON to frozen dataclasses and back, by their field types; nothing in a file is run.
+"""Plain JSON to frozen dataclasses and back, by their field types, and the schemas of such files;
+nothing in a file is run.
 
     Paint(Color.DENY, "listed", "softmax")  <->  {"color": "deny", "rule": "listed", ...}
 
@@ -27,7 +28,7 @@ T = TypeVar("T")
 DTYPES = {
     dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
-PLAIN = (str, int, bool, type(None))  # as they are
+PLAIN = {str: "string", int: "integer", bool: "boolean", type(None): "null"}  # as they are
 NOT_FINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
@@ -89,7 +90,8 @@ def _types(kind: Any) -> dict[str, tuple[Any, bool]]:
     """Return the type of each field of a dataclass, and whether it has to be given. Cached, as
     Python evaluates the text of annotations anew each time it is asked."""
     hints = typing.get_type_hints(kind)
-    return {f.name: (hints[f.name], _required(f)) for f in fields(kind) if f.init}
+    defaults = _defaults(kind)
+    return {f.name: (hints[f.name], defaults[f.name] is MISSING) for f in fields(kind) if f.init}
 
 
 def _decode_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
@@ -131,10 +133,6 @@ def _one_of(table: Mapping[str, T], value: Any, where: str) -> T:
     return table[value]
 
 
-def _required(field: Field[Any]) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
-
-
 @functools.cache
 def _defaults(kind: Any) -> dict[str, Any]:
     """Return the default of each field of a dataclass; MISSING where a value has to be given."""
@@ -143,3 +141,52 @@ def _defaults(kind: Any) -> dict[str, Any]:
 
 def _default(field: Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def schema(
+    form: str, version: int, content: Mapping[str, Any], definitions: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The schema (draft 2020-12) of a file that says its format and version, and has `content`."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": form,
+        "type": "object",
+        "properties": {"format": {"const": form}, "schema": {"const": version}, **content},
+        "required": ["format", "schema", *content],
+        "$defs": dict(sorted(definitions.items())),
+    }
+
+
+def describe(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a value of type `kind`; those of dataclasses go into `definitions`."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if is_dataclass(kind):
+        return _describe_fields(kind, definitions)
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [describe(k, definitions) for k in inner]}
+    if origin is not None and issubclass(origin, Mapping):
+        return {"type": "object", "additionalProperties": describe(inner[1], definitions)}
+    if origin is not None:
+        unique = {"uniqueItems": True} if origin is frozenset else {}
+        return {"type": "array", "items": describe(inner[0], definitions), **unique}
+    if kind is torch.dtype:
+        return {"enum": sorted(DTYPES)}
+    if issubclass(kind, enum.Enum):
+        return {"enum": [member.value for member in kind]}
+    if kind is float:
+        return {"anyOf": [{"type": "number"}, {"enum": sorted(NOT_FINITE)}]}
+    return {"type": PLAIN[kind]}
+
+
+def _describe_fields(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    reference = {"$ref": f"#/$defs/{kind.__name__}"}
+    if kind.__name__ in definitions:
+        return reference
+    definition = definitions[kind.__name__] = {"type": "object"}
+    known = _types(kind).items()
+    definition |= {
+        "properties": {name: describe(type_, definitions) for name, (type_, _) in known},
+        "required": [name for name, (_, is_required) in known if is_required],
+        "additionalProperties": False,
+    }
+    return reference

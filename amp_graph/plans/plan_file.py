@@ -27,10 +27,9 @@ from amp_graph.dtypes import LOW_DTYPES, dtype_name
 from amp_graph.errors import PlanError
 from amp_graph.files import as_path, writing
 from amp_graph.ir import Plan
-from amp_graph.plans.json_schema import describe, schema
 from amp_graph.plans.matching import fingerprint
 from amp_graph.plans.pins import Saved
-from amp_graph.plans.plain_json import decode, encode
+from amp_graph.plans.plain_json import decode, describe, encode, schema
 
 FORMAT = "amp_graph plan"
 SCHEMA = 1

@@ -21,8 +21,8 @@ from amp_graph.errors import AmpGraphError
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.crossing import has_left
 from amp_graph.training.engine import OUTSIDE, backward_pass, sent
-from amp_graph.training.held_scale import ChosenNumbers, HeldScale
 from amp_graph.training.loss_scale import LossScale
+from amp_graph.training.scale import ChosenNumbers, HeldScale
 from amp_graph.training.transforms import unbatched
 from amp_graph.watched import FirstNonfinite
 

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from amp_graph.training.engine import current_streams, is_captured
 from amp_graph.training.found_inf import parameters_of
 from amp_graph.training.memory import Memories
-from amp_graph.training.step_hooks import hear_steps
+from amp_graph.training.steps import hear_steps
 from amp_graph.uncaptured import not_compiled
 
 

@@ -22,8 +22,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from amp_graph.training.engine import OUTSIDE, backward_pass, check_and_unscale_, look_at_
-from amp_graph.training.held_scale import HeldScale
-from amp_graph.training.scale import Scale
+from amp_graph.training.scale import HeldScale, Scale
 from amp_graph.training.transforms import applied, are_plain, for_all
 from amp_graph.uncaptured import never_captured
 

@@ -25,7 +25,6 @@ from amp_graph.training.caution import Caution, Exposed, Factors, are_wanted
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.engine import OUTSIDE, backward_pass, is_captured, sent
 from amp_graph.training.explicit_scalers import is_grad_scaler_around
-from amp_graph.training.held_scale import HeldScale
 from amp_graph.training.inner_passes import note_backward, note_forward
 from amp_graph.training.loss_scale import (
     LossScale,
@@ -37,6 +36,7 @@ from amp_graph.training.loss_scale import (
 )
 from amp_graph.training.owned_parameters import OwnedParameters
 from amp_graph.training.readback import Readback
+from amp_graph.training.scale import HeldScale
 from amp_graph.training.spills import Held, Spills
 from amp_graph.watched import FirstNonfinite
 

@@ -25,7 +25,7 @@ from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.engine import OUTSIDE, any_of, backward_pass
 from amp_graph.training.found_inf import found_inf, is_alone, parameters_of
 from amp_graph.training.owned_parameters import OwnedParameters
-from amp_graph.training.step_frames import steps_around
+from amp_graph.training.steps import steps_around
 from amp_graph.training.undo import Undo
 from amp_graph.uncaptured import not_compiled
 

@@ -24,8 +24,8 @@ from amp_graph.training.found_inf import parameters_of
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.inner_passes import is_pytorchs
 from amp_graph.training.step_guard import StepGuard
-from amp_graph.training.step_hooks import hear_steps
 from amp_graph.training.step_record import STATE_KEY, StepCounts
+from amp_graph.training.steps import hear_steps
 from amp_graph.uncaptured import not_compiled
 from amp_graph.weak_references import living
 

@@ -27,7 +27,6 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from amp_graph.training.blame import overflowed
-from amp_graph.training.bound_steps import bound_step
 from amp_graph.training.closures import GuardedClosure, closure_of, guarding_closure
 from amp_graph.training.explicit_scalers import is_grad_scaler_stepping
 from amp_graph.training.found_inf import parameters_of
@@ -39,8 +38,8 @@ from amp_graph.training.inner_passes import (
     note_step,
     with_passes_before,
 )
-from amp_graph.training.step_frames import steps_around
 from amp_graph.training.step_record import StepRecord
+from amp_graph.training.steps import bound_step, steps_around
 from amp_graph.training.undo import Undo
 from amp_graph.uncaptured import around_compiled, not_compiled
 from amp_graph.weak_references import weak_method
