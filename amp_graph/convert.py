@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amp_graph.backend.record import Record
-from amp_graph.batches import Batch, arguments_of
+from amp_graph.batches import Batch, arguments_of, call_with
 from amp_graph.calls.conversion import Conversion, conversion_of, found_conversion
 from amp_graph.calls.convertible import check_model, has_no_call, why_not_at_once
 from amp_graph.capture.surroundings import is_estimate
@@ -24,6 +24,7 @@ from amp_graph.modules import devices_of, unwrapped
 from amp_graph.plans.pins import Saved
 from amp_graph.plans.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, PolicySource, as_policy
+from amp_graph.snapshots import unchanged
 from amp_graph.training.found_inf import parameters_of
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.optimizers import overflowed_by_hand
@@ -155,7 +156,8 @@ def _convert(
         if not is_estimate(model):  # else there is one from when a graph is captured
             conversion.scale_for(policy.dtype_for(devices_of(model)))
         if example_inputs is not None:
-            conversion.capture_now(example_inputs)
+            with unchanged(model):
+                call_with(model, example_inputs)
     except BaseException:  # whoever mends what raised, and converts again, is to get all of it
         conversion.close()
         raise

@@ -77,7 +77,8 @@ def compile_graph(
         trained += [False] * len(lifted.inside.devices) + [True]
     for node, is_trained in zip(placeholders[len(inputs) :], trained, strict=True):
         node.meta = {**node.meta, "tensor_dict": STATIC}
-        inputs.append(_example(node.meta["val"], is_trained))
+        # As the boundary will hand it in: the fake was made without autograd.
+        inputs.append(node.meta["val"].detach().requires_grad_(is_trained))
     read = _without_unread_parameters(module.graph)
     module.recompile()
     compiled = without_autocast(inductor, lifted.devices)(
@@ -157,18 +158,9 @@ def inductor(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
 
     with (
         config.patch(SETTINGS),
-        method_inside(graph_compile, "collect_bw_donated_buffer_idxs", _none_of_them),
+        method_inside(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_: []),
     ):
         return compile_fx(module, inputs, **options)
-
-
-def _none_of_them(*_: Any) -> list[int]:
-    return []
-
-
-def _example(fake: Tensor, requires_grad: bool) -> Tensor:
-    """Return a fake input as the boundary will hand it in. `fake` was made without autograd."""
-    return fake.detach().requires_grad_(requires_grad)
 
 
 def _without_unread_parameters(graph: fx.Graph) -> list[int]:

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amp_graph.backend.compiler import Compiler
-from amp_graph.batches import Batch, call_with
 from amp_graph.calls.captured_calls import CapturedCalls
 from amp_graph.calls.compiled_by_others import AROUND, come_to, is_left, tell_of_compile_around
 from amp_graph.calls.copies import StandIn, put_in, take_out
@@ -33,7 +32,6 @@ from amp_graph.plans.pins import Saved
 from amp_graph.plans.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, PolicySource, as_policy
 from amp_graph.results import map_tensors
-from amp_graph.snapshots import unchanged
 from amp_graph.training.graph_scale import GraphScale
 from amp_graph.training.optimizers import attach, detach, drop_scale, use_scale
 from amp_graph.uncaptured import capturing, never_captured, passed_over
@@ -241,11 +239,6 @@ class Conversion(Entered):
         gradients may be given to them, as in federated or meta-learning."""
         for each in (self, *living(self.copied_from)):
             each.is_awaited = False
-
-    def capture_now(self, example_inputs: Batch) -> None:
-        """Run the model once for its graphs; buffers and random state are put back."""
-        with unchanged(self.module):  # which may not fit twice
-            call_with(self.module, example_inputs)
 
     def _as_output(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.policy.output_dtype) if value.dtype is torch.float32 else value

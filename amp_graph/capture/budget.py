@@ -182,7 +182,8 @@ class CaptureBudget:
 
     def why_nothing(self, model: nn.Module) -> str:
         """Return why nothing of a call of the model was captured."""
-        self.skipped = self.skipped or _skipped_before(model)
+        # Of frames that it skipped of another model before, it does not say so again.
+        self.skipped = self.skipped or [_left[code] for code in _left_codes(model)]
         return "; ".join(each_once(self.skipped)) or self.said or "Dynamo does not say why"
 
     def take_skipped(self) -> list[str]:
@@ -201,12 +202,6 @@ def _failed_guard() -> str:
         return ""
     guard, line = found.groups()
     return f"`{guard}` ({line.rpartition('/')[2]})" if line else f"`{guard}`"
-
-
-def _skipped_before(model: nn.Module) -> list[str]:
-    """Return why Dynamo skips the `forward` of some of these modules, as it said of the first model
-    with that class. It does not say so again."""
-    return [_left[code] for code in _left_codes(model)]
 
 
 def try_flat_again(model: nn.Module) -> None:

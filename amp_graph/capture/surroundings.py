@@ -163,7 +163,7 @@ class UnderDispatchModes:
         stack = dispatch_modes() if set_flag is not None else []
         self._modes = [mode for mode in stack if not mode.ignore_compile_internals()]
         for mode in self._modes:
-            mode.__dict__["ignore_compile_internals"] = _yes
+            mode.__dict__["ignore_compile_internals"] = lambda: True
         if self._modes and set_flag is not None:
             set_flag(False)
 
@@ -172,7 +172,3 @@ class UnderDispatchModes:
             set_flag(True)
         for mode in self._modes:
             del mode.__dict__["ignore_compile_internals"]
-
-
-def _yes() -> bool:
-    return True

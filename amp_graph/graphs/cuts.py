@@ -120,7 +120,8 @@ def _module_of(part: _Part, whole: fx.GraphModule, is_last: bool) -> fx.GraphMod
 def _written(module: fx.GraphModule, before: frozenset[fx.Node]) -> list[_Part]:
     """Write the parts, without their returns."""
     modes, records_outside = grad_modes(module.graph), torch.is_grad_enabled()
-    sizes = [n for n in module.graph.find_nodes(op="placeholder") if not _is_tensor(n)]
+    inputs = module.graph.find_nodes(op="placeholder")
+    sizes = [n for n in inputs if not isinstance(n.meta.get("example_value"), Tensor)]
     regions: list[fx.Node] = []
     records = records_outside
     parts = [_begin(sizes, [], None)]
@@ -190,7 +191,3 @@ def _take(part: _Part, node: fx.Node) -> None:
     new._dynamo_source = getattr(node, "_dynamo_source", None) or ConstantSource(node.name)
     part.local[node] = new
     part.taken.append(node)
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("example_value"), Tensor)

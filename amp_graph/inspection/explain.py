@@ -21,7 +21,6 @@ from amp_graph.inspection.report import (
     Figures,
     ModuleFigures,
     ReportData,
-    Share,
     report_data,
 )
 from amp_graph.inspection.source import annotated_model
@@ -151,16 +150,12 @@ def _graph_table(data: ReportData) -> Table:
         table.add_row(
             graph_title(graph.name),
             str(graph.nodes),
-            _fraction(figures.operators),
+            f"{figures.operators.low}/{figures.operators.total}",
             percent(figures.flops.low, figures.flops.total),
             str(graph.casts),
             byte_count(graph.cast_bytes),
         )
     return table
-
-
-def _fraction(share: Share) -> str:
-    return f"{share.low}/{share.total}"
 
 
 def _cast_table(casts: tuple[CastFigures, ...]) -> Table:

@@ -77,9 +77,11 @@ def _facts_in_brief(plan: Plan) -> Iterator[tuple[str, str]]:
     for color in (Color.ALLOW, Color.INFER, Color.CLEAR, Color.DENY):
         if painted[color]:
             yield color.value, f"{low[color]} of {painted[color]} in {dtype_name(plan.dtype)}"
-    yield "casts", f"{len(plan.casts)}, moving {_least(plan)}{byte_count(_own_bytes(plan))}"
+    least = "at least " if replace(plan, bodies={}).unsized_casts else ""
+    yield "casts", f"{len(plan.casts)}, moving {least}{byte_count(_own_bytes(plan))}"
     if plan.bodies:
-        moved = byte_count(_inner_bytes(plan))
+        inner = (part for body in plan.bodies.values() for part in body.parts())
+        moved = byte_count(sum(map(_own_bytes, inner)))
         yield "inner graphs", f"{', '.join(plan.bodies)}; casts moving {moved}"
     found = unlisted(plan)
     if found:
@@ -188,11 +190,3 @@ def _fit(start: str, operands: list[str], end: str) -> str:
 
 def _own_bytes(plan: Plan) -> int:
     return replace(plan, bodies={}).cast_bytes + plan.weight_bytes
-
-
-def _inner_bytes(plan: Plan) -> int:
-    return sum(_own_bytes(part) for body in plan.bodies.values() for part in body.parts())
-
-
-def _least(plan: Plan) -> str:
-    return "at least " if replace(plan, bodies={}).unsized_casts else ""

@@ -149,6 +149,7 @@ class Beside(Observer):
 
     def _node(self, place: Place) -> NodeNumerics:
         node, dtype, forward = self.forward[place]
+        inherited = max((self._error(place, o) for o in node.all_input_nodes), default=0.0)
         plan = self.rerun.plan_at(place)
         facts: NodeFacts = plan.facts[place.name]
         return NodeNumerics(
@@ -165,24 +166,17 @@ class Beside(Observer):
             dtype=dtype,
             forward=forward,
             backward=self.backward.get(place),
-            added=max(0.0, _minus(forward.error, self._inherited(place, node))),
+            added=max(0.0, forward.error - inherited) if math.isfinite(inherited) else 0.0,
         )
 
-    def _inherited(self, place: Place, node: fx.Node) -> float:
-        """The largest error among the values that the node reads, casts looked through."""
-        return max((self._error(place, operand) for operand in node.all_input_nodes), default=0.0)
-
     def _error(self, place: Place, node: fx.Node) -> float:
+        """The error of a value that a node reads, casts looked through."""
         at = place.at(node)
         if at in self.forward:
             error = self.forward[at][2].error
             return 0.0 if math.isnan(error) else error
         sources = node.all_input_nodes
         return self._error(place, sources[0]) if len(sources) == 1 else 0.0
-
-
-def _minus(error: float, inherited: float) -> float:
-    return 0.0 if inherited == float("inf") else error - inherited
 
 
 def _is_float(value: Any) -> bool:

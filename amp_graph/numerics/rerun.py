@@ -69,7 +69,7 @@ class Rerun:
         self.compiler = Compiler(policy, saved, model=type(model).__name__)
         self.emulated = emulated_nodes(policy, self.compiler.lists)
         self.first_of: dict[int, int] = {}
-        self.replacement: Callable[[int], fx.GraphModule | None] = _as_emitted
+        self.replacement: Callable[[int], fx.GraphModule | None] = lambda index: None
         self._mixed = False
         self._alike: dict[str, int] = {}
         self._observer = Observer()
@@ -205,10 +205,6 @@ def _recording(model: nn.Module) -> AbstractContextManager[Any]:
     if any(p.is_inference() for p in model.parameters()):
         return nullcontext()
     return torch.inference_mode(False)
-
-
-def _as_emitted(index: int) -> None:
-    return None
 
 
 def _ordinary(tensor: torch.Tensor) -> torch.Tensor:

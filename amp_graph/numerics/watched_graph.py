@@ -19,6 +19,7 @@ from amp_graph.backend.wide_state import wide_state
 from amp_graph.graphs.aten import CHECKPOINT, COND, CUSTOM_FUNCTION, get_attribute
 
 SEED = 0
+ENTERED = (CHECKPOINT, COND, CUSTOM_FUNCTION)
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,15 @@ class WatchedGraph(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if isinstance(n.target, OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags:
-            torch.manual_seed(SEED + hash_of(n.name))  # casts draw none, but orders may differ
+            torch.manual_seed(
+                SEED + zlib.crc32(n.name.encode())
+            )  # casts draw none, but orders may differ
         computed = in_float32(cast(Any, n.target)) if self.emulated(n) else wide_state(n)
         if computed is not None:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             value = computed(*args, **kwargs)
         else:
-            value = self._run_inside(n) if _is_entered(n) else super().run_node(n)
+            value = self._run_inside(n) if n.target in ENTERED else super().run_node(n)
         self.show(self.place.at(n), n, value)
         return value
 
@@ -94,10 +97,6 @@ class WatchedGraph(fx.Interpreter):
         return WatchedGraph(get_attribute(self.module, name), inner, self.show, self.emulated)
 
 
-def _is_entered(n: fx.Node) -> bool:
-    return n.target in (CHECKPOINT, COND, CUSTOM_FUNCTION)
-
-
 class _Run(nn.Module):
     def __init__(self, watched: WatchedGraph):
         super().__init__()
@@ -114,8 +113,3 @@ def _as_module(watched: WatchedGraph) -> fx.GraphModule:
     inputs = [graph.placeholder(n.name) for n in body.graph.find_nodes(op="placeholder")]
     graph.output(graph.call_module("run", tuple(inputs)))
     return fx.GraphModule({"run": _Run(watched)}, graph)
-
-
-def hash_of(name: str) -> int:
-    """A number from a name, the same in every process."""
-    return zlib.crc32(name.encode())

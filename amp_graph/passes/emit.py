@@ -119,7 +119,8 @@ class _Emitter:
     def write(self, node: fx.Node, precision: torch.dtype) -> None:
         """Write one node that gets its float32 operands in `precision`."""
         if not is_operator(node):
-            args, kwargs = self.emitted_operands(node, precision, _tuples(node))
+            whole = {*node.all_input_nodes} if node.target is operator.getitem else set()
+            args, kwargs = self.emitted_operands(node, precision, whole)
             self.append(node, args, kwargs, _value_of(node, args))
             return
         metadata = self.metadata_operands(node)
@@ -251,10 +252,6 @@ def _value_of(node: fx.Node, args: Any) -> Any:
     if node.target is operator.getitem:
         return args[0].meta["val"][args[1]]
     return DATA(args[0].meta["val"]) if node.target is DATA else node.meta.get("val")
-
-
-def _tuples(node: fx.Node) -> set[fx.Node]:
-    return set(node.all_input_nodes) if node.target is operator.getitem else set()
 
 
 def _differs(new: fx.Node, old: fx.Node) -> bool:
