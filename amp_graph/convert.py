@@ -156,7 +156,7 @@ def _convert(
         if not is_estimate(model):  # else there is one from when a graph is captured
             conversion.scale_for(policy.dtype_for(devices_of(model)))
         if example_inputs is not None:
-            with unchanged(model):
+            with unchanged(model):  # but for parameters, which may not fit twice
                 call_with(model, example_inputs)
     except BaseException:  # whoever mends what raised, and converts again, is to get all of it
         conversion.close()

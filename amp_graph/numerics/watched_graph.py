@@ -68,9 +68,8 @@ class WatchedGraph(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if isinstance(n.target, OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags:
-            torch.manual_seed(
-                SEED + zlib.crc32(n.name.encode())
-            )  # casts draw none, but orders may differ
+            # Casts draw none, but orders may differ.
+            torch.manual_seed(SEED + zlib.crc32(n.name.encode()))
         computed = in_float32(cast(Any, n.target)) if self.emulated(n) else wide_state(n)
         if computed is not None:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
