@@ -16,7 +16,7 @@ from training import FLOAT16, Mlp, X, Y, assert_same_gradients, distance, twins
 
 import amp_graph
 from amp_graph import LossScale
-from amp_graph.training.caution import Caution, Exposed, are_wanted, bounded
+from amp_graph.training.cautious_scale import CautiousScale, ExposedScale, are_wanted, bounded
 from amp_graph.training.graph_scale import GraphScale
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -202,15 +202,15 @@ def test_an_input_need_not_live_until_backward() -> None:
 def test_devices_of_one_backward_pass_agree_on_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a thread of its own, and gradients may come in on two at once."""
     scale = GraphScale(LossScale(), nn.Linear(2, 2).parameters)
-    exposed, both = Exposed(scale, Caution()), threading.Barrier(2)
+    exposed, both = ExposedScale(scale, CautiousScale()), threading.Barrier(2)
 
     def chosen_at_once(*given: Any) -> Any:
         factors = bounded(*given)
         both.wait(timeout=30)
         return factors
 
-    monkeypatch.setattr("amp_graph.training.caution.bounded", chosen_at_once)
-    monkeypatch.setattr("amp_graph.training.caution.backward_pass", lambda: 7)
+    monkeypatch.setattr("amp_graph.training.cautious_scale.bounded", chosen_at_once)
+    monkeypatch.setattr("amp_graph.training.cautious_scale.backward_pass", lambda: 7)
     with ThreadPoolExecutor(2) as pool:
         gradients = [torch.full((4,), size) for size in (1.0, 2.0**-10)]
         first, second = pool.map(lambda g: float(exposed.factor(g, create_graph=False)), gradients)

@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp_graph.calls.outside import Outside
+from amp_graph.calls.outside import OutsideWatch
 from amp_graph.oplists import load_lists
 
 X = torch.ones(4, 4)
 
 
 @pytest.fixture
-def watch() -> Outside:
-    return Outside(load_lists())
+def watch() -> OutsideWatch:
+    return OutsideWatch(load_lists())
 
 
-def test_allowed_operators_on_float32_are_noted(watch: Outside) -> None:
+def test_allowed_operators_on_float32_are_noted(watch: OutsideWatch) -> None:
     low, double = X.bfloat16(), X.double()
     with watch:
         (X + X).exp(), low @ low, double @ double
@@ -26,7 +26,7 @@ def test_allowed_operators_on_float32_are_noted(watch: Outside) -> None:
     assert watch.found == {"aten.mm.default"} and watch.in_front
 
 
-def test_what_graphs_run_is_not_noted(watch: Outside) -> None:
+def test_what_graphs_run_is_not_noted(watch: OutsideWatch) -> None:
     with watch:
         with watch.paused():
             X @ X
@@ -35,7 +35,7 @@ def test_what_graphs_run_is_not_noted(watch: Outside) -> None:
     assert watch.found and not watch.in_front, "there was a graph before"
 
 
-class Counts(Outside):
+class Counts(OutsideWatch):
     """Another mode, nearer to the operators."""
 
     count = 0
@@ -45,7 +45,7 @@ class Counts(Outside):
         return super().__torch_dispatch__(*args, **kwargs)
 
 
-def test_a_mode_of_the_user_s_sees_what_graphs_run_inside_of_one_another(watch: Outside) -> None:
+def test_a_mode_of_the_user_sees_what_graphs_run_inside_of_one_another(watch: OutsideWatch) -> None:
     with watch, Counts(load_lists()) as mode, watch.paused():
         with watch.paused():
             X @ X
@@ -53,13 +53,13 @@ def test_a_mode_of_the_user_s_sees_what_graphs_run_inside_of_one_another(watch: 
     assert mode.count == 2 and not watch.found
 
 
-def test_a_graph_runs_under_no_mode(watch: Outside) -> None:
+def test_a_graph_runs_under_no_mode(watch: OutsideWatch) -> None:
     with watch, watch.paused():
         assert torch._C._len_torch_dispatch_stack() == 0
 
 
 @pytest.mark.parametrize("first", [X.to_sparse(), X])
-def test_sparse_tensors_are_noted_whatever_comes_after(watch: Outside, first: Tensor) -> None:
+def test_sparse_tensors_are_noted_whatever_comes_after(watch: OutsideWatch, first: Tensor) -> None:
     with watch:
         first @ X
         X @ X

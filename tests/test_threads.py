@@ -20,7 +20,7 @@ from two_layers import Packed
 
 import amp_graph
 from amp_graph.calls import captured_calls, outside
-from amp_graph.calls.outside import Outside
+from amp_graph.calls.outside import OutsideWatch
 from amp_graph.capture.budget import MAX_CAPTURES
 from amp_graph.training import weights
 from amp_graph.training.weights import LowPrecisionWeights
@@ -119,15 +119,15 @@ def test_code_between_graphs_is_told_of_once() -> None:
 def test_of_two_first_calls_one_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever one thread is interrupted by a call of another, before it runs the model."""
     files, before = (captured_calls.__file__, outside.__file__), sys.gettrace()
-    watched: list[Outside] = []
-    enter = Outside.__enter__
+    watched: list[OutsideWatch] = []
+    enter = OutsideWatch.__enter__
 
-    def entered(watch: Outside) -> Outside:
+    def entered(watch: OutsideWatch) -> OutsideWatch:
         sys.settrace(None)  # it is too late for the other thread
         watched.append(watch)
         return enter(watch)
 
-    monkeypatch.setattr(Outside, "__enter__", entered)
+    monkeypatch.setattr(OutsideWatch, "__enter__", entered)
     evaluated(Net)(X)  # what is captured here serves all
     for at in itertools.count():
         model, others = evaluated(Net), []

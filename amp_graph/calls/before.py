@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from amp_graph.calls.call_path import Strategy
-from amp_graph.calls.outside import Outside
+from amp_graph.calls.outside import OutsideWatch
 from amp_graph.snapshots import ModelSnapshot
 
 
@@ -29,4 +29,4 @@ class Before:
     strategy: Strategy
     records: bool
     snapshot: ModelSnapshot | None
-    watch: Outside | None
+    watch: OutsideWatch | None

@@ -23,7 +23,7 @@ from amp_graph.calls.fallback import Fallback
 from amp_graph.calls.first_report import tell_of_first_call
 from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.calls.or_else import or_else
-from amp_graph.calls.outside import Outside, Watches, is_ours
+from amp_graph.calls.outside import OutsideWatch, Watches, is_ours
 from amp_graph.capture.breaks import depends_on_data, why_not_captured
 from amp_graph.capture.captures import Caller
 from amp_graph.capture.dynamo import (
@@ -120,7 +120,7 @@ class CapturedCalls:
             runs = 0
         self._stop_if_too_many(runs)
 
-    def _says_little(self, watch: Outside, snapshot: ModelSnapshot | None) -> bool:
+    def _says_little(self, watch: OutsideWatch, snapshot: ModelSnapshot | None) -> bool:
         """Whether later calls will go otherwise than this one: they find hooks that it has set up
         or, where it is not captured, parts; or they may be without hooks for all modules, a FLOP
         counter's."""
@@ -151,7 +151,7 @@ class CapturedCalls:
         """Whether any graph has."""
         return any(index >= self._path.first_plan for index in self._record.runs)
 
-    def _judge(self, watch: Outside) -> None:
+    def _judge(self, watch: OutsideWatch) -> None:
         """Have the code between graphs run under autocast if it did work for low precision.
 
         If that came before the first graph, this one runs without autocast: what Dynamo records

@@ -14,7 +14,7 @@ from torch import fx, nn
 from amp_graph.backend.build import Built, written_inputs
 from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.compiled_by_others import AROUND
-from amp_graph.calls.outside import Outside
+from amp_graph.calls.outside import OutsideWatch
 from amp_graph.capture.autocast_regions import is_in_none
 from amp_graph.capture.budget import CaptureBudget
 from amp_graph.capture.captures import Assembled, captured_names
@@ -51,7 +51,7 @@ class CallsOfThread(threading.local):
     """
 
     runs = 0
-    watch: Outside | None = None
+    watch: OutsideWatch | None = None
     behind_first: Callable[[], None] | None = None
 
 
@@ -71,7 +71,7 @@ class ModelGraphs:
     def module(self) -> nn.Module:
         return self.entry.module
 
-    def run_watched(self, watch: Outside, run: Run, /, *args: Any, **kwargs: Any) -> Any:
+    def run_watched(self, watch: OutsideWatch, run: Run, /, *args: Any, **kwargs: Any) -> Any:
         """Run a call under a watch."""
         before, self.this_thread.watch = self.this_thread.watch, watch
         hooks = self.hooks.number()

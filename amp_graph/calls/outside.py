@@ -25,7 +25,7 @@ from amp_graph.oplists import OpLists, load_lists
 TAKEN_APART = DispatchKey.CompositeImplicitAutograd
 
 
-class Outside(TorchDispatchMode):
+class OutsideWatch(TorchDispatchMode):
     """Notes the allowed operators that run on float32 tensors outside of emitted graphs: in
     Python code that Dynamo left between two graphs, say a recurrent layer on packed sequences.
 
@@ -113,16 +113,16 @@ class Watches:
     the watch, and one ends all watches: `dict.pop` is one step."""
 
     def __init__(self, lists: OpLists):
-        self._next: dict[str, Outside] = {}
+        self._next: dict[str, OutsideWatch] = {}
         self._open = {"lists": lists} if can_watch() else {}
         self.add()
 
     def add(self) -> None:
         """Watch the next call, unless watches are over."""
         if (lists := self._open.get("lists")) is not None:
-            self._next["call"] = Outside(lists)
+            self._next["call"] = OutsideWatch(lists)
 
-    def take(self) -> Outside | None:
+    def take(self) -> OutsideWatch | None:
         """Return the watch for the call that begins now, if there is one."""
         return self._next.pop("call", None)
 
@@ -147,5 +147,5 @@ def is_ours(error: BaseException, is_watched: bool, is_new: bool) -> TypeGuard[E
     it."""
     if not isinstance(error, Exception):
         return False
-    is_of_watching = is_watched and Outside.breaks(error)
+    is_of_watching = is_watched and OutsideWatch.breaks(error)
     return is_of_capture(error) or is_of_watching or (is_new and is_of_graph(error))

@@ -19,26 +19,26 @@ from torch import Tensor
 from amp_graph.training.engine import any_of, sent
 from amp_graph.training.found_inf import found_inf, is_alone
 from amp_graph.training.graph_scale import GraphScale
-from amp_graph.training.spills import Held
+from amp_graph.training.spills import LeftOver
 
 
 def overflowed(
     parameters: Sequence[Tensor],
     owners: Mapping[GraphScale, Sequence[Tensor]],
     by: object,
-    held: Held | None = None,
+    left_over: LeftOver | None = None,
 ) -> Tensor:
     """Return 1 if a gradient of these parameters overflowed, as `found_inf` has it, else 0. Tell
     each scale its share of the blame for the step that `by` is about to take.
 
     owners: for each scale, those of the parameters that are of its model.
-    held: as for `Spills`. Not None if no parameter has a scale; an overflow then counts only if one
-        of the scales has spilled. Where ranks train together it counts in any case: it may have
-        been spilled on another one, and come from there with the gradients that they share.
+    left_over: as for `Spills`. Not None if no parameter has a scale; an overflow then counts only
+        if one of the scales has spilled. Where ranks train together it counts in any case: it may
+        have been spilled on another one, and come from there with the gradients that they share.
     """
     for scale in owners:
         scale.begin_step(by)
-    shares = [_Share(scale, own, scale.spills.show(by, held)) for scale, own in owners.items()]
+    shares = [_Share(scale, own, scale.spills.show(by, left_over)) for scale, own in owners.items()]
     if len(shares) == 1 and shares[0].spilled is None:
         scale, own = shares[0].scale, shares[0].own
         found = found_inf(parameters, checked=scale.checked)
@@ -52,7 +52,7 @@ def overflowed(
     any_spilled = _any_spilled(shares)
     for share in shares:
         share.blame(of_all, any_spilled, by)
-    if held is not None and any_spilled is not None and is_alone():
+    if left_over is not None and any_spilled is not None and is_alone():
         return of_all * sent(any_spilled, of_all.device)
     return of_all
 

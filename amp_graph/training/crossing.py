@@ -22,7 +22,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from amp_graph.training.engine import OUTSIDE, backward_pass, check_and_unscale_, look_at_
-from amp_graph.training.scale import HeldScale, Scale
+from amp_graph.training.scale import Scale, ScaleInputs
 from amp_graph.training.transforms import applied, are_plain, for_all
 from amp_graph.uncaptured import never_captured
 
@@ -74,7 +74,7 @@ def enter_unscaled(scale: Scale, tensor: Tensor) -> Tensor:
     return entered
 
 
-def leave_scaled_(held: HeldScale, results: list[Any], positions: Iterable[int]) -> None:
+def leave_scaled_(inputs: ScaleInputs, results: list[Any], positions: Iterable[int]) -> None:
     """Hand results out, each in its place, whose gradients the graph multiplies by S itself, which
     is chosen when they come in. One that is there twice stays one."""
     left: dict[int, Tensor] = {}
@@ -83,7 +83,7 @@ def leave_scaled_(held: HeldScale, results: list[Any], positions: Iterable[int])
         if not result.requires_grad:
             continue
         if id(result) not in left:
-            left[id(result)] = applied(_LeaveScaled, held, result)
+            left[id(result)] = applied(_LeaveScaled, inputs, result)
         results[i] = left[id(result)]
 
 
@@ -178,16 +178,16 @@ class _EnterUnscaled(Function):
 
 class _LeaveScaled(Function):
     @staticmethod
-    def forward(ctx: Any, held: HeldScale, value: Tensor) -> Tensor:
+    def forward(ctx: Any, inputs: ScaleInputs, value: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.held, ctx.scale = held, held.scale
+        ctx.inputs, ctx.scale = inputs, inputs.scale
         return value.detach()
 
     @staticmethod
     @not_captured
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
         if gradient is not None:
-            ctx.held.choose(gradient, torch.is_grad_enabled())
+            ctx.inputs.choose(gradient, torch.is_grad_enabled())
         return None, gradient
 
 

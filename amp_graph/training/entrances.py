@@ -21,7 +21,7 @@ from amp_graph.training.entering import Call, enter
 from amp_graph.training.low_precision_weight import is_plain
 from amp_graph.training.picker import Pick, picker
 from amp_graph.training.scale import Scale
-from amp_graph.training.standing import Standing, follow_streams, let_go_of_all
+from amp_graph.training.standing import StandingAliases, follow_streams, let_go_of_all
 from amp_graph.training.weights import GraphWeights
 
 # Bytes of float32 parameters per group, the last parameters first. On CPU small groups are faster;
@@ -56,7 +56,7 @@ class Entrance:
     may_stand: bool
     pick_values: Pick
     pick_tensors: Pick
-    _standing: Standing | None = field(default=None, init=False)
+    _standing: StandingAliases | None = field(default=None, init=False)
 
     def enter(self, scale: Scale | None, values: list[Any], args: Sequence[Any]) -> None:
         entered = None if self._standing is None else self._standing.take(scale)
@@ -74,7 +74,7 @@ class Entrance:
             entered = enter(Call(scale, self.owners, self.fresh, _nothing), given, tensors)
         else:
             if standing is None or not standing.takes_more(scale):
-                standing = self._standing = Standing(scale)
+                standing = self._standing = StandingAliases(scale)
             entered = standing.enter(given, tensors, self.owners, self.fresh)
         if self.is_awaited:
             runs_when_ready(entered[0].grad_fn)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.errors import OverflowAbort
-from amp_graph.training.caution import Caution, Exposed, Factors, are_wanted
+from amp_graph.training.cautious_scale import CautiousScale, ExposedScale, Factors, are_wanted
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.engine import OUTSIDE, backward_pass, is_captured, sent
 from amp_graph.training.explicit_scalers import is_grad_scaler_around
@@ -36,8 +36,8 @@ from amp_graph.training.loss_scale import (
 )
 from amp_graph.training.owned_parameters import OwnedParameters
 from amp_graph.training.readback import Readback
-from amp_graph.training.scale import HeldScale
-from amp_graph.training.spills import Held, Spills
+from amp_graph.training.scale import ScaleInputs
+from amp_graph.training.spills import LeftOver, Spills
 from amp_graph.watched import FirstNonfinite
 
 _serials = count()
@@ -81,7 +81,7 @@ class GraphScale:
         self._is_used = False  # whether an optimizer ever stepped
         self._is_stepped = False  # whether its own parameters ever were
         self._factors: dict[torch.device, Factors] = {}
-        self._alone, self._exposed = Caution(), Caution()
+        self._alone, self._exposed = CautiousScale(), CautiousScale()
         self._is_exposed = self._was_in_training = self._is_in_evaluation = False
         self.spills = Spills()
         self._skipped = Readback()
@@ -118,11 +118,11 @@ class GraphScale:
             return self._alone.inverse(self, device)
         return (self._factors.get(device) or self.factors_on(device))[1]
 
-    def held_on(self, devices: Sequence[torch.device]) -> HeldScale:
+    def inputs_on(self, devices: Sequence[torch.device]) -> ScaleInputs:
         """Return S for a graph that reads it itself."""
         if not self._may_overflow():
-            return self._alone.held_on(self, devices)
-        return HeldScale(self, [self.factors_on(device)[0].data for device in devices])
+            return self._alone.inputs_on(self, devices)
+        return ScaleInputs(self, [self.factors_on(device)[0].data for device in devices])
 
     def factors_on(self, device: torch.device) -> Factors:
         """Return S and 1/S as they are in this round."""
@@ -135,7 +135,7 @@ class GraphScale:
             found = self._factors[device] = scale, scale.reciprocal()
         return found
 
-    def for_call(self, inputs: Sequence[Tensor]) -> GraphScale | Exposed:
+    def for_call(self, inputs: Sequence[Tensor]) -> GraphScale | ExposedScale:
         """Return the scale for one call of a graph.
 
         If a gradient of `inputs`, which are no parameters, is wanted, no skipped step would discard
@@ -146,7 +146,7 @@ class GraphScale:
         if inputs and not self._is_exposed and backward_pass() == OUTSIDE:
             self._is_exposed = are_wanted(inputs)
         is_exposed = self._is_exposed or (self._exposed.chosen and self._exposed.rules())
-        return Exposed(self, self._exposed) if is_exposed else self
+        return ExposedScale(self, self._exposed) if is_exposed else self
 
     def note_parameters(self, parameters: Iterable[Tensor]) -> None:
         self.parameters.note(parameters)
@@ -156,10 +156,10 @@ class GraphScale:
         `Spills`."""
         return self.spills.flag_on(device)
 
-    def may_have_spilled(self, by: object, held: Held | None = None) -> bool:
+    def may_have_spilled(self, by: object, left_over: LeftOver | None = None) -> bool:
         """Whether the gradients that `by` steps by may hold an overflow that it was not told of, or
-        that it holds still; `held` as for `Spills`."""
-        return self.is_on() and self.spills.are_new_to(by, held)
+        that it holds still; `left_over` as for `Spills`."""
+        return self.is_on() and self.spills.are_new_to(by, left_over)
 
     def begin_step(self, by: object) -> None:
         """End the round if this optimizer has stepped in it before: the forward in between was not

@@ -62,13 +62,13 @@ class InnerBoundary:
         parameters = self._pick_parameters(args)
         scale = self._scale.for_call([*map(args.__getitem__, inputs)])
         self._enter(scale, parameters)
-        held = scale.held_on(self._inside.devices)
-        values = [*args, *held.numbers, self._end(scale, parameters)]
+        scale_inputs = scale.inputs_on(self._inside.devices)
+        values = [*args, *scale_inputs.numbers, self._end(scale, parameters)]
         for i in inputs:
             values[i] = enter_unscaled(scale, args[i])
         run = self._run if scale.watch is None else partial(self._watched, scale.watch)
         results = [*run(*values)]
-        leave_scaled_(held, results, self._inside.results)
+        leave_scaled_(scale_inputs, results, self._inside.results)
         return results
 
     def _enter(self, scale: Scale, parameters: Sequence[Tensor]) -> None:

@@ -38,7 +38,7 @@ class Scale(Protocol):
     def inverse(self, device: torch.device) -> Tensor:
         """Return 1/S, 0-dimensional, float32."""
 
-    def held_on(self, devices: Sequence[torch.device]) -> HeldScale:
+    def inputs_on(self, devices: Sequence[torch.device]) -> ScaleInputs:
         """Return S on each of these devices, for a graph that reads it itself, in its backward
         pass."""
 
@@ -58,7 +58,7 @@ class Scale(Protocol):
         own; None if nobody asks."""
 
 
-class HeldScale(NamedTuple):
+class ScaleInputs(NamedTuple):
     """The loss scale S of one call.
 
     numbers: S on each of the graph's devices. Their versions do not count up: autograd keeps them
@@ -86,10 +86,10 @@ class ChosenNumbers(threading.local):
         self._on: dict[torch.device, Tensor] = {}
 
     @torch.inference_mode(False)
-    def held(self, scale: Scale, devices: Sequence[torch.device]) -> HeldScale:
-        """Return the held scale of a call whose passes have this scale."""
+    def for_call(self, scale: Scale, devices: Sequence[torch.device]) -> ScaleInputs:
+        """Return S for a call whose passes have this scale."""
         for device in devices:
             if device not in self._on:
                 self._on[device] = torch.ones((), dtype=torch.float32, device=device)
         chosen = [*map(self._on.__getitem__, devices)]
-        return HeldScale(scale, [memory.data for memory in chosen], chosen)
+        return ScaleInputs(scale, [memory.data for memory in chosen], chosen)

@@ -8,15 +8,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_graph.training.engine import OUTSIDE, any_of, backward_pass
 
-Held = bool | Tensor  # whether gradients that were to be stepped by before were not finite
+LeftOver = bool | Tensor  # whether gradients that were to be stepped by before were not finite
 
 
 class Spills:
     """The spills of one model: the flags of this round, and whether there were any before it.
 
     An optimizer of parameters that are no model's own takes no part in rounds: its gradients may be
-    from an earlier one, and it may still hold some that it could not step by. `held` tells whether
-    it does; it is None for other optimizers, whose parameters have a scale and are always checked.
+    from an earlier one, and some that it could not step by may be left over. `left_over` tells
+    whether there are; it is None for other optimizers, whose parameters have a scale and are always
+    checked.
 
     last_pass: the last backward pass in which there may have been a spill.
     """
@@ -40,23 +41,24 @@ class Spills:
             self._flags.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
         return self._flags[device]
 
-    def are_new_to(self, by: object, held: Held | None = None) -> bool:
+    def are_new_to(self, by: object, left_over: LeftOver | None = None) -> bool:
         """Whether there may have been some since they were shown to `by`, or it holds some; the
         host does not wait."""
-        if held is None:
+        if left_over is None:
             return bool(self._flags) and self._shown.get(by, 0) < self._writes
-        return self._writes > 0 and (held is not False or self._shown.get(by, 0) < self._writes)
+        is_held = left_over is not False
+        return self._writes > 0 and (is_held or self._shown.get(by, 0) < self._writes)
 
-    def show(self, by: object, held: Held | None) -> Tensor | None:
+    def show(self, by: object, left_over: LeftOver | None) -> Tensor | None:
         """Whether anything may have spilled into the gradients of who is about to step; None if
         nothing went out."""
         flags = [*self._flags.values()]
-        if held is not None and self._shown.get(by, 0) < self._writes_before:
-            held = True  # for all that is known
-        if held is True:
-            held = torch.ones((), dtype=torch.float32, device=self._device)
-        if isinstance(held, Tensor):
-            flags.append(held)
+        if left_over is not None and self._shown.get(by, 0) < self._writes_before:
+            left_over = True  # for all that is known
+        if left_over is True:
+            left_over = torch.ones((), dtype=torch.float32, device=self._device)
+        if isinstance(left_over, Tensor):
+            flags.append(left_over)
         if not flags:
             return None
         self._shown[by] = self._writes

@@ -29,7 +29,7 @@ from amp_graph.weak_references import living
 CALLS = 64  # whose aliases stand, those that no backward pass came for among them
 
 
-class Standing:
+class StandingAliases:
     """The aliases of the same parameters that entered in several calls, under one scale."""
 
     __slots__ = ("__weakref__", "_entered", "_free", "_is_over", "_numbers", "_scale", "_together")
@@ -80,7 +80,7 @@ class Standing:
         self._entered, self._free, self._together = {}, set(), None
 
 
-_all: weakref.WeakKeyDictionary[Standing, None] = weakref.WeakKeyDictionary()
+_all: weakref.WeakKeyDictionary[StandingAliases, None] = weakref.WeakKeyDictionary()
 _streams: dict[torch.device, frozenset[torch.Stream]] = {}
 
 

@@ -91,7 +91,7 @@ class StepGuard:
         self.record = StepRecord(optimizer, weak_method(self.scales))
         self._in_use, self._closure_may_scale = in_use, closure_may_scale
         self._is_wrapped = False  # whether there is more to its step than its class's
-        self._held: bool | Tensor = False  # what the step before could not step by
+        self._left_over: bool | Tensor = False  # what the step before could not step by
         self._unguarded: _UnguardedStep | None = None  # that is under way
         self._makes_passes = False  # in its steps, for which it got no closure
         self._stand_before(optimizer)
@@ -126,7 +126,7 @@ class StepGuard:
         """Begin a step. The step before, if it was not guarded, may have raised."""
         if self._unguarded is not None:
             self._unguarded.give_up()
-        self._held = self.record.overflowed
+        self._left_over = self.record.overflowed
         self.record.overflowed, self._unguarded = False, unguarded
 
     @around_compiled
@@ -195,15 +195,15 @@ class StepGuard:
             return None
         parameters = parameters_of(optimizer)
         owned = self._owned(parameters, in_use)
-        held = None if owned else self._held
-        others = [s for s in in_use if s not in owned and s.may_have_spilled(optimizer, held)]
+        left_over = None if owned else self._left_over
+        others = [s for s in in_use if s not in owned and s.may_have_spilled(optimizer, left_over)]
         explicit = bool(owned or others) and is_grad_scaler_stepping(sys._getframe())
         for scale in owned:
             scale.driven_by_grad_scaler = explicit
         if not (owned or others) or (owned and explicit):
             return None
         asked = owned | dict.fromkeys(others, ()) if others else owned
-        found: Tensor = overflowed(parameters, asked, optimizer, held)
+        found: Tensor = overflowed(parameters, asked, optimizer, left_over)
         return None if explicit else with_passes_before(found)
 
     @not_compiled

@@ -22,7 +22,7 @@ from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.crossing import has_left
 from amp_graph.training.engine import OUTSIDE, backward_pass, sent
 from amp_graph.training.loss_scale import LossScale
-from amp_graph.training.scale import ChosenNumbers, HeldScale
+from amp_graph.training.scale import ChosenNumbers, ScaleInputs
 from amp_graph.training.transforms import unbatched
 from amp_graph.watched import FirstNonfinite
 
@@ -68,7 +68,7 @@ class GuardedScale(Protocol):
     def note_parameters(self, parameters: Iterable[Tensor]) -> None: ...
 
 
-class Caution:
+class CautiousScale:
     """A loss scale that is chosen per backward pass. Gradients that go out are divided by what
     those that came in were multiplied by, also if an optimizer turns up meanwhile.
 
@@ -113,15 +113,15 @@ class Caution:
         """Return 1/S."""
         return self._factors_on(scale, device)[1]
 
-    def held_on(self, scale: Any, devices: Sequence[torch.device]) -> HeldScale:
+    def inputs_on(self, scale: Any, devices: Sequence[torch.device]) -> ScaleInputs:
         """Return S for a graph that reads it itself. A graph that a checkpoint runs again has S at
         once: the gradient that it is run for is there.
         """
-        held = self._numbers.held(scale, devices)
+        inputs = self._numbers.for_call(scale, devices)
         if self.rules():
-            for device, memory in zip(devices, held.chosen, strict=True):
+            for device, memory in zip(devices, inputs.chosen, strict=True):
                 memory.copy_(self._factors_on(scale, device)[0])
-        return held
+        return inputs
 
     def rules(self) -> bool:
         """Whether a scale was chosen for the pass that is running."""
@@ -169,11 +169,11 @@ def bounded(guarded: Tensor, gradient: Tensor, highest: float, config: LossScale
 
 
 @dataclass(frozen=True)
-class Exposed:
+class ExposedScale:
     """The scale of calls whose gradients of inputs are wanted."""
 
     scale: GuardedScale
-    caution: Caution
+    caution: CautiousScale
 
     @property
     def checked(self) -> CheckedGradients:
@@ -195,5 +195,5 @@ class Exposed:
     def inverse(self, device: torch.device) -> Tensor:
         return self.caution.inverse(self.scale, device)
 
-    def held_on(self, devices: Sequence[torch.device]) -> HeldScale:
-        return self.caution.held_on(self, devices)
+    def inputs_on(self, devices: Sequence[torch.device]) -> ScaleInputs:
+        return self.caution.inputs_on(self, devices)
