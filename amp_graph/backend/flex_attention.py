@@ -24,7 +24,7 @@ from torch import fx
 
 from amp_graph.backend.guarded import Guarded
 from amp_graph.backend.inductor import inductor
-from amp_graph.capture.dynamo import with_own_code
+from amp_graph.capture.dynamo import with_new_code
 from amp_graph.errors import warn
 from amp_graph.graphs.aten import FLEX_ATTENTION, arguments, device_of, get_attribute
 from amp_graph.modules import Run
@@ -81,7 +81,7 @@ def _compiled(score_mod: fx.GraphModule, mask_mod: fx.GraphModule, read: frozens
         results = FLEX_ATTENTION(q, k, v, score, (*block_mask[:-1], mask), scale, options)
         return [result if i in read else None for i, result in enumerate(results)]
 
-    own = with_own_code(attend, attend.__name__)
+    own = with_new_code(attend, attend.__name__)
     guarded = Guarded(torch.compile(own, backend=inductor), FLEX_ATTENTION, (), _say_why)
 
     def flex_attention(*args: Any) -> Any:

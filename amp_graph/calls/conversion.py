@@ -145,8 +145,8 @@ class Conversion(Entered):
         captured no more, and plans that were taken back."""
         live = (calls.graphs_in_force() for calls in self._calls.values())
         gone = self.compiler.captured.difference(*live)
-        own_code = {place for place, plan in enumerate(self.compiler.plans) if plan.fallback}
-        return sorted((self.compiler.captured | own_code) - gone)
+        uncaptured = {place for place, plan in enumerate(self.compiler.plans) if plan.fallback}
+        return sorted((self.compiler.captured | uncaptured) - gone)
 
     def scale_for(self, dtype: torch.dtype) -> GraphScale | None:
         """Return the loss scale for graphs in `dtype`, one for all graphs that need one. It is made

@@ -16,16 +16,16 @@ Private names of PyTorch used here:
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 import re
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType
+from typing import Any
 
 from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -46,13 +46,6 @@ GUARD = re.compile(r"\d+/\d+: (.*?)(?:\s+#.*# (\S+:\d+ in \S+).*)?$", re.MULTILI
 AS_EVER = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
 _numbers = itertools.count()
 _left: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()  # and why
-
-
-@dataclass
-class Attempt:
-    """An attempt to capture a frame. `is_left`: whether Dynamo left the frame to Python."""
-
-    is_left: bool = False
 
 
 @dataclass
@@ -106,14 +99,14 @@ class CaptureBudget:
         self.said = ""  # what Dynamo said last of what it cannot capture
         self.changed = ""  # the guard that failed last: "`len(module.seen) == 2` (net.py:7 in f)"
 
-    @contextlib.contextmanager
-    def counted(self, code: CodeType) -> Iterator[Attempt]:
-        """Surround the model's callback for a frame of this code, one thread at a time."""
-        attempt, began, work = Attempt(), time.perf_counter(), time.thread_time()
+    def counted(self, code: CodeType, capture: Callable[[], Any]) -> Any:
+        """Capture a frame of this code, one thread at a time: what Dynamo counts is for all."""
+        result, began, work = None, time.perf_counter(), time.thread_time()
         before = counters["frames"]["total"]
         breaks, reasons = counters["graph_break"].copy(), counters["unimplemented"].copy()
         try:
-            yield attempt
+            result = capture()
+            return result
         finally:
             self.cost.seconds += time.perf_counter() - began
             self.cost.work += time.thread_time() - work
@@ -126,7 +119,8 @@ class CaptureBudget:
             said = [*(counters["graph_break"] - breaks), *new]
             if said:
                 self.said = in_other_words(said[-1])
-            if said and attempt.is_left and not is_pythons(code.co_filename):
+            is_left = result is not None and result.guarded_code is None
+            if said and is_left and not is_pythons(code.co_filename):
                 _left[code] = _told(code, said[-1])
                 self.skipped.append(_left[code])
 

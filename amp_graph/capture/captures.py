@@ -33,7 +33,7 @@ from torch._dynamo.callback import (
 )
 
 from amp_graph.capture import autocast_regions
-from amp_graph.capture.budget import Attempt, CaptureBudget
+from amp_graph.capture.budget import CaptureBudget
 from amp_graph.capture.dynamo import SETTINGS, CapturedCode, settings
 from amp_graph.capture.function_modes import modes_on, without_modes
 from amp_graph.dynamo_changes.inner_gradients import compile_in_parts
@@ -178,7 +178,7 @@ class Captures:
         self._is_stale = False
         self.graphs: list[tuple[fx.GraphModule, Any]] = []
         self.entered = 0  # captures of what a call begins with
-        compile_graph, around = weak_method(self._compile_graph), weak_method(self._capturing)
+        compile_graph, around = weak_method(self._compile_graph), weak_method(self._capture)
         self.code = CapturedCode(entry, number, compile_graph, around)
 
     def have_changed(self) -> bool:
@@ -202,9 +202,8 @@ class Captures:
         caller.assemble(index)
         return partial(_run, weakref.ref(self), index)  # Dynamo keeps it for good
 
-    @contextlib.contextmanager
-    def _capturing(self, code: CodeType) -> Iterator[Attempt]:
-        """Surround the capture of a frame. A thread waits here until others have made theirs."""
+    def _capture(self, code: CodeType, capture: Callable[[], Any]) -> Any:
+        """Capture a frame of this code. A thread waits here until others have made theirs."""
         caller = _now.calling()
         is_first = self.code.begins_with(code)
         if is_first and not caller.may_capture():
@@ -216,14 +215,12 @@ class Captures:
         ids = called.policy_id, id(called.module)
         _now.frame = Frame(*ids, is_first, autocast_regions.is_in_region())
         try:
-            budget = called.budget
-            # In this order: `counted` reads what Dynamo counts for all threads, of which one at a
-            # time is inside of `settings`.
-            with settings(chosen, self._said_once), budget.counted(code) as attempt:
+            with settings(chosen, self._said_once):
                 if is_first and self.entered != _now.known:
                     raise CapturedMeanwhile
-                yield attempt
+                result = called.budget.counted(code, capture)
                 self.entered += is_first
+                return result
         finally:
             _now.frame = before
 

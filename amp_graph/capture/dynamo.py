@@ -42,7 +42,6 @@ from torch._dynamo.types import ConvertFrameReturn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import checkpoint
 
-from amp_graph.capture.budget import Attempt
 from amp_graph.capture.interrupts import interrupts_held
 from amp_graph.capture.surroundings import UnderDispatchModes, call_beside_traces, dispatch_depth
 from amp_graph.dynamo_changes.in_force import changes_in_force
@@ -72,7 +71,7 @@ _capturing = convert_frame.compile_lock  # Dynamo lets one thread at a time capt
 _abandoned: deque[tuple[types.CodeType, int]] = deque()
 
 GraphCompiler = Callable[[fx.GraphModule, list[Any]], Run]
-Capturing = Callable[[types.CodeType], contextlib.AbstractContextManager[Attempt]]
+Capturing = Callable[[types.CodeType, Callable[[], Any]], Any]
 
 CAPTURED_TOO_OFTEN = FailOnRecompileLimitHit
 DYNAMO_ERRORS = (TorchDynamoException, CAPTURED_TOO_OFTEN, GuardOnDataDependentSymNode)
@@ -107,9 +106,9 @@ class CapturedCode:
 
     Dynamo skips frames of torch.nn itself, so that a bare nn.Sequential or nn.LSTM would never be
     captured; this begins with a frame outside torch.nn that calls into it. Its code object and name
-    are its own, and `number` is the module's (see `with_own_code`). Hooks of the module are
-    captured with it, save those of FSDP. Captures are made inside of `capturing`, which takes the
-    code of the frame. Raises CaptureError if Dynamo is off.
+    are its own, and `number` is the module's (see `with_new_code`). Hooks of the module are
+    captured with it, save those of FSDP. Captures are made by `capturing`, which takes the code of
+    the frame, and what captures it. Raises CaptureError if Dynamo is off.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class CapturedCode:
         def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             return inner(module, *args, **kwargs)
 
-        own = with_own_code(forward, f"forward_{number}")
+        own = with_new_code(forward, f"forward_{number}")
         self._code = own.__code__
         context = _context(compile_graph)
         context.callback = _inside_of(capturing, context.callback)
@@ -197,7 +196,7 @@ def _capture_nothing(graph: fx.GraphModule, example_inputs: list[Any]) -> Run:
     return graph.forward
 
 
-def with_own_code(function: Any, name: str) -> types.FunctionType:
+def with_new_code(function: Any, name: str) -> types.FunctionType:
     """Return the function with a code object of its own, of this name: Dynamo counts recompilations
     per object, and knows by name which sizes have changed."""
     return types.FunctionType(
@@ -262,10 +261,8 @@ def _inside_of(capturing: Capturing, capture: Callable[..., Any]) -> Callable[..
             return ConvertFrameReturn()  # which leaves it alone
         if frame.f_code is DECORATED_CALL:
             return ConvertFrameReturn(WITH_ALL_IT_CALLS, apply_to_code=False)
-        with interrupts_held(), capturing(frame.f_code) as attempt:
-            result = capture(frame, *args, **kwargs)
-            attempt.is_left = result.guarded_code is None
-            return result
+        with interrupts_held():
+            return capturing(frame.f_code, lambda: capture(frame, *args, **kwargs))
 
     capture_inside._torchdynamo_orig_backend = capture  # type: ignore[attr-defined]
     return capture_inside
