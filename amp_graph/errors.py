@@ -1,4 +1,4 @@
-"""The exceptions and warnings a user may see, and the exceptions that mean no failure.
+"""The exceptions, warnings and lines a user may see, and the exceptions that mean no failure.
 
 Private name of PyTorch used here:
 
@@ -97,6 +97,15 @@ def telling(tell: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         _tell.remove(tell)
+
+
+def say(*lines: str, of: str = "") -> None:
+    """Print lines on standard error, to whoever runs a script. A service or a program without a
+    window may have none (`sys.stderr` is None), for which `print` would take standard output. `of`:
+    which process says so."""
+    if sys.stderr is not None:
+        begin = f"amp_graph: {of}: " if of else "amp_graph: "
+        sys.stderr.write("".join(f"{begin}{line}\n" for line in lines))
 
 
 def line_of_user() -> str:

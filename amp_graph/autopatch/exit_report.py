@@ -11,7 +11,6 @@ from typing import Any
 
 from amp_graph.autopatch.left_alone import BY_SCRIPT
 from amp_graph.autopatch.script_models import Model, folded
-from amp_graph.autopatch.standard_error import say
 from amp_graph.autopatch.summary import (
     ModelSummary,
     RunTotals,
@@ -20,6 +19,7 @@ from amp_graph.autopatch.summary import (
     summary_of,
 )
 from amp_graph.calls.conversion import found_conversion
+from amp_graph.errors import say
 from amp_graph.inspection import render
 from amp_graph.inspection.dump import dump
 from amp_graph.inspection.spelling import byte_count, plural

@@ -29,9 +29,16 @@ from amp_graph.autopatch.exit_report import write_report
 from amp_graph.autopatch.first_call import Models
 from amp_graph.autopatch.patches import children_heard, scales_are_loaded
 from amp_graph.autopatch.script_models import Model
-from amp_graph.autopatch.standard_error import say
 from amp_graph.capture.captures import other_captures_heard
-from amp_graph.errors import AmpGraphError, PolicyError, did_you_mean, in_brief, in_words, telling
+from amp_graph.errors import (
+    AmpGraphError,
+    PolicyError,
+    did_you_mean,
+    in_brief,
+    in_words,
+    say,
+    telling,
+)
 from amp_graph.files import check_folder
 from amp_graph.ir import COLORS
 from amp_graph.levels import LEVELS

@@ -137,7 +137,7 @@ class CallPath:
             if self.caller is not None:
                 return
             self.first_plan = len(self._compiler.record.plans)
-            if not self._graphs.hooks.are_there():
+            if not self._graphs.hooks.are_there:
                 self._key = cache_key(self._graphs.entry, self._compiler)
             if self._key is not None:
                 hosts, devices = cached(self._key), devices_of(self._graphs.module)

@@ -34,13 +34,13 @@ GLOBAL = [
 
 class Hooks:
     """The hooks of one model's modules, and whether captures have to guard them. Does not keep the
-    model alive."""
+    model alive. `are_there`: whether there are any, or were."""
 
     def __init__(self, model: nn.Module):
         self._model = weakref.ref(model)
         self._handles = -1
         self._for_all: tuple[int, ...] = ()  # the handles of hooks for all modules
-        self._are_there = False  # any, or were
+        self.are_there = False
         self._are_guarded = False
         self._is_first = False  # the capture that runs: nothing else, without guards, is in use
         self._calls_others = False  # modules that are no part of the model
@@ -49,18 +49,15 @@ class Hooks:
         """Return Dynamo's settings for a capture that begins now, perhaps of a module with hooks
         that was put into the model. `is_first`: nothing that was captured before is in use."""
         self._is_first = is_first
-        self._are_there |= self._has_any()
-        return {"skip_nnmodule_hook_guards": not self._are_there}
+        self.are_there |= self._has_any()
+        return {"skip_nnmodule_hook_guards": not self.are_there}
 
     def guard_new(self) -> None:
         """Guard the hooks that a capture has added, if it is the first. Called within it, before it
         has guards."""
-        if self._is_first and not self._are_there and self._has_any():
+        if self._is_first and not self.are_there and self._has_any():
             dynamo_config.skip_nnmodule_hook_guards = False
-            self._are_there = self._are_guarded = True
-
-    def are_there(self) -> bool:
-        return self._are_there
+            self.are_there = self._are_guarded = True
 
     def are_for_all(self) -> bool:
         """Whether there were hooks for all modules when `have_changed` was last asked."""
@@ -71,13 +68,13 @@ class Hooks:
         each call."""
         for_all = _for_all_modules()
         if for_all == self._for_all and self._handles == RemovableHandle.next_id:
-            if self._are_guarded == self._are_there:
+            if self._are_guarded == self.are_there:
                 return False
         else:
             self._handles = RemovableHandle.next_id
-            self._are_there = self._are_there or self._calls_others or self._has_any()
-        has_changed = for_all != self._for_all or self._are_guarded != self._are_there
-        self._for_all, self._are_guarded = for_all, self._are_there
+            self.are_there = self.are_there or self._calls_others or self._has_any()
+        has_changed = for_all != self._for_all or self._are_guarded != self.are_there
+        self._for_all, self._are_guarded = for_all, self.are_there
         return has_changed
 
     def number(self) -> int:

@@ -80,7 +80,7 @@ def run_in_parts(
             slots[node] = len(slots)
         steps.append((run, [slots[n] for n in part.taken], [slots[n] for n in part.given]))
     count = len(slots)
-    returned = [_Slot(slots[r]) if isinstance(r, fx.Node) else r for r in results]
+    returned = [(slots[r], None) if isinstance(r, fx.Node) else (None, r) for r in results]
 
     def run_parts(*args: Any) -> Any:
         values = [*args, *[None] * (count - len(args))]
@@ -88,14 +88,9 @@ def run_in_parts(
             found = run(*[values[i] for i in takes])
             for i, value in zip(gives, found, strict=True):
                 values[i] = value
-        return tuple(values[r.number] if isinstance(r, _Slot) else r for r in returned)
+        return tuple(constant if i is None else values[i] for i, constant in returned)
 
     return run_parts
-
-
-@dataclass(frozen=True)
-class _Slot:
-    number: int
 
 
 def _return_what_is_needed(parts: Sequence[_Part], needed: set[fx.Node]) -> None:
