@@ -30,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.backend.decide import Lifted, Traced, decide
-from amp_graph.calls.conversion import asked_for
+from amp_graph.calls.conversion import policy_and_plans
 from amp_graph.calls.convertible import check_initialized
 from amp_graph.dynamo_changes.logs import quiet_logs
 from amp_graph.errors import AmpGraphError, PolicyError, in_brief, warn
@@ -71,7 +71,7 @@ def export(
     is of the wrong kind.
     """
     check_initialized(model)
-    chosen, saved = asked_for(model, policy, plan)
+    chosen, saved = policy_and_plans(model, policy, plan)
     chosen = chosen.uncompiled()
     if chosen.output_dtype is not None:
         raise PolicyError("output_dtype: a program returns the dtypes of the model; leave it out")

@@ -29,6 +29,7 @@ from amp_graph.autopatch.exit_report import write_report
 from amp_graph.autopatch.first_call import Models
 from amp_graph.autopatch.patches import children_heard, scales_are_loaded
 from amp_graph.autopatch.script_models import Model
+from amp_graph.calls.compiled_by_others import CALLING
 from amp_graph.capture.captures import other_captures_heard
 from amp_graph.errors import (
     AmpGraphError,
@@ -246,7 +247,6 @@ class _EveryCall:
         return self._models.on_call(module)
 
 
-CALLING = nn.Module._wrapped_call_impl.__code__
 _installed: list[Installation] = []  # at most one
 
 

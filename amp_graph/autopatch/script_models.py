@@ -18,7 +18,7 @@ from amp_graph.backend.record import Record
 from amp_graph.capture.budget import LONG, REPAID_BY
 from amp_graph.errors import line_of_user
 from amp_graph.modules import below_compile
-from amp_graph.training.loss_scale import Outcome
+from amp_graph.training.loss_scale import ScaleOutcome
 
 SECONDS = 2.0  # of the processor's for capturing count as one capture
 AGAIN = 2  # models that were captured by themselves: before that none was captured anew
@@ -49,7 +49,7 @@ class Model:
     is_in_other_dtypes: bool = False
     parts: tuple[str, ...] = ()
     stands_for: int = 0
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[ScaleOutcome, ...] = ()
     began: float = field(default_factory=time.process_time, compare=False)
     lived: float = field(default=0.0, compare=False)
 
@@ -67,7 +67,7 @@ class Model:
             self.outcomes = (scale.outcome(),)
             record.scale = None
 
-    def scales(self) -> tuple[Outcome, ...]:
+    def scales(self) -> tuple[ScaleOutcome, ...]:
         scale = None if self.record is None else self.record.scale
         return self.outcomes if scale is None else (scale.outcome(),)
 

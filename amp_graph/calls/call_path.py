@@ -45,7 +45,7 @@ CAPTURED, STALE, LEAVING, LEFT = State  # each call asks; as `State.LEFT` they t
 ENDED = LEAVING, LEFT
 
 
-class Settings(Enum):
+class DynamoSettings(Enum):
     """Dynamo's settings, other than usual, in the order in which they are tried."""
 
     AS_USUAL = MappingProxyType[str, bool]({})
@@ -56,19 +56,19 @@ class Settings(Enum):
 class Strategy(NamedTuple):
     """How a model is captured. `around`: what is put around a run."""
 
-    settings: Settings
+    settings: DynamoSettings
     around: Callable[[Run], Run]
 
     def untried(self, is_first: bool, settings_may_help: bool) -> Strategy | None:
         """The next one, in which capture may fail no more. In a first call all sizes are known."""
-        if settings_may_help and self.settings is Settings.AS_USUAL:
-            return self._replace(settings=Settings.BREAK_AT_DATA)
-        if settings_may_help and self.settings is Settings.BREAK_AT_DATA and not is_first:
-            return self._replace(settings=Settings.EACH_SIZE_APART)
+        if settings_may_help and self.settings is DynamoSettings.AS_USUAL:
+            return self._replace(settings=DynamoSettings.BREAK_AT_DATA)
+        if settings_may_help and self.settings is DynamoSettings.BREAK_AT_DATA and not is_first:
+            return self._replace(settings=DynamoSettings.EACH_SIZE_APART)
         return None if self.around is without_autocast else USUAL
 
 
-USUAL = Strategy(Settings.AS_USUAL, without_autocast)
+USUAL = Strategy(DynamoSettings.AS_USUAL, without_autocast)
 InForce = tuple[Caller | None, Run, Strategy]  # what `CallPath` says of these
 
 

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from amp_graph.backend.compiler import Compiler
-from amp_graph.calls.before import Before
 from amp_graph.calls.call_path import ENDED, LEFT, STALE, USUAL, CallPath
+from amp_graph.calls.call_state import CallState
 from amp_graph.calls.convertible import initialize
 from amp_graph.calls.fallback import Fallback
 from amp_graph.calls.first_report import tell_of_first_call
 from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.calls.or_else import or_else
-from amp_graph.calls.outside import OutsideWatch, Watches, is_ours
+from amp_graph.calls.outside import OutsideWatch, Watches, may_be_ours
 from amp_graph.capture.breaks import depends_on_data, why_not_captured
 from amp_graph.capture.captures import Caller
 from amp_graph.capture.dynamo import (
@@ -74,7 +74,7 @@ class CapturedCalls:
             path.choose()
         if path.state is LEFT:
             return path.fallback(*args, **kwargs)
-        before, uncaptured = Before(), None
+        before, uncaptured = CallState(), None
         before.begun, before.charged = self._budget.this_thread.begun, self._budget.charged
         before.runs, before.records = self._graphs.this_thread.runs, torch.is_grad_enabled()
         before.strategy = path.strategy
@@ -86,7 +86,7 @@ class CapturedCalls:
         except BaseException as error:
             if watch is not None:
                 self._watches.add()
-            if not is_ours(error, is_watched=watch is not None, is_new=before.snapshot is not None):
+            if not may_be_ours(error, watch is not None, before.snapshot is not None):
                 is_of_model = isinstance(error, Exception)  # and no interrupt
                 self._begin_again(is_of_model and self._budget.this_thread.begun != before.begun)
                 raise
@@ -104,7 +104,7 @@ class CapturedCalls:
         self._budget.end_failed_call(has_captured)
         self._stop_if_too_many()
 
-    def _look_back(self, before: Before, has_captured: bool) -> None:
+    def _look_back(self, before: CallState, has_captured: bool) -> None:
         """Look, after a call, whether all that was asked for happened, and whether to go on so."""
         watch, runs = before.watch, self._graphs.this_thread.runs - before.runs
         says_little = watch is not None and self._says_little(watch, before.snapshot)
@@ -221,7 +221,7 @@ class CapturedCalls:
             again = "runs by its captured graphs again, small as they are"
             warn(f"{self._entry.name} {again}: autocast fails ({reason})")
 
-    def _run_uncaptured(self, error: Exception, before: Before, args: Any, kwargs: Any) -> Any:
+    def _run_uncaptured(self, error: Exception, before: CallState, args: Any, kwargs: Any) -> Any:
         """Capture again after an error: with more breaks, then each size apart, if that is likely
         to help a model that would begin for the third time; then with the code between graphs in
         float32. If all was tried, run the model's own code."""

@@ -279,7 +279,7 @@ def conversion_of(model: nn.Module) -> Conversion:
     return conversion
 
 
-def asked_for(
+def policy_and_plans(
     model: nn.Module, policy: PolicySource, plan: PlanSource | None
 ) -> tuple[Policy, Saved | None]:
     """Return the policy and plans to look at a model or export it with: those given, else those

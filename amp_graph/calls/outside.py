@@ -142,7 +142,7 @@ def _has_float32(args: Any) -> bool:
     return any(isinstance(x, torch.Tensor) and x.dtype is torch.float32 for x in tree_leaves(args))
 
 
-def is_ours(error: BaseException, is_watched: bool, is_new: bool) -> TypeGuard[Exception]:
+def may_be_ours(error: BaseException, is_watched: bool, is_new: bool) -> TypeGuard[Exception]:
     """Whether an error of a call may be ours: the model's own code may not raise it, or may catch
     it."""
     if not isinstance(error, Exception):

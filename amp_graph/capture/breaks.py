@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from amp_graph.callers import is_users
 from amp_graph.errors import AmpGraphError
-from amp_graph.graphs.lines import place_of, without_modes
+from amp_graph.graphs.lines import place_of, without_mode_frames
 
 REQUIRES = "a value that is computed there is told to require a gradient"
 ON_NUMBERS = "Python branches on a number or a size that depends on the numbers in a tensor"
@@ -139,7 +139,7 @@ def _raised_in(error: Exception) -> str:
 
 
 def _at(frames: Sequence[Any], reason: str) -> str:
-    users = without_modes(frames)
+    users = without_mode_frames(frames)
     if not users:
         return reason
     line = users[-1].line

@@ -18,7 +18,7 @@ OF_MODES = ("__torch_function__", "handle_torch_function")
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n\s+(.*))?')
 
 
-def without_modes(frames: Sequence[FrameSummary]) -> Sequence[FrameSummary]:
+def without_mode_frames(frames: Sequence[FrameSummary]) -> Sequence[FrameSummary]:
     """Return the frames without those of modes at the end. The outermost comes first, as given."""
     last = len(frames)
     while last and frames[last - 1].name in OF_MODES:
@@ -30,7 +30,7 @@ def called_at(node: fx.Node) -> FrameSummary | None:
     """Return the user's frame that called a node, from the text that Dynamo keeps with it."""
     found = FRAME.findall(node.meta.get("stack_trace") or "")
     frames = [FrameSummary(file, int(at), name, line=line) for file, at, name, line in found]
-    users = (f for f in reversed(without_modes(frames)) if is_users(f.filename))
+    users = (f for f in reversed(without_mode_frames(frames)) if is_users(f.filename))
     return next(users, None)
 
 

@@ -30,8 +30,7 @@ from amp_graph.graphs.aten import (
 )
 from amp_graph.graphs.grad_modes import is_switch
 from amp_graph.inspection.flops import FlopCounts
-from amp_graph.inspection.spelling import byte_count, input_kind, module_of, shapes
-from amp_graph.inspection.spelling import op_name as short_op
+from amp_graph.inspection.spelling import byte_count, input_kind, module_of, shapes, short_op
 from amp_graph.ir import Cast, NodeFacts, Plan
 from amp_graph.oplists import OpLists
 from amp_graph.passes.annotate import tensor_facts

@@ -23,8 +23,8 @@ from amp_graph.inspection.spelling import (
     input_kind,
     line_of,
     module_of,
-    op_name,
     shapes,
+    short_op,
 )
 from amp_graph.ir import Cast, Color, NodeFacts, Plan
 from amp_graph.reasons import short_reason, unlisted
@@ -85,7 +85,7 @@ def _facts_in_brief(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "inner graphs", f"{', '.join(plan.bodies)}; casts moving {moved}"
     found = unlisted(plan)
     if found:
-        yield "on no list", f"{', '.join(map(op_name, found))} (float32 as captured)"
+        yield "on no list", f"{', '.join(map(short_op, found))} (float32 as captured)"
 
 
 def _table(plan: Plan) -> Iterator[str]:
@@ -174,7 +174,7 @@ def _call(facts: NodeFacts, labels: dict[str, str]) -> str:
     if facts.op == "output":
         return _fit("return ", operands, "")
     numbers = [f"{number:g}" for number in facts.scalars]
-    return _fit(f"{label} = {op_name(facts.op)}(", operands + numbers, ")")
+    return _fit(f"{label} = {short_op(facts.op)}(", operands + numbers, ")")
 
 
 def _fit(start: str, operands: list[str], end: str) -> str:

@@ -28,7 +28,7 @@ def graph_title(name: str) -> str:
     return re.sub(r"^graph(?=\d)", "graph ", name).replace(".", ", ")
 
 
-def op_name(op: str) -> str:
+def short_op(op: str) -> str:
     return op.removesuffix(".default")
 
 

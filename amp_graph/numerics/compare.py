@@ -18,7 +18,7 @@ from amp_graph.batches import Batch
 from amp_graph.calls.convertible import check_model
 from amp_graph.dtypes import dtype_name
 from amp_graph.errors import AmpGraphError
-from amp_graph.inspection.spelling import op_name
+from amp_graph.inspection.spelling import short_op
 from amp_graph.ir import NodeFacts, Plan
 from amp_graph.numerics.comparison import Comparison
 from amp_graph.numerics.node_numerics import NodeNumerics
@@ -155,7 +155,7 @@ class Beside(Observer):
         return NodeNumerics(
             node=place.name,
             label=facts.label,
-            operator=op_name(facts.op),
+            operator=short_op(facts.op),
             module=facts.module_path,
             source=facts.source,
             code=facts.code,

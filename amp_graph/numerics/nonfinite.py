@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from amp_graph.batches import Batch
 from amp_graph.dtypes import dtype_name
 from amp_graph.graphs.aten import captured_of
+from amp_graph.inspection.spelling import short_op
 from amp_graph.inspection.terminal import Shown
 from amp_graph.numerics.outputs import check_loss
 from amp_graph.numerics.rerun import Loss, Outcome, Rerun, rerun_of
@@ -185,7 +186,7 @@ def _told(rerun: Rerun, finding: _Finding, kind: str, in_float32: bool) -> NonFi
     node, name = finding.node, captured_of(finding.node, plan.facts).name
     facts = plan.facts[name]
     is_cast = node.name not in plan.facts
-    operator = "cast" if is_cast else facts.op.removesuffix(".default")
+    operator = "cast" if is_cast else short_op(facts.op)
     outside = finding.phase == "backward" and node.name == finding.place.name
     return NonFinite(
         phase=finding.phase,

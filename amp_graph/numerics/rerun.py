@@ -24,7 +24,7 @@ from amp_graph.backend.build import Built
 from amp_graph.backend.compiler import Compiler
 from amp_graph.backend.emulation import emulated_nodes
 from amp_graph.batches import Batch, call_with
-from amp_graph.calls.conversion import asked_for
+from amp_graph.calls.conversion import policy_and_plans
 from amp_graph.calls.convertible import check_initialized
 from amp_graph.capture.budget import CaptureBudget
 from amp_graph.capture.captures import Assembled, Caller, Captures, captured_names
@@ -249,4 +249,4 @@ def rerun_of(model: nn.Module, policy: PolicySource, plan: PlanSource | None) ->
     its own policy and plans, where none are given."""
     model = unwrapped(model)
     check_initialized(model)
-    return Rerun(model, *asked_for(model, policy, plan))
+    return Rerun(model, *policy_and_plans(model, policy, plan))

@@ -28,7 +28,7 @@ from amp_graph.training.explicit_scalers import is_grad_scaler_around
 from amp_graph.training.inner_passes import note_backward, note_forward
 from amp_graph.training.loss_scale import (
     LossScale,
-    Outcome,
+    ScaleOutcome,
     ScaleState,
     load_state,
     number,
@@ -243,11 +243,11 @@ class GraphScale:
         """The loss scale as a number; waits for the device."""
         return self.outcome().get_scale()
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ScaleOutcome:
         """Return the outcome to be told of; computes nothing."""
         found_inf = self._found_inf if self._round.is_pending else None
         told = self._state, self._skips, found_inf, self._round.counts
-        return Outcome(self.config, *told, self.is_on(), self._is_used)
+        return ScaleOutcome(self.config, *told, self.is_on(), self._is_used)
 
     def state_dict(self) -> dict[str, Any]:
         """A state that `load_state_dict` and `torch.amp.GradScaler.load_state_dict` take."""

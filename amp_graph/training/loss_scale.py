@@ -144,7 +144,7 @@ class LossScale:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScaleOutcome:
     """The outcome of a loss scale, to be told when it is gone: its own tensors, read only when
     asked for, as reading waits for the device.
 

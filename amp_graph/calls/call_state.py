@@ -10,7 +10,7 @@ from amp_graph.snapshots import ModelSnapshot
 
 
 @dataclass(init=False, slots=True)
-class Before:
+class CallState:
     """The state that a call of a model finds. One is made in each call, so without a Python
     `__init__`.
 
