@@ -101,15 +101,14 @@ def read_for_position(graph: AnalyzedGraph) -> dict[int, int]:
     counted: set[int] = set()  # of these, from raw coordinates
     for n, f in enumerate(facts):
         operands = [*flow.predecessors(n)]
-        readers = (of[o] for o in operands if of.get(o) is not None)
+        reader = next((of[o] for o in operands if of.get(o) is not None), None)
+        is_moved = colors[n] is Color.INFER and _adds_to(graph, n, counted)
         if colors[n] is Color.INFER and n in read:
             of[n] = read[n]
         elif colors[n] is Color.DENY or not (f.reads or f.is_parameter):
             of[n] = None
-        elif colors[n] in FREE and all(o in of for o in operands):
-            of[n] = next(readers, None)
-        elif colors[n] is Color.INFER and _adds_to(graph, n, counted):
-            of[n] = next(readers)
+        elif is_moved or (colors[n] in FREE and all(o in of for o in operands)):
+            of[n] = reader
         if of.get(n) is not None and any(o in counted or o in graph.raw for o in operands):
             counted.add(n)
     return {n: reader for n, reader in of.items() if reader is not None}

@@ -125,7 +125,7 @@ class CautiousScale:
 
     def rules(self) -> bool:
         """Whether a scale was chosen for the pass that is running."""
-        return backward_pass() in self.chosen
+        return bool(self.chosen) and backward_pass() in self.chosen
 
     def forget(self) -> None:
         """Forget passes that ended."""

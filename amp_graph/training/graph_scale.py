@@ -108,13 +108,13 @@ class GraphScale:
         """Return S for a gradient that comes in, on its device. It is written to when a round
         ends."""
         is_guarded = self.is_guarded() if double_backward else self._may_overflow()
-        if create_graph or not is_guarded or (self._alone.chosen and self._alone.rules()):
+        if create_graph or not is_guarded or self._alone.rules():
             return self._alone.factor(self, gradient, create_graph, double_backward)
         return self.factors_on(gradient.device)[0]
 
     def inverse(self, device: torch.device) -> Tensor:
         """Return 1/S on a device."""
-        if self._alone.chosen and self._alone.rules():
+        if self._alone.rules():
             return self._alone.inverse(self, device)
         return (self._factors.get(device) or self.factors_on(device))[1]
 
@@ -145,7 +145,7 @@ class GraphScale:
         """
         if inputs and not self._is_exposed and backward_pass() == OUTSIDE:
             self._is_exposed = are_wanted(inputs)
-        is_exposed = self._is_exposed or (self._exposed.chosen and self._exposed.rules())
+        is_exposed = self._is_exposed or self._exposed.rules()
         return ExposedScale(self, self._exposed) if is_exposed else self
 
     def note_parameters(self, parameters: Iterable[Tensor]) -> None:
@@ -278,6 +278,5 @@ class GraphScale:
 
     def _forget_factors(self) -> None:
         self._factors.clear()
-        for caution in (self._alone, self._exposed):
-            if caution.chosen:
-                caution.forget()
+        self._alone.forget()
+        self._exposed.forget()
