@@ -127,6 +127,15 @@ def operands_named(node: fx.Node, chosen: Callable[[str], bool]) -> list[fx.Node
     return [leaf for leaf in tree_leaves(named) if isinstance(leaf, fx.Node)]
 
 
+def mutated_operands(node: fx.Node) -> list[fx.Node]:
+    """Return the operands that an operator writes into by its schema."""
+    if not node.target._schema.is_mutable:  # type: ignore[union-attr]
+        return []
+    declared = node.target._schema.arguments  # type: ignore[union-attr]
+    written = {a.name for a in declared if a.alias_info and a.alias_info.is_write}
+    return operands_named(node, written.__contains__)
+
+
 def dtype_position(node: fx.Node) -> int | None:
     """Return the position of the argument that asks for the result's dtype; None if there is
     none."""
@@ -170,12 +179,8 @@ def written_operands(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]
         yield from dict.fromkeys(o for body in bodies for o in _written_by_body(body, operands))
     elif node.target is SET_DATA:
         yield node.all_input_nodes[0]
-    elif isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
-        values = arguments(node)
-        for argument in node.target._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                leaves = tree_leaves(values.get(argument.name))
-                yield from (leaf for leaf in leaves if isinstance(leaf, fx.Node))
+    elif isinstance(node.target, OpOverload):
+        yield from mutated_operands(node)
 
 
 def last_written(module: fx.GraphModule) -> dict[Any, int]:

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.graphs.aten import arguments
+from amp_graph.graphs.aten import mutated_operands
 
 NAMES = vars(operator).keys()
 OPERATORS = {n for n in NAMES if n.startswith("i") and {n[1:], f"{n[1:]}_"} & NAMES}  # iadd, iand
@@ -35,10 +35,8 @@ def _written(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that a node writes into: by its schema, if it has one, else by its name and
     arguments."""
     if isinstance(node.target, OpOverload):
-        values, declared = arguments(node), node.target._schema.arguments
-        given = [values.get(a.name) for a in declared if a.alias_info and a.alias_info.is_write]
-    else:
-        given = [node.kwargs.get("out"), *(node.args[:1] if _is_in_place(node) else ())]
+        return mutated_operands(node)
+    given = [node.kwargs.get("out"), *(node.args[:1] if _is_in_place(node) else ())]
     return [leaf for leaf in tree_leaves(given) if isinstance(leaf, fx.Node)]
 
 
