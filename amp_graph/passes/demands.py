@@ -87,13 +87,7 @@ def read_for_position(graph: AnalyzedGraph) -> dict[int, int]:
     float32 inside.
     """
     facts, flow, colors = graph.facts, graph.flow, graph.colors
-    pairs = [
-        (value, n)
-        for n, f in enumerate(facts)
-        if f.positions
-        for value in flow.predecessors(n)
-        if facts[value].name in f.positions
-    ]
+    pairs = [(p, n) for n in range(len(facts)) for p in _positions(graph, n)]
     if not pairs:
         return {}
     read = read_by(flow, pairs, lambda n: colors[n] in FREE and n not in graph.narrowed)
@@ -112,6 +106,12 @@ def read_for_position(graph: AnalyzedGraph) -> dict[int, int]:
         if of.get(n) is not None and any(o in counted or o in graph.raw for o in operands):
             counted.add(n)
     return {n: reader for n, reader in of.items() if reader is not None}
+
+
+def _positions(graph: AnalyzedGraph, n: int) -> list[int]:
+    """Return the operands of an operator that say where it looks."""
+    names = graph.facts[n].positions
+    return [p for p in graph.flow.predecessors(n) if graph.facts[p].name in names] if names else []
 
 
 def displaced(graph: AnalyzedGraph) -> frozenset[int]:

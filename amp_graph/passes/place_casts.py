@@ -23,6 +23,7 @@ auxiliary nodes n + size (up) and n + 2 * size (down).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 import networkx as nx
@@ -91,7 +92,7 @@ def _units(facts: Facts, flow: nx.DiGraph, paints: Paints) -> dict[int, int]:
 def _network(
     facts: Facts, flow: nx.DiGraph, paints: Paints, units: Mapping[int, int]
 ) -> nx.DiGraph:
-    """The flow network of all free nodes. An edge without capacity cannot be cut."""
+    """The flow network of all free nodes. An edge of infinite capacity cannot be cut."""
     network, size = nx.DiGraph(), len(facts)
 
     def side(n: int) -> int:
@@ -121,27 +122,21 @@ def _network(
         up, down = n + size, n + 2 * size
         if producer != FLOAT32 and (in_float32 := readers(n, is_low=False)):
             rounds = paints[n].wide and producer != LOW
-            _add(network, producer, up, None if rounds else bytes_moved)
+            _add(network, producer, up, math.inf if rounds else bytes_moved)
             for reader in in_float32:
-                _add(network, up, reader, None)
+                _add(network, up, reader, math.inf)
         if producer != LOW and (in_low := readers(n, is_low=True)):
             _add(network, down, producer, bytes_moved)
             for reader in in_low:
-                _add(network, reader, down, None)
+                _add(network, reader, down, math.inf)
     return network
 
 
-def _add(network: nx.DiGraph, tail: int, head: int, capacity: int | None) -> None:
-    """Add capacity to an edge; None makes it uncuttable."""
-    if tail == head:
-        return
-    if capacity is None:
-        network.add_edge(tail, head)
-        network.edges[tail, head].pop("capacity", None)
-    elif not network.has_edge(tail, head):
-        network.add_edge(tail, head, capacity=capacity)
-    elif "capacity" in network.edges[tail, head]:
-        network.edges[tail, head]["capacity"] += capacity
+def _add(network: nx.DiGraph, tail: int, head: int, capacity: float) -> None:
+    """Add capacity to an edge."""
+    if tail != head:
+        before = network.get_edge_data(tail, head, {"capacity": 0})["capacity"]
+        network.add_edge(tail, head, capacity=before + capacity)
 
 
 def _regions(network: nx.DiGraph) -> list[set[int]]:
