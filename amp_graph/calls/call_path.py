@@ -19,7 +19,7 @@ from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.capture import dynamo
 from amp_graph.capture.budget import try_flat_again
 from amp_graph.capture.captures import Caller, Captures, GuardsFail
-from amp_graph.modules import Forwards, Run, devices_of
+from amp_graph.modules import Forwards, Run
 from amp_graph.outer_autocast import without_autocast
 from amp_graph.training.engine import OUTSIDE, backward_pass
 from amp_graph.weak_references import weak_method
@@ -140,8 +140,8 @@ class CallPath:
             if not self._graphs.hooks.are_there:
                 self._key = cache_key(self._graphs.entry, self._compiler)
             if self._key is not None:
-                hosts, devices = cached(self._key), devices_of(self._graphs.module)
-                number = number_for(hosts, self._compiler.policy.dtype_for(devices))
+                hosts = cached(self._key)
+                number = number_for(hosts)
                 self._hosts = iter(hosts)
                 self._number = self._number if number is None else number
             self._be_guest()

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Size, nn
 
 from amp_graph.backend.compiler import Compiler
@@ -80,17 +79,15 @@ def cached(key: CacheKey) -> list[Captures]:
         return [captures for known, captures in _cache if known == key]
 
 
-def number_for(hosts: Sequence[Captures], dtype: torch.dtype) -> int | None:
+def number_for(hosts: Sequence[Captures]) -> int | None:
     """Return the number to capture a model under that is like these, though none of them holds for
     it.
 
     From several on it is that of the latest, so that Dynamo knows which numbers and sizes change
     from one model to the next (a counter in a part that they share) and takes them for symbols.
-    None, for a number of its own, if that was tried in vain; and where the range of the low
-    precision is less than float32's, as an integer that is a symbol may be beyond it.
+    None, for a number of its own, if that was tried in vain.
     """
-    is_narrow = torch.finfo(dtype).max < torch.finfo(torch.bfloat16).max
-    if len(hosts) < SEVERAL or is_narrow:
+    if len(hosts) < SEVERAL:
         return None
     ((_, most),) = Counter(host.number for host in hosts).most_common(1)
     return hosts[0].number if most < SEVERAL else None
