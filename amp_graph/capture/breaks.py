@@ -22,6 +22,7 @@ from amp_graph.graphs.lines import place_of, without_mode_frames
 
 REQUIRES = "a value that is computed there is told to require a gradient"
 ON_NUMBERS = "Python branches on a number or a size that depends on the numbers in a tensor"
+DRAWN = "Python goes by what cannot be captured, such as a number that its `random` draws"
 FLAT = "FSDP with use_orig_params=False"
 # How what it says begins, where that is but a name or of a setting that the user did not choose.
 IN_WORDS = {
@@ -47,9 +48,8 @@ IN_WORDS = {
     "unimplemented builtin op on tensor arguments": (
         "Python computes with a tensor, or a number that it drew, as cannot be captured"
     ),
-    "Unsupported python_type() call": (
-        "Python goes by what cannot be captured, such as a number that its `random` draws"
-    ),
+    "Unsupported python_type() call": DRAWN,
+    "Unsupported next() call": DRAWN,  # as torch 2.11 has it
     "requires_grad_() intermediate leaked as output": REQUIRES,
     "Unsupported Tensor.requires_grad_() call": REQUIRES,  # as torch 2.11 has it
     FLAT: f"{FLAT} (pass use_orig_params=True)",
