@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_graph
 from amp_graph import ConversionWarning, Policy
-from amp_graph.calls import alike
+from amp_graph.calls import capture_cache
 from amp_graph.dynamo_changes.logs import CAPTURE_LOGS
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -203,7 +203,7 @@ def test_its_low_precision_weights_are_freed_with_it_and_graphs_that_are_not_kep
         lows = sum(type(x) is Tensor and x.dtype is torch.bfloat16 for x in objects)
         return lows, sum(isinstance(x, fx.GraphModule) for x in objects)
 
-    alike.forget()
+    capture_cache.clear()
     before = alive()
     model = amp_graph.convert(make())
     model(torch.randn(4, 8)).sum().backward()
@@ -213,7 +213,7 @@ def test_its_low_precision_weights_are_freed_with_it_and_graphs_that_are_not_kep
     else:
         del model
     assert alive()[0] == before[0]
-    alike.forget()
+    capture_cache.clear()
     assert alive() == before
 
 

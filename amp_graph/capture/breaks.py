@@ -59,6 +59,7 @@ ADVICE = "Consider annotating your code using torch._check*(). "  # which may st
 LAZY = re.compile(r"LazyVariableTracker\(realized: (.+)\)")  # or around it
 
 RAISED = re.compile(r"raised exception (\w+\(.*\))")  # and what
+OF_LIST = re.compile(r"\[ConstantVariable\(\w+: (.+)\)\]")  # as torch 2.11 has an argument
 
 MODEL = "the call of the model"
 OF_A_FRAME = re.compile(r"[^,]+, in \S+: ")  # "net.py:12, in forward: why"
@@ -84,7 +85,8 @@ def in_other_words(said: str) -> str:
     first = LAZY.sub(r"\1", said.strip().partition("\n")[0].removeprefix(ADVICE))
     words = next((words for start, words in IN_WORDS.items() if first.startswith(start)), first)
     if first.startswith("Observed exception") and (raised := RAISED.search(said)):
-        return f"it raises {raised[1]} while it is captured"
+        error = OF_LIST.sub(r"\1", raised[1])
+        return f"it raises {error} while it is captured"
     called = re.search(r"qualname: ([^,\n]+)", said)
     return f"{words} ({called[1]})" if called else words
 
