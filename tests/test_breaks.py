@@ -214,9 +214,9 @@ def test_a_graph_behind_code_under_autocast_is_rewritten(dtype: str, writes: boo
 
 
 class Pair(tuple):
-    """Like Irrep of e3nn. Dynamo asks for its length when it writes the guards of a graph."""
+    """Dynamo takes its items by `[]` when it writes the guards of a graph."""
 
-    def __len__(self) -> int:
+    def __getitem__(self, index: int) -> int:  # type: ignore[override]
         raise NotImplementedError
 
 
@@ -233,7 +233,7 @@ class Unpacks(nn.Module):
 def test_an_error_that_says_nothing_is_told_by_where_it_comes_from() -> None:
     model = amp_graph.convert(Unpacks(), policy="bfloat16")
     with pytest.warns(
-        ConversionWarning, match=r"test_breaks.py:\d+, __len__: NotImplementedError\)$"
+        ConversionWarning, match=r"test_breaks.py:\d+, __getitem__: NotImplementedError\)$"
     ):
         model(torch.randn(4, 8))
 

@@ -240,6 +240,23 @@ def test_what_was_saved_is_let_go_at_once(kind: type[nn.Module]) -> None:
         gc.enable()
 
 
+class SlopeByInput(Two):
+    """A slope that is taken between two graphs, while Dynamo captures what is called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_(True)
+        (slope,) = torch.autograd.grad(Exp.apply(self.b(self.a(x))).sum(), x, create_graph=True)
+        return self.a(slope)
+
+
+def test_a_backward_pass_between_graphs_is_not_captured() -> None:
+    model = amp_graph.convert(SlopeByInput(), policy="bfloat16")
+    for _ in range(2):
+        model(X.clone()).sum().backward()
+    (told,) = record_of(model).breaks
+    assert "a gradient is taken there" in told
+
+
 class Recorded(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -35,6 +35,15 @@ def test_what_graphs_run_is_not_noted(watch: OutsideWatch) -> None:
     assert watch.found and not watch.in_front, "there was a graph before"
 
 
+def test_a_backward_pass_in_between_is_not_noted(watch: OutsideWatch) -> None:
+    x = X.clone().requires_grad_()
+    with watch.paused():
+        y = x @ X
+    with watch:
+        torch.autograd.grad(y.sum(), x)
+    assert not watch.found, "it follows from what ran before, in a graph or not"
+
+
 class Counts(OutsideWatch):
     """Another mode, nearer to the operators."""
 

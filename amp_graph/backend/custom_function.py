@@ -18,6 +18,7 @@ from torch import fx
 
 from amp_graph.graphs.aten import CUSTOM_FUNCTION
 from amp_graph.graphs.grad_modes import grad_modes
+from amp_graph.uncaptured import never_captured
 
 # The names of its marks in 2.13; with other names in another version the operator is kept.
 MARKS = {"dirty_idx", "non_differentiable_idx", "saved_for_backward_idx"}
@@ -61,6 +62,7 @@ class _Applied(torch.autograd.Function):
         return results
 
     @staticmethod
+    @never_captured(reason="the backward pass of a custom autograd function that amp_graph captured")
     def backward(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled() and grad_modes(ctx.backward_graph.graph):
             raise RuntimeError(

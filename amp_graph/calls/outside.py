@@ -21,6 +21,7 @@ from amp_graph.capture.dynamo import is_of_capture, is_of_graph
 from amp_graph.capture.surroundings import can_watch, dispatch_modes
 from amp_graph.ir import Color
 from amp_graph.oplists import OpLists, load_lists
+from amp_graph.training.engine import OUTSIDE, backward_pass
 
 TAKEN_APART = DispatchKey.CompositeImplicitAutograd
 
@@ -72,7 +73,7 @@ class OutsideWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if not self._inside:
+        if not self._inside and backward_pass() == OUTSIDE:
             if _has_float32(args):
                 self._note(func)
             self.met_sparse = self.met_sparse or _has_sparse(args)

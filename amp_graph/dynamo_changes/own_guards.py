@@ -21,7 +21,7 @@ def hold_while(condition: Callable[..., bool], source: Any, said: str, *given: A
     """Guard what is being captured by a condition on the value of a source, which is the last of
     its arguments after those `given`. `said`: the condition, for who asks why something is captured
     anew."""
-    guards.install_guard(source.make_guard(_guard(condition, said, *given)))
+    guards.install_guard(source.make_guard(guard_by(condition, said, *given)))
 
 
 def hold_key(dictionary: Any, key: Any, there: bool) -> None:
@@ -36,7 +36,7 @@ def hold_in_state(condition: Callable[..., bool], said: str, *given: Any) -> Non
 
 
 @lru_cache(typed=True)  # Dynamo knows by the function that a guard is there already
-def _guard(condition: Callable[..., bool], said: str, *given: Any) -> Callable[[Any, Any], None]:
+def guard_by(condition: Callable[..., bool], said: str, *given: Any) -> Callable[[Any, Any], None]:
     holds = partial(condition, *given)
 
     def guard(builder: Any, asked: Any) -> None:
