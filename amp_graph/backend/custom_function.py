@@ -62,7 +62,7 @@ class _Applied(torch.autograd.Function):
         return results
 
     @staticmethod
-    @never_captured(reason="the backward pass of a custom autograd function that amp_graph captured")
+    @never_captured(reason="a custom autograd function that amp_graph captured")
     def backward(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled() and grad_modes(ctx.backward_graph.graph):
             raise RuntimeError(

@@ -1,0 +1,70 @@
+"""A class that says itself which tensors are its instances is asked.
+
+    isinstance(hidden, Variable)    True of all tensors, as in scripts of PyTorch's first years
+
+Dynamo goes by the class of a tensor alone, and answers False. Here PyTorch's own checks see the
+fake tensor, and an `__instancecheck__` of somebody else's is captured as any function is.
+
+Private names of PyTorch used here:
+
+    torch._dynamo.variables.BuiltinVariable.call_isinstance
+    torch._dynamo.variables.TensorVariable, UserFunctionVariable, UserDefinedClassVariable
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+from torch._dynamo.variables import (
+    BuiltinVariable,
+    ConstantVariable,
+    TensorVariable,
+    UserDefinedClassVariable,
+    UserFunctionVariable,
+)
+
+from amp_graph.dynamo_changes.ended_graphs import end_graph
+from amp_graph.dynamo_changes.replaced import existing
+
+# Where the checks are defined that Dynamo gives an answer of its own to.
+KNOWN = {"abc", "typing", "typing_extensions", "torch.nn.parameter"}
+
+
+def _ask(method: Any, builtin: Any, frame: Any, value: Any, asked: Any) -> Any:
+    classes = _classes(asked) if isinstance(value, TensorVariable) else ()
+    if not any(map(_own_check, classes)):
+        return method(builtin, frame, value, asked)
+    for kind in classes:
+        found = _is_instance(method, builtin, frame, value, kind)
+        if not found.is_python_constant():
+            end_graph("a check of an instance that depends on data", kind.__name__)
+        if found.as_python_constant():
+            return ConstantVariable.create(True)
+    return ConstantVariable.create(False)
+
+
+def _is_instance(method: Any, builtin: Any, frame: Any, value: Any, kind: Any) -> Any:
+    check, asked = _own_check(kind), UserDefinedClassVariable(kind)
+    if check is None:
+        return method(builtin, frame, value, asked)
+    if check.__module__.startswith("torch."):  # which Dynamo passes over
+        example = value.as_proxy().node.meta["example_value"]
+        return ConstantVariable.create(isinstance(example, kind))
+    return UserFunctionVariable(check).call_function(frame, [asked, value], {})
+
+
+def _classes(asked: Any) -> tuple[Any, ...]:
+    if not asked.is_python_constant():
+        return ()
+    found = asked.as_python_constant()
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _own_check(kind: Any) -> FunctionType | None:
+    """The check that was written for classes like this one, if any."""
+    check = getattr(type(kind), "__instancecheck__", None)
+    return check if isinstance(check, FunctionType) and check.__module__ not in KNOWN else None
+
+
+CHANGES = existing((BuiltinVariable, "call_isinstance", _ask))
