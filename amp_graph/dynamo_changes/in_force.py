@@ -3,6 +3,7 @@
 Most files of this folder say what to change, in tables:
 
     CALLS      how the call of a function is captured, by function of PyTorch or of `math`
+    BUILTINS   the same, by function of Python's
     FINDS      what the call of a function returns, by module and name (`known_calls`)
     ENTRIES    what is in tables of Dynamo's
     CHANGES    what its methods do
@@ -12,6 +13,7 @@ Others need something for each capture of a frame, and have a context manager.
 Private names of PyTorch used here:
 
     torch._dynamo.variables.TorchInGraphFunctionVariable    a function that becomes an operator
+    torch._dynamo.variables.BuiltinVariable.fn              a function of Python's
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch._dynamo.variables import TorchInGraphFunctionVariable
+from torch._dynamo.variables import BuiltinVariable, TorchInGraphFunctionVariable
 
 from amp_graph.dynamo_changes import (
     absent_names,
@@ -39,6 +41,7 @@ from amp_graph.dynamo_changes import (
     dead_graphs,
     default_functions,
     disabled_functions,
+    extremes,
     given_twice,
     handed_through,
     hidden_names,
@@ -92,6 +95,7 @@ CALLS = _joined(
     no_generators.CALLS,
     symbolic_math.CALLS,
 )
+BUILTINS = _joined(extremes.BUILTINS, instance_checks.BUILTINS)
 FINDS = _joined(causal_masks.FINDS, output_hooks.FINDS, unneeded_masks.FINDS)
 ENTRIES: tuple[Entries, ...] = (
     *known_values.ENTRIES,
@@ -101,11 +105,11 @@ ENTRIES: tuple[Entries, ...] = (
 )
 CHANGES: tuple[Change, ...] = (  # of one method, the later is asked first
     by_function(TorchInGraphFunctionVariable, CALLS),
+    by_function(BuiltinVariable, BUILTINS, held_as="fn"),
     by_name(FINDS),
     *asked_gradients.CHANGES,
     *known_values.CHANGES,
     *old_variables.CHANGES,
-    *instance_checks.CHANGES,
     *clamped_branches.CHANGES,
     *given_twice.CHANGES,
     *context_variables.CHANGES,

@@ -7,7 +7,6 @@ fake tensor, and an `__instancecheck__` of somebody else's is captured as any fu
 
 Private names of PyTorch used here:
 
-    torch._dynamo.variables.BuiltinVariable.call_isinstance
     torch._dynamo.variables.TensorVariable, UserFunctionVariable, UserDefinedClassVariable
 """
 
@@ -17,7 +16,6 @@ from types import FunctionType
 from typing import Any
 
 from torch._dynamo.variables import (
-    BuiltinVariable,
     ConstantVariable,
     TensorVariable,
     UserDefinedClassVariable,
@@ -25,16 +23,16 @@ from torch._dynamo.variables import (
 )
 
 from amp_graph.dynamo_changes.ended_graphs import end_graph
-from amp_graph.dynamo_changes.replaced import existing
 
 # Where the checks are defined that Dynamo gives an answer of its own to.
 KNOWN = {"abc", "typing", "typing_extensions", "torch.nn.parameter"}
 
 
-def _ask(method: Any, builtin: Any, frame: Any, value: Any, asked: Any) -> Any:
+def _ask(method: Any, builtin: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    value, asked = [each.realize() for each in args]
     classes = _classes(asked) if isinstance(value, TensorVariable) else ()
     if not any(map(_own_check, classes)):
-        return method(builtin, frame, value, asked)
+        return method(builtin, frame, args, kwargs)
     for kind in classes:
         found = _is_instance(method, builtin, frame, value, kind)
         if not found.is_python_constant():
@@ -47,7 +45,7 @@ def _ask(method: Any, builtin: Any, frame: Any, value: Any, asked: Any) -> Any:
 def _is_instance(method: Any, builtin: Any, frame: Any, value: Any, kind: Any) -> Any:
     check, asked = _own_check(kind), UserDefinedClassVariable(kind)
     if check is None:
-        return method(builtin, frame, value, asked)
+        return method(builtin, frame, [value, asked], {})
     if check.__module__.startswith("torch."):  # which Dynamo passes over
         example = value.as_proxy().node.meta["example_value"]
         return ConstantVariable.create(isinstance(example, kind))
@@ -67,4 +65,4 @@ def _own_check(kind: Any) -> FunctionType | None:
     return check if isinstance(check, FunctionType) and check.__module__ not in KNOWN else None
 
 
-CHANGES = existing((BuiltinVariable, "call_isinstance", _ask))
+BUILTINS = {isinstance: _ask}

@@ -26,11 +26,13 @@ from torch._logging._internal import getArtifactLogger
 from amp_graph.dynamo_changes.replaced import with_entries
 
 # Loggers that print a traceback where Dynamo cannot capture, before it raises the same; and advice
-# on settings where a graph ends, or on labels for the profiler, which graphs leave out.
+# on settings where a graph ends, or on labels for the profiler, which graphs leave out; and that it
+# knows a function of Python's without the argument that it is given.
 CAPTURE_LOGS = (
     "torch._subclasses.fake_tensor",
     "torch._guards",
     "torch._dynamo.variables.tensor",
+    "torch._dynamo.variables.builtin",
     "torch._dynamo.variables.ctx_manager",
 )
 

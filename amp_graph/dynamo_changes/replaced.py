@@ -53,12 +53,15 @@ def existing(*changes: Change) -> tuple[Change, ...]:
     return tuple((kind, name, around) for kind, name, around in changes if hasattr(kind, name))
 
 
-def by_function(kind: type, calls: Mapping[Any, Callable[..., Any]]) -> Change:
+def by_function(
+    kind: type, calls: Mapping[Any, Callable[..., Any]], held_as: str = "value"
+) -> Change:
     """Return a change by which Dynamo captures calls of some functions, known to it as variables of
-    this kind, through `calls`: `call(method, variable, frame, args, kwargs)` by function."""
+    this kind, which hold the function as an attribute, through `calls`:
+    `call(method, variable, frame, args, kwargs)` by function."""
 
     def call_function(method: Any, variable: Any, *called: Any) -> Any:
-        call = calls.get(variable.value)
+        call = calls.get(getattr(variable, held_as))
         if call is None:
             return method(variable, *called)
         return call(method, variable, *called)
