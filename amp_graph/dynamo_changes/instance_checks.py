@@ -29,9 +29,11 @@ KNOWN = {"abc", "typing", "typing_extensions", "torch.nn.parameter"}
 
 
 def _ask(method: Any, builtin: Any, frame: Any, args: Any, kwargs: Any) -> Any:
-    value, asked = [each.realize() for each in args]
-    classes = _classes(asked) if isinstance(value, TensorVariable) else ()
+    classes = _classes(args[1].realize()) if len(args) == 2 else ()
     if not any(map(_own_check, classes)):
+        return method(builtin, frame, args, kwargs)
+    value = args[0].realize()
+    if not isinstance(value, TensorVariable):
         return method(builtin, frame, args, kwargs)
     for kind in classes:
         found = _is_instance(method, builtin, frame, value, kind)
