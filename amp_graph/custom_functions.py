@@ -3,15 +3,13 @@
 Nothing casts in their backward passes. There, one that is written for float32 would multiply
 gradients in low precision, those of what it made under autocast, by float32 tensors that it had
 kept: an error, in a script that never asked for autocast. So a function that is not made for
-autocast gets what it would get without: float32, and autocast is off. It is made for it if
-`torch.amp.custom_fwd` decorates it, for the kind of device, or if it is PyTorch's. That autocast
-is off there is not a region of the model's own: graphs that are captured inside of a function are
-rewritten as elsewhere. What the function writes into an argument reaches the one that its caller
+autocast gets what it would get without: float32, and autocast is off. That autocast is off there
+is not a region of the model's own: graphs that are captured inside of a function are rewritten as
+elsewhere. What the function writes into an argument reaches the one that its caller
 has. What a checkpoint in such code runs again, in a backward pass, does all this again.
 
 Not documented by PyTorch, and used here; seen to work on 2.11 and 2.13 to 2.15: that
-`Function.apply` may be replaced, and that what `custom_fwd` returns is a closure with a
-`device_type`. Private:
+`Function.apply` may be replaced. Private:
 
     torch.utils.checkpoint._checkpoint_without_reentrant_generator (2.14: ..._impl)
                                                         is given what runs again
@@ -21,9 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +30,7 @@ from torch.autograd import Function
 from torch.utils import checkpoint
 
 from amp_graph.capture import autocast_regions
+from amp_graph.capture.made_for_autocast import is_made_for_autocast
 from amp_graph.modules import Run
 from amp_graph.outer_autocast import autocast_devices
 from amp_graph.snapshots import version_of
@@ -41,7 +39,6 @@ from amp_graph.uncaptured import capturing, never_captured, passed_over
 APPLY: Any = Function.__dict__["apply"]  # of all classes
 GENERATOR = "_checkpoint_without_reentrant_generator"  # that, or since 2.14 what it calls
 GENERATOR += "_impl" if hasattr(checkpoint, f"{GENERATOR}_impl") else ""
-CUSTOM_FWD = torch.amp.custom_fwd.__code__.co_filename  # what it decorates has its code from there
 
 
 @dataclass
@@ -143,7 +140,7 @@ def _enter(
     shield, kinds = contextlib.ExitStack(), _casting_devices()
     run.depth += 1
     shield.callback(_leave, run)
-    if not kinds or _is_made_for_autocast(function, kinds):
+    if not kinds or is_made_for_autocast(function, kinds):
         return shield, args
     if not captures:
         run.in_float32.add(function.__name__)
@@ -184,21 +181,6 @@ def _do_later(run: _UnderAutocast, later: Callable[[], None]) -> None:
 
 def _casting_devices() -> list[str]:
     return [kind for kind in autocast_devices() if torch.is_autocast_enabled(kind)]
-
-
-def _is_made_for_autocast(function: type[Function], kinds: Collection[str]) -> bool:
-    if function.__module__.startswith(("torch.", "amp_graph.")):
-        return True
-    forward: Any = inspect.unwrap(function.forward, stop=_is_decorated)
-    if not _is_decorated(forward):
-        return False
-    closure = dict(zip(forward.__code__.co_freevars, forward.__closure__, strict=True))
-    return closure["device_type"].cell_contents in kinds
-
-
-def _is_decorated(forward: Any) -> bool:
-    code = getattr(forward, "__code__", None)
-    return code is not None and code.co_filename == CUSTOM_FWD
 
 
 def _widened(value: Any) -> Any:

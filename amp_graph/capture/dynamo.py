@@ -43,6 +43,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import checkpoint
 
 from amp_graph.capture.interrupts import interrupts_held
+from amp_graph.capture.made_for_autocast import is_forward_that_asks
 from amp_graph.capture.surroundings import UnderDispatchModes, call_beside_traces, dispatch_depth
 from amp_graph.dynamo_changes.in_force import changes_in_force
 from amp_graph.dynamo_changes.left_to_python import is_coroutine
@@ -259,7 +260,7 @@ def _inside_of(capturing: Capturing, capture: Callable[..., Any]) -> Callable[..
     def capture_inside(frame: Any, *args: Any, **kwargs: Any) -> Any:
         if is_coroutine(frame.f_code):
             return ConvertFrameReturn()  # which leaves it alone
-        if frame.f_code is DECORATED_CALL:
+        if frame.f_code is DECORATED_CALL or is_forward_that_asks(frame):
             return ConvertFrameReturn(WITH_ALL_IT_CALLS, apply_to_code=False)
         with interrupts_held():
             return capturing(frame.f_code, lambda: capture(frame, *args, **kwargs))

@@ -61,6 +61,7 @@ from amp_graph.dynamo_changes import (
     own_dicts,
     own_lengths,
     random_bounds,
+    ranges_in_steps,
     recapture_reasons,
     recurrent_layers,
     repeated_hooks,
@@ -71,6 +72,7 @@ from amp_graph.dynamo_changes import (
     told_breaks,
     unneeded_masks,
     unread_gradients,
+    written_products,
 )
 from amp_graph.dynamo_changes.known_calls import by_name
 from amp_graph.dynamo_changes.replaced import (
@@ -95,6 +97,7 @@ CALLS = _joined(
     listed_numbers.CALLS,
     no_generators.CALLS,
     symbolic_math.CALLS,
+    written_products.CALLS,
 )
 BUILTINS = _joined(extremes.BUILTINS, instance_checks.BUILTINS)
 FINDS = _joined(causal_masks.FINDS, output_hooks.FINDS, unneeded_masks.FINDS)
@@ -118,6 +121,7 @@ CHANGES: tuple[Change, ...] = (  # of one method, the later is asked first
     *repeated_hooks.CHANGES,
     *retained_gradients.CHANGES,
     *random_bounds.CHANGES,
+    *ranges_in_steps.CHANGES,
     *inner_gradients.CHANGES,
     *namespaces.CHANGES,
     *hidden_names.CHANGES,
