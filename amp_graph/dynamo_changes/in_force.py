@@ -72,7 +72,6 @@ from amp_graph.dynamo_changes import (
     told_breaks,
     unneeded_masks,
     unread_gradients,
-    written_products,
 )
 from amp_graph.dynamo_changes.known_calls import by_name
 from amp_graph.dynamo_changes.replaced import (
@@ -97,9 +96,8 @@ CALLS = _joined(
     listed_numbers.CALLS,
     no_generators.CALLS,
     symbolic_math.CALLS,
-    written_products.CALLS,
 )
-BUILTINS = _joined(extremes.BUILTINS, instance_checks.BUILTINS)
+BUILTINS = _joined(extremes.BUILTINS, instance_checks.BUILTINS, ranges_in_steps.BUILTINS)
 FINDS = _joined(causal_masks.FINDS, output_hooks.FINDS, unneeded_masks.FINDS)
 ENTRIES: tuple[Entries, ...] = (
     *known_values.ENTRIES,
@@ -121,7 +119,6 @@ CHANGES: tuple[Change, ...] = (  # of one method, the later is asked first
     *repeated_hooks.CHANGES,
     *retained_gradients.CHANGES,
     *random_bounds.CHANGES,
-    *ranges_in_steps.CHANGES,
     *inner_gradients.CHANGES,
     *namespaces.CHANGES,
     *hidden_names.CHANGES,

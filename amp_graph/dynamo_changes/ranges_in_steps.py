@@ -6,7 +6,6 @@ Losses go through a batch in chunks so. Dynamo asks for the size itself, and cap
 
 Private names of PyTorch used here:
 
-    torch._dynamo.variables.BuiltinVariable.call_range       the call of `range` (2.13)
     torch._dynamo.variables.tensor.SymNodeVariable.sym_num    a size that varies
 """
 
@@ -14,20 +13,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch._dynamo.variables import BuiltinVariable, ConstantVariable
+from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 
-from amp_graph.dynamo_changes.replaced import existing
 
-
-def _call_range(method: Any, builtin: Any, frame: Any, *args: Any) -> Any:
+def _count(method: Any, builtin: Any, frame: Any, args: Any, kwargs: Any) -> Any:
     if len(args) == 3:
         start, stop, step = (value.realize() for value in args)
         is_known = start.is_python_constant() and step.is_python_constant()
         if is_known and isinstance(stop, SymNodeVariable):
             end = _end(start.as_python_constant(), stop.sym_num, step.as_python_constant())
-            args = (start, stop if end is None else ConstantVariable.create(end), step)
-    return method(builtin, frame, *args)
+            args = [start, stop if end is None else ConstantVariable.create(end), step]
+    return method(builtin, frame, args, kwargs)
 
 
 def _end(start: int, size: Any, step: int) -> int | None:
@@ -37,4 +34,4 @@ def _end(start: int, size: Any, step: int) -> int | None:
     return start + max(int((size - start + step - 1) // step), 0) * step
 
 
-CHANGES = existing((BuiltinVariable, "call_range", _call_range))
+BUILTINS = {range: _count}
