@@ -1,0 +1,83 @@
+"""Capture tensors of a class with `__torch_function__` as Python computes with them.
+
+    class Image(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            result = super().__torch_function__(function, types, args, kwargs or {})
+            if hasattr(args[0], "__dict__"):
+                result.__dict__ = copy(args[0].__dict__)
+            return result
+
+Dynamo knows nothing of the `__dict__` of a tensor and says that there is none, so that what is kept in
+it would be lost without a word. Here a graph ends where it is asked for, unless nothing is in it.
+
+What runs in place of a captured frame gives what its graph returned its class by the tensor's method
+`as_subclass`. A library that puts a method of its own in that place (fastai, which keeps what is in
+the `__dict__`) may have it captured, too; what runs in its place would then call it without end. Here
+PyTorch's own method is called.
+
+Private names of PyTorch used here:
+
+    torch._dynamo.variables.torch_function.TensorWithTFOverrideVariable.call_obj_hasattr
+    torch._dynamo.output_graph.OutputGraph.resolve_source_value, .side_effects
+    SideEffects.store_attr_mutations                    what the captured code sets
+    torch._dynamo.codegen.PyCodegen.load_import_from    to read a name of a module in such code
+    torch._dynamo.utils.to_subclass                     the function that it calls
+    torch._C.TensorBase.as_subclass                     PyTorch's own method
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._dynamo.codegen import PyCodegen
+from torch._dynamo.variables.torch_function import TensorWithTFOverrideVariable
+
+from amp_graph.dynamo_changes.ended_graphs import end_graph
+from amp_graph.dynamo_changes.own_guards import hold_while
+from amp_graph.dynamo_changes.replaced import LOOK_UP, Change
+
+TO_SUBCLASS = "torch._dynamo.utils", "to_subclass"
+
+
+def _has(method: Any, tensor: Any, frame: Any, name: str) -> Any:
+    _end_if_asked_for_attributes(tensor, frame, name)
+    return method(tensor, frame, name)
+
+
+def _look_up(method: Any, tensor: Any, frame: Any, name: str) -> Any:
+    _end_if_asked_for_attributes(tensor, frame, name)
+    return method(tensor, frame, name)
+
+
+def _end_if_asked_for_attributes(tensor: Any, frame: Any, name: str) -> None:
+    if name != "__dict__":
+        return
+    if tensor.source:
+        if not _is_bare(frame.output.resolve_source_value(tensor.source)):
+            end_graph("a tensor's attributes", tensor.class_type.__name__)
+        hold_while(_is_bare, tensor.source, "it has no attributes of its own")
+    if frame.output.side_effects.store_attr_mutations.get(tensor):
+        end_graph("a tensor's attributes", tensor.class_type.__name__)
+
+
+def _is_bare(tensor: torch.Tensor) -> bool:
+    return not tensor.__dict__
+
+
+def of_class(tensor: torch.Tensor, kind: type) -> Any:
+    """Return a tensor as one of a class."""
+    return torch._C.TensorBase.as_subclass(tensor, kind)
+
+
+def _load(method: Any, written: Any, module: str, name: str) -> None:
+    is_asked_for = (module, name) == TO_SUBCLASS
+    method(written, *((__name__, of_class.__name__) if is_asked_for else (module, name)))
+
+
+CHANGES: tuple[Change, ...] = (
+    (TensorWithTFOverrideVariable, "call_obj_hasattr", _has),
+    (TensorWithTFOverrideVariable, LOOK_UP, _look_up),
+    (PyCodegen, "load_import_from", _load),
+)
