@@ -22,8 +22,11 @@ class Image(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = super().__torch_function__(function, types, args, kwargs or {})
-        if isinstance(result, Image) and hasattr(args[0], "__dict__"):
-            result.take_from(args[0])
+        keeping = [arg for arg in args if hasattr(arg, "__dict__")]
+        if isinstance(result, Image) and keeping:
+            result.take_from(keeping[0])
+        elif isinstance(result, tuple) and keeping:
+            [part.take_from(keeping[0]) for part in result if isinstance(part, Image)]
         return result
 
 
@@ -91,7 +94,8 @@ def test_what_the_model_keeps_in_a_tensor_is_handed_on() -> None:
         def forward(self, x: Any) -> Tensor:
             y: Any = self.first(x)
             y.factor = 3.0
-            return super().forward(y.relu())
+            z = y.relu()
+            return super().forward(z.reshape(z.shape[-2:]))
 
     net = Keeps()
     model = converted(net)

@@ -49,6 +49,7 @@ from amp_graph.dynamo_changes.in_force import changes_in_force
 from amp_graph.dynamo_changes.left_to_python import is_coroutine
 from amp_graph.dynamo_changes.replaced import with_entries
 from amp_graph.dynamo_changes.said_once import SaidOnce
+from amp_graph.dynamo_changes.tensor_classes import is_torch_function
 from amp_graph.errors import CaptureError
 from amp_graph.modules import Entry, Run
 
@@ -260,7 +261,8 @@ def _inside_of(capturing: Capturing, capture: Callable[..., Any]) -> Callable[..
     def capture_inside(frame: Any, *args: Any, **kwargs: Any) -> Any:
         if is_coroutine(frame.f_code):
             return ConvertFrameReturn()  # which leaves it alone
-        if frame.f_code is DECORATED_CALL or is_forward_that_asks(frame):
+        is_left = is_forward_that_asks(frame) or is_torch_function(frame)
+        if frame.f_code is DECORATED_CALL or is_left:
             return ConvertFrameReturn(WITH_ALL_IT_CALLS, apply_to_code=False)
         with interrupts_held():
             return capturing(frame.f_code, lambda: capture(frame, *args, **kwargs))

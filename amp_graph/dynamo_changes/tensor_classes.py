@@ -8,13 +8,15 @@
                 result.__dict__ = copy(args[0].__dict__)
             return result
 
-Dynamo knows nothing of the `__dict__` of a tensor and says that there is none, so that what is kept in
-it would be lost without a word. Here a graph ends where it is asked for, unless nothing is in it.
+Dynamo knows nothing of the `__dict__` of a tensor, and what is kept in it would be lost without a
+word. Here a graph ends where it is asked for, unless nothing is in it. The method is then Python's,
+with all that it calls: captured by itself it would be a graph of one operator, and Dynamo (2.13)
+may return another object than it did.
 
-What runs in place of a captured frame gives what its graph returned its class by the tensor's method
-`as_subclass`. A library that puts a method of its own in that place (fastai, which keeps what is in
-the `__dict__`) may have it captured, too; what runs in its place would then call it without end. Here
-PyTorch's own method is called.
+What runs in place of a captured frame gives a tensor its class by the method `as_subclass`. A
+library that puts its own in that place (fastai, which hands on the `__dict__`) may have it
+captured, too; what runs in its place would then call it without end. Here PyTorch's own method is
+called.
 
 Private names of PyTorch used here:
 
@@ -28,7 +30,7 @@ Private names of PyTorch used here:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._dynamo.codegen import PyCodegen
@@ -39,6 +41,15 @@ from amp_graph.dynamo_changes.own_guards import hold_while
 from amp_graph.dynamo_changes.replaced import LOOK_UP, Change
 
 TO_SUBCLASS = "torch._dynamo.utils", "to_subclass"
+
+
+def is_torch_function(frame: Any) -> bool:
+    """Whether Python, outside of a graph, calls the method of such a class for an operator."""
+    code = frame.f_code
+    if code.co_name != "__torch_function__" or not code.co_argcount:
+        return False
+    kind = frame.f_locals.get(code.co_varnames[0])
+    return isinstance(kind, type) and issubclass(kind, torch.Tensor)
 
 
 def _has(method: Any, tensor: Any, frame: Any, name: str) -> Any:
@@ -56,10 +67,15 @@ def _end_if_asked_for_attributes(tensor: Any, frame: Any, name: str) -> None:
         return
     if tensor.source:
         if not _is_bare(frame.output.resolve_source_value(tensor.source)):
-            end_graph("a tensor's attributes", tensor.class_type.__name__)
+            _end_at(tensor)
         hold_while(_is_bare, tensor.source, "it has no attributes of its own")
     if frame.output.side_effects.store_attr_mutations.get(tensor):
-        end_graph("a tensor's attributes", tensor.class_type.__name__)
+        _end_at(tensor)
+
+
+def _end_at(tensor: Any) -> NoReturn:
+    kind = tensor.class_type.__name__
+    end_graph(f"attributes kept in a tensor of class {kind}", tensor)
 
 
 def _is_bare(tensor: torch.Tensor) -> bool:
