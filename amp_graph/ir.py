@@ -70,6 +70,7 @@ class NodeFacts:
     like: for an `exact` node, the value whose dtype it was made in, if the model's code names none.
     scalars: the numbers in its arithmetic. `unknown`: nodes that hold others, known only in a call.
     terms: for a product of matrices, how many products of two numbers are added up per element.
+    strides: for a convolution, how far apart its windows are.
     sums: how many numbers its kernel, or that of a gradient, may add up in their precision.
     recorded: whether autograd records it. Not compared: a first layer without gradients is alike to
         the others.
@@ -113,6 +114,7 @@ class NodeFacts:
     recorded: bool = field(default=False, compare=False)
     scalars: tuple[float, ...] = ()
     terms: int | None = None
+    strides: tuple[int, ...] = ()
     sums: int = 1
     fixed: str = ""
     called: str = ""

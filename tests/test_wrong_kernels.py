@@ -88,3 +88,32 @@ def test_a_conv3d_of_inputs_of_several_depths_stays_in_float32():
     for depth in (4, 3, 2):
         flat(torch.randn(2, 16, depth, 4, 4))
     assert all("conv3d" in plan.low for plan in amp_graph.plans(flat))
+
+
+STEPS = {  # a layer, the sizes of its input, and whether the kernel of its gradient is wrong
+    "one pixel": (nn.Conv2d(64, 64, 3, 2, 1), (1, 1), True),
+    "one column": (nn.Conv2d(64, 64, (1, 3), (1, 2), (0, 1)), (4, 1), True),
+    "two columns": (nn.Conv2d(64, 64, 3, 3, 1), (4, 2), True),
+    "one step": (nn.Conv1d(64, 64, 3, stride=2, padding=1), (1,), True),
+    "one row of a volume": (nn.Conv3d(32, 32, (1, 3, 3), 2, (0, 1, 1)), (4, 1, 4), True),
+    "one row": (nn.Conv2d(64, 64, 3, 2, 1), (1, 4), False),
+    "stride 1": (nn.Conv2d(64, 64, 3, 1, 1), (1, 1), False),
+    "kernel 1": (nn.Conv2d(64, 64, 1, 2), (1, 1), False),
+    "wide enough": (nn.Conv2d(64, 64, 3, 2, 1), (2, 2), False),
+}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("name", STEPS)
+def test_a_convolution_whose_stride_is_larger_than_its_input_stays_in_float32(name):
+    """As at the end of a ResNet for small images. The gradient of its weight in bfloat16 would be
+    what was in memory (torch 2.13, AVX512-BF16)."""
+    plain, sizes, is_wrong = STEPS[name]
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    x = torch.randn(8, plain.in_channels, *sizes)
+    for net in (plain, model):
+        net(x).square().mean().backward()
+    difference = model.weight.grad - plain.weight.grad
+    assert difference.norm() < 0.02 * plain.weight.grad.norm()
+    (plan,) = amp_graph.plans(model)
+    assert bool(plan.low) is not is_wrong

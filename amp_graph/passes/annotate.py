@@ -37,6 +37,7 @@ from amp_graph.graphs.aten import (
     tensors_of,
     written_operands,
 )
+from amp_graph.graphs.convolutions import strides_of
 from amp_graph.graphs.fake import largest_number, size_hint
 from amp_graph.graphs.grad_modes import differentiated
 from amp_graph.graphs.kernel_sums import added_up
@@ -103,6 +104,7 @@ def _facts(
         scalars=tuple(_scalars(node, listing)),
         unknown=tuple(_unknown(node, sizes)),
         terms=terms_of(node),
+        strides=strides_of(node),
         sums=added_up(node),
         fixed=region or _fixed(node),
         called=node.meta.get("called", ""),
