@@ -14,6 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import amp_graph
 from amp_graph.autopatch.summary import summary_of
+from amp_graph.training.explicit_scalers import is_grad_scaler_around
 
 
 def quantised() -> nn.Module:
@@ -228,3 +229,16 @@ def test_what_compiles_more_than_a_converted_model_does_not_warn(recwarn):
     model = amp_graph.convert(net(), policy="bfloat16")
     torch.compile(lambda x: model(x).square(), backend="eager")(X)
     assert not recwarn.list
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="no warning where there is CUDA")
+def test_a_grad_scaler_warns_of_the_place_that_made_it() -> None:
+    is_grad_scaler_around()  # from here on they are noted
+    with pytest.warns(UserWarning, match="CUDA is not available") as caught:
+        scaler = torch.amp.GradScaler("cuda")
+    assert [w.filename for w in caught] == [__file__]
+    assert not is_grad_scaler_around()
+    del scaler
+    scaler = torch.amp.GradScaler("cpu")
+    assert is_grad_scaler_around()
+    del scaler

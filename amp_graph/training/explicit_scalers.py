@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -41,21 +40,27 @@ def is_grad_scaler_around() -> bool:
     """Whether the process holds an enabled scaler. Those that are there when it is first asked are
     found among all objects, in tens of milliseconds; later ones are noted as they are made."""
     _note_all()
-    return any(scaler.is_enabled() for scaler in living(_around.valuerefs()))
+    return any(map(_is_enabled, living(_around.valuerefs())))
+
+
+def _is_enabled(scaler: Any) -> bool:
+    try:
+        return bool(scaler.is_enabled())
+    except AttributeError:  # its `__init__` is not there yet, or raised
+        return False
 
 
 @functools.cache
 def _note_all() -> None:
     for kind in EXPLICIT:
-        kind.__init__ = _noting(kind.__init__)  # type: ignore[method-assign]
+        kind.__new__ = staticmethod(functools.partial(_noted, kind))  # type: ignore[method-assign]
     # By type(): isinstance() would ask proxies for their __class__, which may run anything.
     _around.update((id(o), o) for o in gc.get_objects() if issubclass(type(o), EXPLICIT))
 
 
-def _noting(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        _around[id(self)] = self
-
-    return noting
+def _noted(base: type, kind: type, *args: Any, **kwargs: Any) -> Any:
+    """In place of `base.__new__`. `__init__` is left alone: it warns of the place that called
+    it."""
+    scaler: Any = super(base, kind).__new__(kind)  # type: ignore[arg-type]
+    _around[id(scaler)] = scaler
+    return scaler
