@@ -261,8 +261,8 @@ def _inside_of(capturing: Capturing, capture: Callable[..., Any]) -> Callable[..
     def capture_inside(frame: Any, *args: Any, **kwargs: Any) -> Any:
         if is_coroutine(frame.f_code):
             return ConvertFrameReturn()  # which leaves it alone
-        is_left = is_forward_that_asks(frame) or is_torch_function(frame)
-        if frame.f_code is DECORATED_CALL or is_left:
+        is_decorated = frame.f_code is DECORATED_CALL
+        if is_decorated or is_forward_that_asks(frame) or is_torch_function(frame):
             return ConvertFrameReturn(WITH_ALL_IT_CALLS, apply_to_code=False)
         with interrupts_held():
             return capturing(frame.f_code, lambda: capture(frame, *args, **kwargs))

@@ -21,16 +21,16 @@ from torch._dynamo.variables import ConstantVariable, TensorVariable, lists
 from amp_graph.dynamo_changes.replaced import existing
 
 
-def _look(method: Any, items: Iterable[Any], sought: Any, *others: Any) -> Any:
+def _look(method: Any, items: Iterable[Any], sought: Any, *others: Any, **named: Any) -> Any:
     if not isinstance(sought, TensorVariable):
-        return method(items, sought, *others)
+        return method(items, sought, *others, **named)
     among = [item.realize() for item in items]
     for item in among:
         if isinstance(item, TensorVariable) and _fake(item) is _fake(sought):
             return ConstantVariable.create(True)
         if not _differs(item):
             break
-    return method(among, sought, *others)
+    return method(among, sought, *others, **named)
 
 
 def _fake(value: Any) -> Any:

@@ -52,12 +52,8 @@ def is_torch_function(frame: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, torch.Tensor)
 
 
-def _has(method: Any, tensor: Any, frame: Any, name: str) -> Any:
-    _end_if_asked_for_attributes(tensor, frame, name)
-    return method(tensor, frame, name)
-
-
-def _look_up(method: Any, tensor: Any, frame: Any, name: str) -> Any:
+def _ask(method: Any, tensor: Any, frame: Any, name: str) -> Any:
+    """Ask for an attribute, or whether there is one."""
     _end_if_asked_for_attributes(tensor, frame, name)
     return method(tensor, frame, name)
 
@@ -93,7 +89,7 @@ def _load(method: Any, written: Any, module: str, name: str) -> None:
 
 
 CHANGES: tuple[Change, ...] = (
-    (TensorWithTFOverrideVariable, "call_obj_hasattr", _has),
-    (TensorWithTFOverrideVariable, LOOK_UP, _look_up),
+    (TensorWithTFOverrideVariable, "call_obj_hasattr", _ask),
+    (TensorWithTFOverrideVariable, LOOK_UP, _ask),
     (PyCodegen, "load_import_from", _load),
 )
