@@ -39,8 +39,8 @@ def test_a_change_and_its_reason() -> None:
         """\
 graph 0: 2 nodes decided otherwise, casts 6 moving 1.5 KiB -> 4 moving 1.4 KiB
   node      before                              after                                    line
-  linear_1  allow, bfloat16 (listed: matmul)    deny, float32 (override: module=second)  nets.py:20
-  mul       infer, bfloat16 (free: arithmetic)  deny, float32 (downstream of: linear_1)  nets.py:20
+  linear_1  allow, bfloat16 (listed: matmul)    deny, float32 (override: module=second)  nets.py:26
+  mul       infer, bfloat16 (free: arithmetic)  deny, float32 (downstream of: linear_1)  nets.py:26
 """,
     )
 
@@ -58,9 +58,9 @@ def test_a_plan_that_was_edited_by_hand(tmp_path: Path) -> None:
         """\
 graph 0: 3 nodes decided otherwise, casts 6 moving 1.5 KiB -> to follow when a model runs with the edits
   node      before                              after                                        line
-  relu      clear, bfloat16 (free: sign)        allow, bfloat16 (edited by hand)             nets.py:20
-  linear_1  allow, bfloat16 (listed: matmul)    infer, bfloat16 or float32 (edited by hand)  nets.py:20
-  mul       infer, bfloat16 (free: arithmetic)  deny, float32 (edited by hand)               nets.py:20
+  relu      clear, bfloat16 (free: sign)        allow, bfloat16 (edited by hand)             nets.py:26
+  linear_1  allow, bfloat16 (listed: matmul)    infer, bfloat16 or float32 (edited by hand)  nets.py:26
+  mul       infer, bfloat16 (free: arithmetic)  deny, float32 (edited by hand)               nets.py:26
 """,  # noqa: E501
     )
     torch._dynamo.reset()
