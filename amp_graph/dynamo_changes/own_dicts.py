@@ -10,7 +10,6 @@ Private names of PyTorch used here:
 
     torch._dynamo.variables.DunderDictVariable.install_dict_contains_guard, .call_method, .source,
     of which the base, torch._dynamo.source.AttrSource, is the object's
-    OutputGraph.resolve_source_value                what Dynamo's source stands for
     torch._dynamo.variables.misc.GetAttrVariable.call_method, .name, .obj, .obj.source, .obj.value
                                                     before those
 """
@@ -23,7 +22,7 @@ import torch._dynamo.variables
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.misc import GetAttrVariable
 
-from amp_graph.dynamo_changes.own_guards import hold_key
+from amp_graph.dynamo_changes.own_guards import hold_key, value_of
 from amp_graph.dynamo_changes.replaced import Change
 
 DICTS: Any = getattr(torch._dynamo.variables, "DunderDictVariable", None)
@@ -51,7 +50,7 @@ def _install(method: Any, asked: Any, frame: Any, args: Any) -> None:
 def _guard_key(asked: Any, frame: Any, key: Any) -> None:
     if isinstance(asked.source, AttrSource):
         owner = asked.source.base
-        _guard(owner, frame.output.resolve_source_value(owner), key)
+        _guard(owner, value_of(owner, frame), key)
 
 
 def _guard(source: Any, owner: Any, name: Any) -> None:

@@ -5,6 +5,7 @@ Private names of PyTorch used here:
     torch._dynamo.guards.GuardBuilder.get_guard_manager, install_guard, get_verbose_code_parts
     torch._dynamo.guards.GuardBuilder.guard_manager, torch._dynamo.source.GlobalStateSource
     GuardManager.add_lambda_guard, .add_dict_contains_guard    which is not written in Python
+    Source.get_value, InstructionTranslator.output.root_tx, .f_globals, .f_locals
 """
 
 from __future__ import annotations
@@ -15,6 +16,12 @@ from typing import Any
 
 from torch._dynamo import guards
 from torch._dynamo.source import GlobalStateSource
+
+
+def value_of(source: Any, frame: Any) -> Any:
+    """Return what a source stands for in the call that is being captured."""
+    begun = frame.output.root_tx
+    return source.get_value({"G": begun.f_globals, "L": begun.f_locals}, {}, {})
 
 
 def hold_while(condition: Callable[..., bool], source: Any, said: str, *given: Any) -> None:

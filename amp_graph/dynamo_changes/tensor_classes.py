@@ -21,7 +21,7 @@ called.
 Private names of PyTorch used here:
 
     torch._dynamo.variables.torch_function.TensorWithTFOverrideVariable.call_obj_hasattr
-    torch._dynamo.output_graph.OutputGraph.resolve_source_value, .side_effects
+    torch._dynamo.output_graph.OutputGraph.side_effects
     SideEffects.store_attr_mutations                    what the captured code sets
     torch._dynamo.codegen.PyCodegen.load_import_from    to read a name of a module in such code
     torch._dynamo.utils.to_subclass                     the function that it calls
@@ -37,7 +37,7 @@ from torch._dynamo.codegen import PyCodegen
 from torch._dynamo.variables.torch_function import TensorWithTFOverrideVariable
 
 from amp_graph.dynamo_changes.ended_graphs import end_graph
-from amp_graph.dynamo_changes.own_guards import hold_while
+from amp_graph.dynamo_changes.own_guards import hold_while, value_of
 from amp_graph.dynamo_changes.replaced import LOOK_UP, Change
 
 TO_SUBCLASS = "torch._dynamo.utils", "to_subclass"
@@ -62,7 +62,7 @@ def _end_if_asked_for_attributes(tensor: Any, frame: Any, name: str) -> None:
     if name != "__dict__":
         return
     if tensor.source:
-        if not _is_bare(frame.output.resolve_source_value(tensor.source)):
+        if not _is_bare(value_of(tensor.source, frame)):
             _end_at(tensor)
         hold_while(_is_bare, tensor.source, "it has no attributes of its own")
     if frame.output.side_effects.store_attr_mutations.get(tensor):
