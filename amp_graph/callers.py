@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -32,6 +33,13 @@ def calling(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def first_argument(frame: FrameType) -> Any:
+    """Return what a frame has for the first argument of its code, such as `self`; None if there is
+    none."""
+    code = frame.f_code
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
 
 def depth_of_user(frame: FrameType) -> int:

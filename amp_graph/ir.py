@@ -72,8 +72,7 @@ class NodeFacts:
     terms: for a product of matrices, how many products of two numbers are added up per element.
     strides: for a convolution, how far apart its windows are.
     sums: how many numbers its kernel, or that of a gradient, may add up in their precision.
-    recorded: whether autograd records it. Not compared: a first layer without gradients is alike to
-        the others.
+    recorded: whether autograd records it. Not compared: a first layer, without, is like the others.
     memory: the node that first held the storage of its result: itself, unless the result is a view
         of another value or was written in place.
     written: whether some node of the graph writes into that storage.

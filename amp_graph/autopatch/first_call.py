@@ -31,7 +31,7 @@ from amp_graph.autopatch.left_alone import (
     why_not,
 )
 from amp_graph.autopatch.script_models import Model, calls_of_captured, folded, model_of, owed
-from amp_graph.callers import calling
+from amp_graph.callers import calling, first_argument
 from amp_graph.calls.compiled_by_others import LEFT, compiled_around
 from amp_graph.calls.conversion import found_conversion, restore_all
 from amp_graph.calls.convertible import why_not_at_once
@@ -279,9 +279,7 @@ class Models:
 
 def _is_being_built() -> bool:
     """Whether the constructor of a module is at work."""
-    for frame in calling(sys._getframe(1)):
-        code = frame.f_code
-        if code.co_name == "__init__" and code.co_argcount:
-            if isinstance(frame.f_locals.get(code.co_varnames[0]), nn.Module):
-                return True
-    return False
+    return any(
+        frame.f_code.co_name == "__init__" and isinstance(first_argument(frame), nn.Module)
+        for frame in calling(sys._getframe(1))
+    )

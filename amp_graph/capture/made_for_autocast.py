@@ -22,6 +22,8 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 
+from amp_graph.callers import first_argument
+
 CUSTOM_FWD = torch.amp.custom_fwd.__code__.co_filename  # what it decorates has its code from there
 ASKS = frozenset(
     {
@@ -47,10 +49,7 @@ def is_made_for_autocast(function: type[Function], kinds: Collection[str]) -> bo
 
 def is_forward_that_asks(frame: Any) -> bool:
     """Whether a frame is the forward of such a function, which asks whether autocast is on."""
-    code: CodeType = frame.f_code
-    if not _asks(code) or not code.co_argcount:
-        return False
-    return isinstance(frame.f_locals.get(code.co_varnames[0]), BackwardCFunction)
+    return _asks(frame.f_code) and isinstance(first_argument(frame), BackwardCFunction)
 
 
 def _is_decorated(forward: Any) -> bool:

@@ -29,6 +29,7 @@ from torch import Tensor, fx
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables import TensorVariable, builtin
 
+from amp_graph.dynamo_changes.known_values import fake_of
 from amp_graph.dynamo_changes.replaced import existing
 
 ASSIGNS = getattr(builtin, "SetAttrBuiltinVariable", None)
@@ -38,7 +39,7 @@ def _assign(method: Any, setter: Any, frame: Any, x: Any, name: Any, value: Any)
     """Treat `x.requires_grad = True` as `x.requires_grad_()`, and skip it if nothing changes."""
     if isinstance(x, TensorVariable) and _constant(name) == "requires_grad":
         asked = _constant(value)
-        if asked is x.as_proxy().node.meta["example_value"].requires_grad:
+        if asked is fake_of(x).requires_grad:
             return value
         if asked is True and not x.source:
             x.call_method(frame, "requires_grad_", [], {})

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch._dynamo.variables import ConstantVariable, TensorVariable, lists
 
+from amp_graph.dynamo_changes.known_values import fake_of
 from amp_graph.dynamo_changes.replaced import existing
 
 
@@ -26,16 +27,11 @@ def _look(method: Any, items: Iterable[Any], sought: Any, *others: Any, **named:
         return method(items, sought, *others, **named)
     among = [item.realize() for item in items]
     for item in among:
-        if isinstance(item, TensorVariable) and _fake(item) is _fake(sought):
+        if isinstance(item, TensorVariable) and fake_of(item) is fake_of(sought):
             return ConstantVariable.create(True)
         if not _differs(item):
             break
     return method(among, sought, *others, **named)
-
-
-def _fake(value: Any) -> Any:
-    """The fake tensor, which one tensor has one of whatever was written to it."""
-    return value.as_proxy().node.meta["example_value"]
 
 
 def _differs(item: Any) -> bool:

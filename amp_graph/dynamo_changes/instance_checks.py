@@ -23,6 +23,7 @@ from torch._dynamo.variables import (
 )
 
 from amp_graph.dynamo_changes.ended_graphs import end_graph
+from amp_graph.dynamo_changes.known_values import fake_of
 
 # Where the checks are defined that Dynamo gives an answer of its own to.
 KNOWN = {"abc", "typing", "typing_extensions", "torch.nn.parameter"}
@@ -49,8 +50,7 @@ def _is_instance(method: Any, builtin: Any, frame: Any, value: Any, kind: Any) -
     if check is None:
         return method(builtin, frame, [value, asked], {})
     if check.__module__.startswith("torch."):  # which Dynamo passes over
-        example = value.as_proxy().node.meta["example_value"]
-        return ConstantVariable.create(isinstance(example, kind))
+        return ConstantVariable.create(isinstance(fake_of(value), kind))
     return UserFunctionVariable(check).call_function(frame, [asked, value], {})
 
 

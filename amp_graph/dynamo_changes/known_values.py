@@ -97,13 +97,18 @@ def _is_less(frame: Any, args: Any, kwargs: Any) -> Any:
     return LESS(frame, args, kwargs)
 
 
+def fake_of(value: Any) -> Any:
+    """Return the fake tensor of a value of the graph: one, whatever was written to the value."""
+    return value.as_proxy().node.meta["example_value"]
+
+
 def _is_random(value: Any) -> bool:
     """Whether it is one number, drawn from [0, 1), and nobody took part of it yet, who may have
     written there."""
     if not isinstance(value, TensorVariable):
         return False
     node = value.as_proxy().node
-    is_one = node.meta["example_value"].numel() == 1  # Python asks no others for their truth
+    is_one = fake_of(value).numel() == 1  # Python asks no others for their truth
     return node.target is torch.rand and not node.users and is_one
 
 

@@ -36,6 +36,7 @@ import torch
 from torch._dynamo.codegen import PyCodegen
 from torch._dynamo.variables.torch_function import TensorWithTFOverrideVariable
 
+from amp_graph.callers import first_argument
 from amp_graph.dynamo_changes.ended_graphs import end_graph
 from amp_graph.dynamo_changes.own_guards import hold_while, value_of
 from amp_graph.dynamo_changes.replaced import LOOK_UP, Change
@@ -45,10 +46,9 @@ TO_SUBCLASS = "torch._dynamo.utils", "to_subclass"
 
 def is_torch_function(frame: Any) -> bool:
     """Whether Python, outside of a graph, calls the method of such a class for an operator."""
-    code = frame.f_code
-    if code.co_name != "__torch_function__" or not code.co_argcount:
+    if frame.f_code.co_name != "__torch_function__":
         return False
-    kind = frame.f_locals.get(code.co_varnames[0])
+    kind = first_argument(frame)
     return isinstance(kind, type) and issubclass(kind, torch.Tensor)
 
 

@@ -42,6 +42,7 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch.overrides import _get_current_function_mode
 
+from amp_graph.dynamo_changes.known_values import fake_of
 from amp_graph.graphs.aten import FLEX_ATTENTION
 
 MASKS = (torch.bool, torch.uint8)
@@ -115,7 +116,7 @@ def _is_number(index: Any) -> bool:
         return index.python_type() is int
     if type(index) is not TensorVariable or index.ndim != 0:
         return False
-    is_many = is_batchedtensor(index.as_proxy().node.meta["example_value"])
+    is_many = is_batchedtensor(fake_of(index))
     return not is_many and not index.dtype.is_floating_point and index.dtype not in MASKS
 
 

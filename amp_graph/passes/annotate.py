@@ -37,7 +37,6 @@ from amp_graph.graphs.aten import (
     tensors_of,
     written_operands,
 )
-from amp_graph.graphs.convolutions import strides_of
 from amp_graph.graphs.fake import largest_number, size_hint
 from amp_graph.graphs.grad_modes import differentiated
 from amp_graph.graphs.kernel_sums import added_up
@@ -104,7 +103,7 @@ def _facts(
         scalars=tuple(_scalars(node, listing)),
         unknown=tuple(_unknown(node, sizes)),
         terms=terms_of(node),
-        strides=strides_of(node),
+        strides=_strides(node),
         sums=added_up(node),
         fixed=region or _fixed(node),
         called=node.meta.get("called", ""),
@@ -213,6 +212,16 @@ def _sizes(graph: fx.Graph) -> set[Any]:
     tensors = (tensor for node in graph.nodes for tensor in tensors_of(node))
     symbolic = (size for t in tensors for size in t.shape if isinstance(size, torch.SymInt))
     return set().union(*map(free_symbols, symbolic))
+
+
+def _strides(node: fx.Node) -> tuple[int, ...]:
+    """Return the strides of a convolution, one for each dimension or for all; () for any other
+    node."""
+    if not isinstance(node.target, OpOverload) or "conv" not in node.target._schema.name:
+        return ()
+    strides = arguments(node).get("stride", 1)
+    each = (strides,) if isinstance(strides, int) else strides
+    return tuple(s for s in each if isinstance(s, int))
 
 
 def _given_for(kinds: Container[str], node: fx.Node) -> Iterator[Any]:
