@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from two_layers import Packed
 
 import amp_graph
-from amp_graph.calls import captured_calls, outside
+from amp_graph.calls import captured_calls, first_calls, outside
 from amp_graph.calls.outside import OutsideWatch
 from amp_graph.capture.budget import MAX_CAPTURES
 from amp_graph.training import weights
@@ -118,7 +118,8 @@ def test_code_between_graphs_is_told_of_once() -> None:
 @torch.no_grad()
 def test_of_two_first_calls_one_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever one thread is interrupted by a call of another, before it runs the model."""
-    files, before = (captured_calls.__file__, outside.__file__), sys.gettrace()
+    ours = captured_calls, first_calls, outside
+    files, before = tuple(module.__file__ for module in ours), sys.gettrace()
     watched: list[OutsideWatch] = []
     enter = OutsideWatch.__enter__
 
