@@ -137,3 +137,4 @@ def _beside(query: Any, mask: Any, frame: Any) -> Any:
 
 
 CALLS = dict.fromkeys(ARGUMENTS, _attend) | {OLD_CHOICE: _choose}
+CONTEXTS = (attention_kernels_guarded,)

@@ -69,3 +69,6 @@ def checkpointed_writes_inside() -> Iterator[None]:
 def _is_made_in(scope: int, mutation: Any) -> bool:
     is_new = isinstance(mutation, (ValueMutationNew, AttributeMutationNew))
     return is_new and bool(mutation.scope == scope)
+
+
+CONTEXTS = (checkpointed_writes_inside,)

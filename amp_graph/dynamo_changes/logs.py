@@ -118,3 +118,6 @@ def guards_untimed() -> AbstractContextManager[None]:
 
 def _nothing(record: logging.LogRecord) -> bool:
     return False
+
+
+CONTEXTS = (quiet_logs, locations_untold, guards_untimed)

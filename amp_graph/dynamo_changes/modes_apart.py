@@ -32,3 +32,6 @@ def modes_above_autograd_apart() -> Iterator[None]:
 
     with with_entries(vars(_ops), {others.__name__: of_thread}):
         yield
+
+
+CONTEXTS = (modes_above_autograd_apart,)

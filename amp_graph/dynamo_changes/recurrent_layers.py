@@ -66,3 +66,6 @@ def results(
     output = input.new_empty(time, batch, width, dtype=touched.dtype) + touched
     last = [input.new_empty(state.shape, dtype=touched.dtype) + touched for state in states]
     return output.transpose(0, 1) if batch_first else output, *last
+
+
+CONTEXTS = (recurrent_layers_whole,)

@@ -54,3 +54,6 @@ def breaks_told() -> Iterator[None]:
         for change in changes:
             inside.enter_context(method_inside(*change))
         yield
+
+
+CONTEXTS = (breaks_told,)

@@ -57,10 +57,12 @@ def are_wanted(inputs: Sequence[Tensor]) -> bool:
 class GuardedScale(Protocol):
     """The loss scale where an optimizer's guard skips steps that overflowed."""
 
-    config: LossScale
     checked: CheckedGradients
-    watch: FirstNonfinite | None
 
+    @property
+    def config(self) -> LossScale: ...
+    @property
+    def watch(self) -> FirstNonfinite | None: ...
     def is_guarded(self) -> bool:
         """Whether an optimizer will skip a step if gradients of a pass that runs now overflow."""
 

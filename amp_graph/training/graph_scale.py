@@ -1,26 +1,14 @@
-"""The loss scale of one converted model, and its rounds.
-
-A round is what lies between two training forwards with an optimizer step in between. The scale is
-adjusted when a round ends, once for all optimizers that stepped in it, as `GradScaler.update` is;
-never during a backward pass, where the factor that came in must be the one that goes out.
-
-The state that one round hands to the next is tensors that stay where they are and are written to,
-so that a step captured as a CUDA graph goes on from the step replayed before it.
-"""
+"""The loss scale inside the graphs of one converted model, and by whom it is watched over."""
 
 from __future__ import annotations
 
-import math
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp_graph.errors import OverflowAbort
 from amp_graph.training.cautious_scale import CautiousScale, ExposedScale, Factors, are_wanted
 from amp_graph.training.checked_gradients import CheckedGradients
 from amp_graph.training.engine import OUTSIDE, backward_pass, is_captured, sent
@@ -31,11 +19,10 @@ from amp_graph.training.loss_scale import (
     ScaleOutcome,
     ScaleState,
     load_state,
-    number,
     save_state,
 )
 from amp_graph.training.owned_parameters import OwnedParameters
-from amp_graph.training.readback import Readback
+from amp_graph.training.rounds import Rounds
 from amp_graph.training.scale import ScaleInputs
 from amp_graph.training.spills import LeftOver, Spills
 from amp_graph.watched import FirstNonfinite
@@ -43,48 +30,38 @@ from amp_graph.watched import FirstNonfinite
 _serials = count()
 
 
-@dataclass(slots=True)
-class _Round:
-    """The host's knowledge of one round. A new round begins without any.
-
-    is_pending: whether an optimizer stepped in it.
-    counts: if so, whether it counts as a clean one if nothing overflowed.
-    stepped_by: the optimizers that did.
-    first_pass: the first backward pass in it.
-    """
-
-    is_pending: bool = False
-    counts: bool = False
-    stepped_by: set[weakref.ref[object]] = field(default_factory=set)
-    first_pass: int | None = None
-
-
 class GraphScale:
     """The loss scale inside the graphs of one converted model.
 
     parameters: the method that returns the model's parameters; it is held weakly.
+    has_optimizer: whether there is one, which would skip steps; else nobody would see an overflow.
+    driven_by_grad_scaler: whether the script scales its losses by itself.
     """
 
     def __init__(self, config: LossScale, parameters: Callable[[], Iterable[Tensor]]):
-        self.config = config
         self.serial = next(_serials)  # checkpoints list scales in order of creation
         self.parameters = OwnedParameters(parameters)
-        self.checked = CheckedGradients()
-        self.watch: FirstNonfinite | None = None  # set while the graphs are to be looked into
-        self.driven_by_grad_scaler = False
-        self.has_optimizer = False  # that would skip steps; else nobody would see an overflow
+        self.checked, self.spills = CheckedGradients(), Spills()
+        self.driven_by_grad_scaler = self.has_optimizer = False
+        self._rounds = Rounds(config)
         self._looked_around = False
-        self._state = config.start()
-        self._skips = number(0.0)
-        self._found_inf = number(0.0)  # of the round that has not ended
-        self._round = _Round()
-        self._is_used = False  # whether an optimizer ever stepped
         self._is_stepped = False  # whether its own parameters ever were
         self._factors: dict[torch.device, Factors] = {}
         self._alone, self._exposed = CautiousScale(), CautiousScale()
         self._is_exposed = self._was_in_training = self._is_in_evaluation = False
-        self.spills = Spills()
-        self._skipped = Readback()
+
+    @property
+    def config(self) -> LossScale:
+        return self._rounds.config
+
+    @property
+    def watch(self) -> FirstNonfinite | None:
+        return self._rounds.watch
+
+    @property
+    def first_pass(self) -> int | None:
+        """The first backward pass of this round."""
+        return self._rounds.first_pass
 
     def __repr__(self) -> str:
         off = "" if self.is_on() else ", off under a GradScaler"
@@ -97,7 +74,7 @@ class GraphScale:
         """Whether an optimizer will skip a step if the gradients of a pass that runs now overflow:
         not in evaluation (Hessians), nor if it has judged them already, and takes more gradients in
         its step (AdaHessian)."""
-        return self._may_overflow() and not (self._round.is_pending or self._is_in_evaluation)
+        return self._may_overflow() and not (self._rounds.is_pending or self._is_in_evaluation)
 
     def _may_overflow(self) -> bool:
         """Whether gradients of parameters may overflow, as a step would be skipped; not where
@@ -127,11 +104,11 @@ class GraphScale:
     def factors_on(self, device: torch.device) -> Factors:
         """Return S and 1/S as they are in this round."""
         note_backward(self, device)
-        if self._round.first_pass is None and (running := backward_pass()) != OUTSIDE:
-            self._round.first_pass = running
+        if self._rounds.first_pass is None and (running := backward_pass()) != OUTSIDE:
+            self._rounds.first_pass = running
         found = self._factors.get(device)
         if found is None:
-            scale = sent(self._state.scale, device)
+            scale = sent(self._rounds.before.scale, device)
             found = self._factors[device] = scale, scale.reciprocal()
         return found
 
@@ -164,31 +141,18 @@ class GraphScale:
     def begin_step(self, by: object) -> None:
         """End the round if this optimizer has stepped in it before: the forward in between was not
         seen (reentrant checkpointing hides it)."""
-        if weakref.ref(by) in self._round.stepped_by:
+        if self._rounds.has_stepped(by):
             self.end_round()
 
     def stepped(self, found_inf: Tensor, by: object, is_own: bool = True) -> None:
         """Take note that an optimizer stepped (0) or had to skip (1) in this round. `is_own`: it
         steps parameters of the model. That another one did not overflow counts only for a model
         whose parameters nobody steps."""
-        self._round.stepped_by.add(weakref.ref(by))
-        self._is_used = True
-        self._is_stepped |= is_own
-        self._round.counts |= is_own or not (self._is_stepped and self.parameters.are_trained())
         self.has_optimizer = True
-        if self._round.is_pending:
-            found_inf = torch.maximum(self._found_inf, sent(found_inf, self._found_inf.device))
-        elif self._found_inf.device != found_inf.device:
-            self._move(found_inf.device)
-        self._found_inf.copy_(found_inf)
-        self._round.is_pending = True
+        self._is_stepped |= is_own
+        counts = is_own or not (self._is_stepped and self.parameters.are_trained())
+        self._rounds.step(found_inf, by, counts)
         self.checked.were_judged()
-
-    @torch.inference_mode(False)
-    def _move(self, device: torch.device) -> None:
-        self._state = self._state.on(device)
-        self._skips = sent(self._skips, device)
-        self._found_inf = sent(self._found_inf, device)
 
     def begin_forward(self, is_training: bool) -> None:
         """Begin a forward that autograd records. In evaluation mode, after training in the other,
@@ -199,40 +163,17 @@ class GraphScale:
             self.driven_by_grad_scaler = is_grad_scaler_around()
         self._was_in_training |= is_training
         self._is_in_evaluation = self._is_exposed = self._was_in_training and not is_training
-        if is_captured(self._found_inf.device):
+        if is_captured(self._rounds.device):
             self._forget_factors()  # replayed, they are those of then
         self.end_round()
 
     def end_round(self) -> None:
-        """Adjust the scale if there was a step. Raises OverflowAbort."""
-        if not self._round.is_pending or backward_pass() != OUTSIDE:
-            return
-        self.config.adjust_(self._state, self._found_inf, self._round.counts)
-        self._begin_round()
-        self._skipped.follow(self._state.skipped, self.config.abort_after)
-        if self.config.abort_after is None or self._skipped.latest < self.config.abort_after:
-            self.watch = None
-        elif self.watch is None:
-            self.watch = FirstNonfinite()
-        else:
-            watched, self.watch = self.watch, None
-            raise OverflowAbort(
-                f"{self._skipped.latest} optimizer steps in a row were skipped because gradients "
-                f"were not finite, the loss scale is down to {self.get_scale():g}; {watched}. "
-                f"{watched.advice}; LossScale(abort_after=None) goes on regardless"
-            )
-
-    @property
-    def first_pass(self) -> int | None:
-        """The first backward pass of this round."""
-        return self._round.first_pass
-
-    @property
-    def state(self) -> ScaleState:
-        """The state as it is once the round has ended."""
-        if not self._round.is_pending:
-            return self._state
-        return self.config.adjust(self._state, self._found_inf, self._round.counts)
+        """Adjust the scale if there was a step; never during a backward pass, where the factor that
+        came in must be the one that goes out. Raises OverflowAbort."""
+        if self._rounds.is_pending and backward_pass() == OUTSIDE:
+            self._rounds.end()
+            self._begin_round()
+            self._rounds.watch_skips()
 
     @property
     def skips(self) -> int:
@@ -245,13 +186,11 @@ class GraphScale:
 
     def outcome(self) -> ScaleOutcome:
         """Return the outcome to be told of; computes nothing."""
-        found_inf = self._found_inf if self._round.is_pending else None
-        told = self._state, self._skips, found_inf, self._round.counts
-        return ScaleOutcome(self.config, *told, self.is_on(), self._is_used)
+        return self._rounds.outcome(self.is_on())
 
     def state_dict(self) -> dict[str, Any]:
         """A state that `load_state_dict` and `torch.amp.GradScaler.load_state_dict` take."""
-        return save_state(self.config, self.state)
+        return save_state(self.config, self._rounds.state)
 
     def load_state_dict(self, state: Any) -> None:
         """Go on from a saved state, `GradScaler.state_dict()` too. Raises CheckpointError."""
@@ -260,18 +199,14 @@ class GraphScale:
     def copy(self, parameters: Callable[[], Iterable[Tensor]]) -> GraphScale:
         """Return a scale of its own for a copy of the model."""
         scale = GraphScale(self.config, parameters)
-        scale.go_on_from(self.config, self.state)
+        scale.go_on_from(self.config, self._rounds.state)
         return scale
 
     def go_on_from(self, config: LossScale, state: ScaleState) -> None:
-        self.config, self._state = config, state.copy(self._found_inf.device)
-        self._skipped = Readback(math.inf)
+        self._rounds.go_on_from(config, state)
         self._begin_round()
 
     def _begin_round(self) -> None:
-        if self._round.is_pending:
-            self._skips += self._found_inf
-        self._round = _Round()
         self.spills.clear()
         self.checked.forget_judged()
         self._forget_factors()
