@@ -1,6 +1,6 @@
 """All that Dynamo does otherwise while it captures for us.
 
-Most files of this folder say what to change, in tables:
+The files of this folder say what to change, in tables:
 
     CALLS      how the call of a function is captured, by function of PyTorch or of `math`
     BUILTINS   the same, by function of Python's
@@ -18,62 +18,15 @@ Private names of PyTorch used here:
 from __future__ import annotations
 
 import contextlib
+import importlib
+import pkgutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torch._dynamo.variables import BuiltinVariable, TorchInGraphFunctionVariable
 
-from amp_graph.dynamo_changes import (
-    absent_names,
-    asked_gradients,
-    attention_calls,
-    bound_methods,
-    cached_functions,
-    cached_properties,
-    causal_masks,
-    checkpoint_sequences,
-    checkpointed_writes,
-    clamped_branches,
-    contained,
-    containers,
-    context_variables,
-    copied_dicts,
-    dead_graphs,
-    default_functions,
-    disabled_functions,
-    extremes,
-    given_twice,
-    handed_through,
-    hidden_names,
-    inner_gradients,
-    input_hooks,
-    instance_checks,
-    known_values,
-    left_to_python,
-    listed_numbers,
-    logs,
-    modes_apart,
-    namespaces,
-    no_generators,
-    old_variables,
-    output_hooks,
-    own_dicts,
-    own_lengths,
-    random_bounds,
-    ranges_in_steps,
-    recapture_reasons,
-    recurrent_layers,
-    repeated_hooks,
-    retained_gradients,
-    settled_once,
-    symbolic_math,
-    tensor_classes,
-    tensor_indices,
-    told_breaks,
-    unneeded_masks,
-    unread_gradients,
-)
 from amp_graph.dynamo_changes.known_calls import by_name
 from amp_graph.dynamo_changes.replaced import (
     Change,
@@ -83,56 +36,15 @@ from amp_graph.dynamo_changes.replaced import (
     with_entries,
 )
 
-PARTS: tuple[ModuleType, ...] = (
-    absent_names,
-    asked_gradients,
-    attention_calls,
-    bound_methods,
-    cached_functions,
-    cached_properties,
-    causal_masks,
-    checkpoint_sequences,
-    checkpointed_writes,
-    clamped_branches,
-    contained,
-    containers,
-    context_variables,
-    copied_dicts,
-    dead_graphs,
-    default_functions,
-    disabled_functions,
-    extremes,
-    given_twice,
-    handed_through,
-    hidden_names,
-    inner_gradients,
-    input_hooks,
-    instance_checks,
-    known_values,
-    left_to_python,
-    listed_numbers,
-    logs,
-    modes_apart,
-    namespaces,
-    no_generators,
-    old_variables,
-    output_hooks,
-    own_dicts,
-    own_lengths,
-    random_bounds,
-    ranges_in_steps,
-    recapture_reasons,
-    recurrent_layers,
-    repeated_hooks,
-    retained_gradients,
-    settled_once,
-    symbolic_math,
-    tensor_classes,
-    tensor_indices,
-    told_breaks,
-    unneeded_masks,
-    unread_gradients,
-)
+
+def _parts() -> Iterator[ModuleType]:
+    """Return the files of this folder."""
+    for each in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if (name := f"{__package__}.{each.name}") != __name__:
+            yield importlib.import_module(name)
+
+
+PARTS = (*_parts(),)
 
 
 def _all(table: str) -> Iterator[Any]:
