@@ -140,6 +140,8 @@ HANDED: dict[str, Callable[[Any, Tensor], Any]] = {
     "dictionary": lambda batch, y: {"name": batch["name"], "ids": batch["ids"], "y": y},
     "tuple": lambda batch, y: (batch["name"], [batch["ids"], y], y),
     "list": lambda batch, y: [batch["ids"], {1: batch["name"], 2: y}, y],
+    "get": lambda batch, y: {"name": batch.get("name"), "ids": batch.get("ids"), "y": y},
+    "in": lambda batch, y: [batch["name"], y] if "name" in batch else [y],
 }
 
 
