@@ -13,10 +13,12 @@ Private names of PyTorch used here:
 
     ExportedProgram._update                         the same program with another graph
     free_unbacked_symbols, ShapeEnv.var_to_range    sizes that depend on data, and their bounds
+    nn.modules.module._global_buffer_registration_hooks
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +29,7 @@ from torch import Tensor, fx, nn
 from torch.export import AdditionalInputs, ExportedProgram, ShapesCollection
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.nn.modules.module import _global_buffer_registration_hooks as buffer_hooks
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.backend.decide import Lifted, Traced, decide
@@ -77,7 +80,7 @@ def export(
         raise PolicyError("output_dtype: a program returns the dtypes of the model; leave it out")
     _check_kinds(args, kwargs, dynamic_shapes)
     lists = chosen.load_lists()
-    with quiet_logs():
+    with quiet_logs(), _no_hooks_left():
         exported = torch.export.export(
             unwrapped(model), (*args,), dict(kwargs or {}), dynamic_shapes=dynamic_shapes
         )
@@ -94,6 +97,18 @@ def export(
         reason = why_nothing_is_low([decision.plan])
         warn(f"nothing of {type(model).__name__} is in low precision in the program: {reason}")
     return _rewritten(exported, decision.lifted)
+
+
+@contextlib.contextmanager
+def _no_hooks_left() -> Iterator[None]:
+    """Where `torch.export` of 2.11 fails it leaves a hook on all modules, which would end the graph
+    of each model that writes to a buffer."""
+    before = {*buffer_hooks}
+    try:
+        yield
+    finally:
+        for key in buffer_hooks.keys() - before:
+            del buffer_hooks[key]
 
 
 def _check_kinds(args: Any, kwargs: Any, dynamic_shapes: Any) -> None:

@@ -224,6 +224,14 @@ def test_a_model_that_cannot_be_exported_logs_no_traceback(
     assert not [record for record in caplog.records if record.name == log.name]
 
 
+def test_a_failed_export_leaves_no_hook_that_ends_later_graphs() -> None:
+    with pytest.raises(RuntimeError, match="must have same reduction dim"):
+        amp_graph.export(Net(), (torch.randn(4, 3),))
+    model = amp_graph.convert(Everything())
+    model(torch.randn(2, 3, 8, 8), scale=torch.tensor(2.0))
+    assert len(amp_graph.plans(model)) == 1
+
+
 def test_warns_of_nothing_that_torch_export_does_not() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
