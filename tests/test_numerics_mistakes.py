@@ -135,20 +135,24 @@ class Whole(Inside):
         return x + torch.func.grad(lambda z: (self.layer(z) ** 2).sum())(x)
 
 
+# Dynamo 2.11 has a function return what it saves, too, so that its result is one of several.
+SHOWN = ["aten.linear"] if torch.__version__ >= "2.13" else ["aten.linear", "getitem"]
+
+
 @pytest.mark.parametrize(
-    ("kind", "fallback", "nodes"),
+    ("kind", "fallback", "operators"),
     [
-        (Whole, "graph 0: runs under autocast: not retraced", 0),
-        (Inside, "graph 0, fwd_body_0: runs in float32: not retraced", 1),
+        (Whole, "graph 0: runs under autocast: not retraced", []),
+        (Inside, "graph 0, fwd_body_0: runs in float32: not retraced", SHOWN),
     ],
 )
 def test_what_cannot_be_looked_into_is_told(
-    kind: type[nn.Module], fallback: str, nodes: int
+    kind: type[nn.Module], fallback: str, operators: list[str]
 ) -> None:
     found = amp_graph.compare(kind(), torch.randn(4, 8), policy="bfloat16")
     (said,) = found.fallbacks
     assert said.startswith(fallback) and said.endswith("; not looked into")
-    assert len(found.nodes) == nodes and not found.nothing
+    assert [n.operator for n in found.nodes] == operators and not found.nothing
     assert "Fallbacks" in str(found) and fallback in str(found)
 
 
