@@ -38,6 +38,7 @@ from torch.nn.attention import (
 )
 
 from amp_graph.capture.autocast_regions import mark_bodies, region_of
+from amp_graph.dynamo_changes.numpy_numbers import unread_numbers
 from amp_graph.dynamo_changes.tensor_indices import as_read_by
 from amp_graph.errors import CaptureError, in_words
 from amp_graph.graphs.assignments import assignments
@@ -131,6 +132,7 @@ class _Retracer:
         self.module = module
         self.names = names
         self.assignments = assignments(module.graph, inputs)
+        self.left_out = {*self.assignments.dropped, *unread_numbers(module.graph)}
         self.autocasts: list[Any] = []  # the autocast regions that the trace is inside of
         self.grad_modes = grad_modes(module.graph)
         self.root = torch.nn.Module()
@@ -147,7 +149,7 @@ class _Retracer:
         kernels_as_called = sdpa_kernel(_cur_sdpa_kernel_backends())
         with grad_as_called, kernels_as_called, self.fake_mode or contextlib.nullcontext():
             for node in self.module.graph.nodes:
-                if node in self.assignments.dropped:
+                if node in self.left_out:
                     continue
                 stays = passes_through(node) or node in self.assignments.moved
                 if stays or (node in mapped) != is_mapped:
@@ -177,8 +179,7 @@ class _Retracer:
         self.new[node] = new
         if node.op == "output":
             return
-        self.fake[node] = value = self.value_of(node)
-        new.meta["val"] = value
+        self.fake[node] = new.meta["val"] = value = self.value_of(node)
         new.meta["is_parameter"] = isinstance(value, torch.nn.Parameter)
 
     def assign(self, node: fx.Node, x: fx.Node, y: fx.Node) -> None:
@@ -247,9 +248,8 @@ class _Retracer:
         if not stretch:
             return
         inside = set(stretch)
-        inputs = list(
-            dict.fromkeys(a for n in stretch for a in n.all_input_nodes if a not in inside)
-        )
+        read = (value for node in stretch for value in node.all_input_nodes)
+        inputs = [*dict.fromkeys(value for value in read if value not in inside)]
         outputs = [n for n in stretch if any(user not in inside for user in n.users)]
         results: list[Any] = []
 
