@@ -10,6 +10,12 @@ tensor is no constant, and nothing else in it is read.
 Where a model asks whether a key is there, Dynamo reads what is kept by it; on 2.11 names, too. Here
 that it is there is guarded, and nothing is read.
 
+    return self.loss(logits, batch)             where something in `loss` ends the graph
+
+Where a graph ends, Dynamo reads all that it hands on, and guards the sizes of tensors in it, so
+that the network would be captured anew for each number of boxes. Here those that nothing has read
+are handed on as they were given.
+
 Private names of PyTorch used here:
 
     torch._dynamo.variables.ConstDictVariable, BaseListVariable .items, .is_python_constant
@@ -17,16 +23,28 @@ Private names of PyTorch used here:
     VariableTracker.is_realized                                  whether it was read
     torch._dynamo.variables.TensorVariable                       a value of the graph
     torch._dynamo.source.DictGetItemSource, ConstDictKeySource   a key that is no number or string
+    torch._dynamo.output_graph.OutputGraph._get_stack_values_to_restore        where it ends
+    torch._dynamo.variables.LazyVariableTracker.realize_all      to read all in a value
+    LazyVariableTracker.is_realized, .peek_type, .as_python_constant, .is_python_constant
+                                                                 what nothing has read
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import ConstDictKeySource, DictGetItemSource
-from torch._dynamo.variables import BaseListVariable, ConstDictVariable, TensorVariable
+from torch._dynamo.variables import (
+    BaseListVariable,
+    ConstDictVariable,
+    LazyVariableTracker,
+    TensorVariable,
+)
 
 from amp_graph.dynamo_changes.own_guards import hold_key
+from amp_graph.dynamo_changes.replaced import Change, method_inside
 
 
 def _of_dictionary(method: Any, held: Any) -> Any:
@@ -49,11 +67,44 @@ def _contains(method: Any, asked: Any, key: Any) -> Any:
 
 
 def _holds_tensors(items: Any) -> bool:
-    return any(item.is_realized() and isinstance(item.realize(), TensorVariable) for item in items)
+    return any(map(_is_tensor, items))
 
 
-CHANGES = (
+def _is_tensor(item: Any) -> bool:
+    if _is_unread_tensor(item):
+        return True
+    return item.is_realized() and isinstance(item.realize(), TensorVariable)
+
+
+def _constant(method: Any, value: Any) -> Any:
+    if _is_unread_tensor(value):
+        raise NotImplementedError  # as of any tensor
+    return method(value)
+
+
+def _is_constant(method: Any, value: Any) -> Any:
+    return not _is_unread_tensor(value) and method(value)
+
+
+def _at_the_end(method: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
+    with method_inside(LazyVariableTracker, "realize_all", _read_all):
+        return method(graph, *args, **kwargs)
+
+
+def _read_all(method: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return value if _is_unread_tensor(value) else method(value, *args, **kwargs)
+
+
+def _is_unread_tensor(value: Any) -> bool:
+    is_unread = type(value) is LazyVariableTracker and not value.is_realized()
+    return is_unread and issubclass(value.peek_type(), Tensor)
+
+
+CHANGES: tuple[Change, ...] = (
     (ConstDictVariable, "is_python_constant", _of_dictionary),
     (BaseListVariable, "is_python_constant", _of_list),
     (ConstDictVariable, "__contains__", _contains),
+    (LazyVariableTracker, "as_python_constant", _constant),
+    (LazyVariableTracker, "is_python_constant", _is_constant),
+    (OutputGraph, "_get_stack_values_to_restore", _at_the_end),
 )
