@@ -114,3 +114,20 @@ def test_nor_do_arguments() -> None:
     for rows, weights in ((4, 4), (3, 3), (2, 1), (5, 1), (6, 6)):
         model(torch.randn(rows, 16), torch.rand(weights, 1))
     assert not record_of(model).breaks
+
+
+class ReadsFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, sequences: list[Tensor]) -> Tensor:
+        return self.layer(torch.cat(sequences)).sum()
+
+
+def test_nor_does_one_that_a_model_begins_with() -> None:
+    model = amp_graph.convert(ReadsFirst(), policy="bfloat16")
+    for lengths in ((4, 3), (3, 5), (1, 4), (5, 6)):
+        model([torch.rand(length, 4) for length in lengths])
+    assert not record_of(model).breaks
+    assert len(amp_graph.plans(model)) == 3

@@ -9,7 +9,9 @@ eight images 256 and more, each with all of the model in front of what reads the
 such a list, and what is captured in front of it serves all.
 
 Items of one size, such as the keys of all layers, are left to Dynamo: they make two graphs. So are
-tensors in a tuple, which are rather different things, such as keys and what they are asked for.
+tensors in a tuple, which are rather different things, such as keys and what they are asked for, and
+a list that a model reads before any parameter: nothing stands in front of it, and all behind it
+would be left to autocast for one item of length 1.
 
 Private names of PyTorch used here; seen to work on 2.11 and 2.13:
 
@@ -19,6 +21,7 @@ Private names of PyTorch used here; seen to work on 2.11 and 2.13:
                                                            where in the arguments a value is
     LocalSource.local_name, InstructionTranslator.output.root_tx.f_code
                                                            what the first arguments are called
+    GraphArg.example                                       behind a placeholder's "grapharg"
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ from torch._dynamo.source import GetItemSource, LocalSource
 from torch._dynamo.variables import builder
 from torch._guards import ChainedSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic
+from torch.nn import Parameter
 
+from amp_graph.callers import is_ours
 from amp_graph.dynamo_changes.ended_graphs import end_graph
 from amp_graph.dynamo_changes.own_guards import value_of
 from amp_graph.dynamo_changes.replaced import Change
@@ -46,10 +51,19 @@ def _sizes(method: Any, tensor: Tensor, frame: Any, source: Any, *args: Any, **k
     found = method(tensor, frame, source, *args, **kwargs)
     dims = enumerate(getattr(found, "dynamic_sizes", ()))
     varying = [dim for dim, kind in dims if kind is not DimDynamic.STATIC]
-    for dim in varying:
+    for dim in varying if _is_behind_work(frame) else ():
         if tensor.shape[dim] in APART and _differ(_others(source, frame), tensor, dim):
             end_graph(ENDED, source.name)
     return found
+
+
+def _is_behind_work(frame: Any) -> bool:
+    """Whether a parameter was read by the model, or a graph of the call has ended before."""
+    output = frame.output
+    if not is_ours(output.root_tx.f_code.co_filename):  # it begins with another piece of its code
+        return True
+    given = (node.meta.get("grapharg") for node in output.graph.find_nodes(op="placeholder"))
+    return any(isinstance(getattr(arg, "example", None), Parameter) for arg in given)
 
 
 def _differ(others: Iterator[Any], tensor: Tensor, dim: int) -> bool:
