@@ -37,6 +37,7 @@ from amp_graph.dynamo_changes.recapture_reasons import OF_OTHERS
 from amp_graph.sums import Summable
 
 MAX_CAPTURES = 16  # so many calls that captured something, and are not repaid, are too many
+IN_VAIN = 4  # captures of one piece of code without an operator on float32 tensors
 REPAID_BY = 4  # as many calls that captured nothing repay one that did
 SOME, LONG = 8, 30.0  # so many of those, and seconds of capturing, are worth a word before that
 RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
@@ -68,10 +69,11 @@ class CapturesOfThread(threading.local):
     """The captures of one thread's calls of a model.
 
     begun: how many frames were begun.
+    computing: how many graphs with operators on float32 tensors were assembled.
     raised: the code of frames that Dynamo left to Python because it saw an error of the model's.
     """
 
-    begun = 0
+    begun = computing = 0
 
     def __init__(self) -> None:
         self.raised: list[CodeType] = []
@@ -97,11 +99,13 @@ class CaptureBudget:
         self._is_told = False  # that it takes long
         self.skipped: list[str] = []  # frames that run uncaptured, and why
         self.said = ""  # what Dynamo said last of what it cannot capture
+        self._in_vain: weakref.WeakKeyDictionary[CodeType, int] = weakref.WeakKeyDictionary()
         self.changed = ""  # the guard that failed last: "`len(module.seen) == 2` (net.py:7 in f)"
 
     def counted(self, code: CodeType, capture: Callable[[], Any]) -> Any:
         """Capture a frame of this code, one thread at a time: what Dynamo counts is for all."""
         result, began, work = None, time.perf_counter(), time.thread_time()
+        computing = self.this_thread.computing
         before = counters["frames"]["total"]
         breaks, reasons = counters["graph_break"].copy(), counters["unimplemented"].copy()
         try:
@@ -113,6 +117,8 @@ class CaptureBudget:
             if counters["frames"]["total"] != before:
                 self.this_thread.begun += 1
                 self.changed = _failed_guard() or self.changed
+                if self.this_thread.computing == computing:
+                    self._count_in_vain(code)
             new = [*(counters["unimplemented"] - reasons)]
             if any(reason.startswith(RAISED) for reason in new):
                 self.this_thread.raised.append(code)
@@ -123,6 +129,21 @@ class CaptureBudget:
             if said and is_left and not is_pythons(code.co_filename):
                 _left[code] = _told(code, said[-1])
                 self.skipped.append(_left[code])
+
+    def _count_in_vain(self, code: CodeType) -> None:
+        """Take note that a capture of this code has nothing that could be converted. So many of one
+        piece end, and cost nothing from then on."""
+        self._in_vain[code] = self._in_vain.get(code, 0) + 1
+        if self._in_vain[code] == IN_VAIN and not is_ours(code.co_filename):
+            self.unpaid = max(0.0, self.unpaid - IN_VAIN)
+            changes = f", the last time for {self.changed}" if self.changed else ""
+            why = f"it was captured anew again and again, and computes nothing{changes}"
+            self.skipped.append(_told(code, why))
+
+    def leaves(self, code: CodeType) -> bool:
+        """Whether this piece of the model's code is left to Python, as it was captured in vain: it
+        reads what is another in each call, such as a text. What it calls is captured."""
+        return self._in_vain.get(code, 0) >= IN_VAIN and not is_ours(code.co_filename)
 
     def end_call(self, has_captured: bool, charged: int) -> None:
         """Take note that a call of the model has ended, before which so many were `charged`."""

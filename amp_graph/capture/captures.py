@@ -34,7 +34,7 @@ from torch._dynamo.callback import (
 
 from amp_graph.capture import autocast_regions
 from amp_graph.capture.budget import CaptureBudget
-from amp_graph.capture.dynamo import SETTINGS, CapturedCode, settings
+from amp_graph.capture.dynamo import LEFT_ALONE, SETTINGS, CapturedCode, settings
 from amp_graph.capture.function_modes import modes_on, without_modes
 from amp_graph.dynamo_changes.inner_gradients import compile_in_parts
 from amp_graph.dynamo_changes.logs import UnheardLogs
@@ -209,6 +209,8 @@ class Captures:
         if is_first and not caller.may_capture():
             raise GuardsFail
         called = caller.called
+        if called.budget.leaves(code):
+            return LEFT_ALONE
         own = {**self._own, **called.settings(is_first and not self.entered)}
         chosen = {**SETTINGS, **own, **self._logs.settings()}
         before = _now.frame

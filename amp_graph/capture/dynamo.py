@@ -63,6 +63,9 @@ if torch.__version__ < "2.13":
 DECORATED = getattr(checkpoint, "_CheckpointedFunction", None)
 DECORATED_CALL = None if DECORATED is None else DECORATED.__call__.__code__
 WITH_ALL_IT_CALLS = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+# Python runs a frame, and others of its code are asked about again: the code may not be the
+# model's alone.
+LEFT_ALONE = ConvertFrameReturn(apply_to_code=False)
 
 SHARDED: type | None = None  # not every build of PyTorch has torch.distributed
 if torch.distributed.is_available():
