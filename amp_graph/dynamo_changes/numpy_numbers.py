@@ -66,7 +66,7 @@ def unread_numbers(graph: fx.Graph) -> set[fx.Node]:
 def _known(value: Any) -> Any:
     """Return the number that NumPy makes of known ones, NumPy's or Python's; None of what is no
     such number."""
-    if not isinstance(value, NumpyNdarrayVariable):
+    if type(value) is not NumpyNdarrayVariable:  # `isinstance` would read what nothing has read
         return None
     return _worked_out(value.as_proxy().node)
 
