@@ -37,7 +37,7 @@ from amp_graph.dynamo_changes.recapture_reasons import OF_OTHERS
 from amp_graph.sums import Summable
 
 MAX_CAPTURES = 16  # so many calls that captured something, and are not repaid, are too many
-IN_VAIN = 4  # captures of one piece of code without an operator on float32 tensors
+IN_VAIN = 3  # new captures of a piece of code without an operator on float32 tensors
 REPAID_BY = 4  # as many calls that captured nothing repay one that did
 SOME, LONG = 8, 30.0  # so many of those, and seconds of capturing, are worth a word before that
 RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
@@ -116,8 +116,10 @@ class CaptureBudget:
             self.cost.work += time.thread_time() - work
             if counters["frames"]["total"] != before:
                 self.this_thread.begun += 1
-                self.changed = _failed_guard() or self.changed
-                if self.this_thread.computing == computing:
+                is_captured = result is not None and result.guarded_code is not None
+                changed = _failed_guard()
+                self.changed = changed or self.changed
+                if changed and is_captured and self.this_thread.computing == computing:
                     self._count_in_vain(code)
             new = [*(counters["unimplemented"] - reasons)]
             if any(reason.startswith(RAISED) for reason in new):
@@ -131,14 +133,13 @@ class CaptureBudget:
                 self.skipped.append(_left[code])
 
     def _count_in_vain(self, code: CodeType) -> None:
-        """Take note that a capture of this code has nothing that could be converted. So many of one
-        piece end, and cost nothing from then on."""
+        """Take note that this code was captured for a guard that failed, and has nothing that could
+        be converted. Once it is left, its captures were the last."""
         self._in_vain[code] = self._in_vain.get(code, 0) + 1
         if self._in_vain[code] == IN_VAIN and not is_ours(code.co_filename):
             self.unpaid = max(0.0, self.unpaid - IN_VAIN)
-            changes = f", the last time for {self.changed}" if self.changed else ""
-            why = f"it was captured anew again and again, and computes nothing{changes}"
-            self.skipped.append(_told(code, why))
+            again = "it was captured anew again and again, and computes nothing"
+            self.skipped.append(_told(code, f"{again}; the last time for {self.changed}"))
 
     def leaves(self, code: CodeType) -> bool:
         """Whether this piece of the model's code is left to Python, as it was captured in vain: it
