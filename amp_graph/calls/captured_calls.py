@@ -17,6 +17,7 @@ import torch
 from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.call_path import ENDED, LEFT, STALE, USUAL, CallPath
 from amp_graph.calls.call_state import CallState
+from amp_graph.calls.convertible import initialize
 from amp_graph.calls.fallback import Fallback
 from amp_graph.calls.first_calls import FirstCalls
 from amp_graph.calls.model_graphs import ModelGraphs
@@ -57,7 +58,8 @@ class CapturedCalls:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         path = self._path
         if not self._first.are_over:
-            self._first.prepare(args, kwargs)
+            if self._entry.is_call:
+                initialize(self._entry.module, args, kwargs)
             if path.state not in ENDED and is_off():
                 self._fall_back((OFF, ""), "is not captured", at_once=True)
         if path.state is not LEFT:
@@ -99,7 +101,7 @@ class CapturedCalls:
         runs = self._graphs.this_thread.runs - before.runs
         tells = self._first.conclude(before)
         self._budget.end_call(has_captured, before.charged)
-        if has_captured:
+        if has_captured or not tells:
             self._first.begin_again()
         if has_captured or not tells or self._path.state is STALE:  # others are to be captured
             runs = 0

@@ -14,7 +14,6 @@ from typing import Any
 from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.call_path import ENDED, CallPath
 from amp_graph.calls.call_state import CallState
-from amp_graph.calls.convertible import initialize
 from amp_graph.calls.fallback import Fallback
 from amp_graph.calls.first_report import tell_of_first_call
 from amp_graph.calls.model_graphs import ModelGraphs
@@ -47,19 +46,14 @@ class FirstCalls:
             True  # the model itself, once, in a call that tells nothing of later ones
         )
 
-    def prepare(self, args: Any, kwargs: Any) -> None:
-        """Initialize a lazy model before a call, if that is one."""
-        if self._entry.is_call:
-            initialize(self._entry.module, args, kwargs)
-
     def begin(self, state: CallState) -> None:
         """Have a call watched, and what it does to the model noted, if there is need."""
         state.snapshot = None if self.are_over else ModelSnapshot(self._entry.module)
         state.watch = self._watches.take()
 
     def begin_again(self) -> None:
-        """Have another call watched in place of one that has ended with an error or has captured
-        something."""
+        """Have another call watched in place of one that has ended with an error, has captured
+        something, or tells nothing of later ones."""
         self._watches.add()
 
     def conclude(self, state: CallState) -> bool:
@@ -71,8 +65,6 @@ class FirstCalls:
         is_of_first = watch is not None or self._path.state in ENDED
         if tells and (is_of_first or self.are_over or self._watches.are_over()):
             self._tell()
-        if not tells:
-            self._watches.add()
         return tells
 
     def _is_unlike_later(self, watch: OutsideWatch, snapshot: ModelSnapshot | None) -> bool:

@@ -114,11 +114,12 @@ class CaptureBudget:
         finally:
             self.cost.seconds += time.perf_counter() - began
             self.cost.work += time.thread_time() - work
+            is_left = result is not None and result.guarded_code is None
             if counters["frames"]["total"] != before:
                 self.this_thread.begun += 1
-                is_captured = result is not None and result.guarded_code is not None
                 changed = _failed_guard()
                 self.changed = changed or self.changed
+                is_captured = result is not None and not is_left
                 if changed and is_captured and self.this_thread.computing == computing:
                     self._count_in_vain(code)
             new = [*(counters["unimplemented"] - reasons)]
@@ -127,16 +128,17 @@ class CaptureBudget:
             said = [*(counters["graph_break"] - breaks), *new]
             if said:
                 self.said = in_other_words(said[-1])
-            is_left = result is not None and result.guarded_code is None
             if said and is_left and not is_pythons(code.co_filename):
                 _left[code] = _told(code, said[-1])
                 self.skipped.append(_left[code])
 
     def _count_in_vain(self, code: CodeType) -> None:
         """Take note that this code was captured for a guard that failed, and has nothing that could
-        be converted. Once it is left, its captures were the last."""
+        be converted. Once it is left, its captures were the last. A call's own beginning is not."""
+        if is_ours(code.co_filename):
+            return
         self._in_vain[code] = self._in_vain.get(code, 0) + 1
-        if self._in_vain[code] == IN_VAIN and not is_ours(code.co_filename):
+        if self._in_vain[code] == IN_VAIN:
             self.unpaid = max(0.0, self.unpaid - IN_VAIN)
             again = "it was captured anew again and again, and computes nothing"
             self.skipped.append(_told(code, f"{again}; the last time for {self.changed}"))
@@ -144,7 +146,7 @@ class CaptureBudget:
     def leaves(self, code: CodeType) -> bool:
         """Whether this piece of the model's code is left to Python, as it was captured in vain: it
         reads what is another in each call, such as a text. What it calls is captured."""
-        return self._in_vain.get(code, 0) >= IN_VAIN and not is_ours(code.co_filename)
+        return self._in_vain.get(code, 0) >= IN_VAIN
 
     def end_call(self, has_captured: bool, charged: int) -> None:
         """Take note that a call of the model has ended, before which so many were `charged`."""

@@ -45,6 +45,11 @@ def by_name(finds: Mapping[tuple[str, str], Find]) -> Change:
     return UserFunctionVariable, "call_function", call_function
 
 
+def given_to(node: fx.Node) -> Any:
+    """Return what Dynamo knows of the input that a node stands for; None of any other node."""
+    return node.meta.get("grapharg") if node.op == "placeholder" else None
+
+
 def asked_instead(stand_in: Any) -> Find:
     """Ask this function, which has the same parameters, if the first argument is a tensor. One of
     another version, with others, is asked itself."""
@@ -70,7 +75,7 @@ def looked_at(
 
     def find(code: Any, frame: Any, value: Any) -> Any:
         node = source(value.as_proxy().node)
-        given = node.meta.get("grapharg") if node.op == "placeholder" else None
+        given = given_to(node)
         if given is None or not is_as_made(node) or not holds(given.example):
             return ConstantVariable.create(False)
         hold_while(holds, given.source, said)

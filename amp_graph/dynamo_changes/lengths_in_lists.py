@@ -13,7 +13,7 @@ tensors in a tuple, which are rather different things, such as keys and what the
 a list that a model reads before any parameter: nothing stands in front of it, and all behind it
 would be left to autocast for one item of length 1.
 
-Private names of PyTorch used here; seen to work on 2.11 and 2.13:
+Private names of PyTorch used here; seen to work on 2.11, 2.13 and 2.15:
 
     torch._dynamo.variables.builder._automatic_dynamic     whether sizes of an input are symbols
     StatefulSymbolicContext.dynamic_sizes, DimDynamic      its answer
@@ -21,7 +21,6 @@ Private names of PyTorch used here; seen to work on 2.11 and 2.13:
                                                            where in the arguments a value is
     LocalSource.local_name, InstructionTranslator.output.root_tx.f_code
                                                            what the first arguments are called
-    GraphArg.example                                       behind a placeholder's "grapharg"
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from torch.nn import Parameter
 
 from amp_graph.callers import is_ours
 from amp_graph.dynamo_changes.ended_graphs import end_graph
+from amp_graph.dynamo_changes.known_calls import given_to
 from amp_graph.dynamo_changes.own_guards import value_of
 from amp_graph.dynamo_changes.replaced import Change
 
@@ -51,8 +51,9 @@ def _sizes(method: Any, tensor: Tensor, frame: Any, source: Any, *args: Any, **k
     found = method(tensor, frame, source, *args, **kwargs)
     dims = enumerate(getattr(found, "dynamic_sizes", ()))
     varying = [dim for dim, kind in dims if kind is not DimDynamic.STATIC]
-    for dim in varying if _is_behind_work(frame) else ():
-        if tensor.shape[dim] in APART and _differ(_others(source, frame), tensor, dim):
+    apart = [dim for dim in varying if tensor.shape[dim] in APART]
+    if apart and _is_behind_work(frame):
+        if any(_differ(_others(source, frame), tensor, dim) for dim in apart):
             end_graph(ENDED, source.name)
     return found
 
@@ -62,7 +63,7 @@ def _is_behind_work(frame: Any) -> bool:
     output = frame.output
     if not is_ours(output.root_tx.f_code.co_filename):  # it begins with another piece of its code
         return True
-    given = (node.meta.get("grapharg") for node in output.graph.find_nodes(op="placeholder"))
+    given = map(given_to, output.graph.nodes)
     return any(isinstance(getattr(arg, "example", None), Parameter) for arg in given)
 
 
