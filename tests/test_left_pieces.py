@@ -1,7 +1,8 @@
-"""Pieces of a model that compute nothing, and that would be captured in each call."""
+"""Pieces of a model that would be captured in each call."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -73,16 +74,49 @@ def test_it_is_captured_for_others() -> None:
 
 
 class Computes(OfTexts):
+    """Reads texts in code that computes as well; `layers` behind it are the same in each call."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
+        self.dtypes: list[torch.dtype] = []
+
     def prepare(self, texts: list[str]) -> Tensor:
         torch._dynamo.graph_break()
-        return torch.softmax(self.network.words.weight * len(texts[0]), dim=1)[tokenized(texts)]
+        words = self.network.words.weight * len(texts[0])
+        return (words @ words.T)[tokenized(texts)] @ words
+
+    @torch._dynamo.disable
+    def look_at(self, x: Tensor) -> None:
+        self.dtypes.append(x.dtype)
 
     def forward(self, texts: list[str]) -> Tensor:
-        return self.network.layer(self.prepare(texts)).square().mean()
+        x = self.prepare(texts)
+        self.look_at(x)
+        return self.layers(x).square().mean()
 
 
-def test_a_piece_that_computes_is_not_left() -> None:
-    model = amp_graph.convert(Computes(), policy="bfloat16")
+def test_a_piece_that_computes_is_left_before_all_of_the_model_is() -> None:
+    model = amp_graph.convert(Computes(12), policy="bfloat16")
+    plain, calls = copy.deepcopy(amp_graph.restore(copy.deepcopy(model))), 5 * MAX_CAPTURES
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", amp_graph.ConversionWarning)
+        for call in range(calls):
+            counters.clear()
+            loss = model(texts(call))
+            loss.backward()
+            assert call < calls - MAX_CAPTURES or not counters["frames"]["total"]
+    torch.testing.assert_close(loss, plain(texts(calls - 1)), rtol=0.05, atol=0)
+    record = record_of(model)
+    assert any("in prepare: it was captured anew again" in told for told in record.breaks)
+    assert {*model.dtypes[-MAX_CAPTURES:]} == {torch.bfloat16}  # under autocast
+    network = [record.runs[i] for i, plan in enumerate(record.plans) if plan.operators > 12]
+    assert sum(network) == calls
+
+
+def test_a_piece_that_is_most_of_a_model_is_not_left_alone() -> None:
+    model = amp_graph.convert(Computes(0), policy="bfloat16")
     with pytest.warns(amp_graph.ConversionWarning, match="captured anew again and again"):
-        for call in range(MAX_CAPTURES):
+        for call in range(2 * MAX_CAPTURES):
             model(texts(call))
+    assert "in prepare" not in str(record_of(model).breaks)

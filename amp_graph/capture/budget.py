@@ -33,11 +33,12 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 
 from amp_graph.callers import is_ours, is_pythons, place
 from amp_graph.capture.breaks import FLAT, MODEL, each_once, in_other_words
+from amp_graph.capture.pieces import PART, Pieces
 from amp_graph.dynamo_changes.recapture_reasons import OF_OTHERS
 from amp_graph.sums import Summable
 
-MAX_CAPTURES = 16  # so many calls that captured something, and are not repaid, are too many
-IN_VAIN = 3  # new captures of a piece of code without an operator on float32 tensors
+MAX_CAPTURES = 16  # so many calls that captured a model, and are not repaid, are too many
+LEAST = 1 / 4  # what one that captured a small piece of it counts as
 REPAID_BY = 4  # as many calls that captured nothing repay one that did
 SOME, LONG = 8, 30.0  # so many of those, and seconds of capturing, are worth a word before that
 RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
@@ -69,11 +70,11 @@ class CapturesOfThread(threading.local):
     """The captures of one thread's calls of a model.
 
     begun: how many frames were begun.
-    computing: how many graphs with operators on float32 tensors were assembled.
+    operators: on float32 tensors, in the graphs that this call assembled.
     raised: the code of frames that Dynamo left to Python because it saw an error of the model's.
     """
 
-    begun = computing = 0
+    begun = operators = 0
 
     def __init__(self) -> None:
         self.raised: list[CodeType] = []
@@ -84,7 +85,8 @@ class CaptureBudget:
 
     number: the model's, among all of the process.
     charged: calls that captured something; of several at once, which may have met the same, one.
-    unpaid: charged calls that other calls have not repaid yet.
+    unpaid: charged calls that other calls have not repaid yet. One counts as the part of the
+        model's operators that it captured.
     failed: calls in a row that raised, in which something was to be captured.
     cost: of all captures so far.
     """
@@ -95,17 +97,18 @@ class CaptureBudget:
         self.this_thread = CapturesOfThread()
         self.charged = 0
         self.unpaid = 0.0
+        self._most = 1  # operators that a call captured
+        self._pieces, self._leaves_any = Pieces(), False
         self.failed = 0
         self._is_told = False  # that it takes long
         self.skipped: list[str] = []  # frames that run uncaptured, and why
         self.said = ""  # what Dynamo said last of what it cannot capture
-        self._in_vain: weakref.WeakKeyDictionary[CodeType, int] = weakref.WeakKeyDictionary()
         self.changed = ""  # the guard that failed last: "`len(module.seen) == 2` (net.py:7 in f)"
 
     def counted(self, code: CodeType, capture: Callable[[], Any]) -> Any:
         """Capture a frame of this code, one thread at a time: what Dynamo counts is for all."""
         result, began, work = None, time.perf_counter(), time.thread_time()
-        computing = self.this_thread.computing
+        operators = self.this_thread.operators
         before = counters["frames"]["total"]
         breaks, reasons = counters["graph_break"].copy(), counters["unimplemented"].copy()
         try:
@@ -119,9 +122,9 @@ class CaptureBudget:
                 self.this_thread.begun += 1
                 changed = _failed_guard()
                 self.changed = changed or self.changed
-                is_captured = result is not None and not is_left
-                if changed and is_captured and self.this_thread.computing == computing:
-                    self._count_in_vain(code)
+                if changed and result is not None and not is_left:
+                    self._pieces.add(code, self.this_thread.operators - operators, changed)
+                    self._leave_pieces()
             new = [*(counters["unimplemented"] - reasons)]
             if any(reason.startswith(RAISED) for reason in new):
                 self.this_thread.raised.append(code)
@@ -132,39 +135,48 @@ class CaptureBudget:
                 _left[code] = _told(code, said[-1])
                 self.skipped.append(_left[code])
 
-    def _count_in_vain(self, code: CodeType) -> None:
-        """Take note that this code was captured for a guard that failed, and has nothing that could
-        be converted. Once it is left, its captures were the last. A call's own beginning is not."""
-        if is_ours(code.co_filename):
-            return
-        self._in_vain[code] = self._in_vain.get(code, 0) + 1
-        if self._in_vain[code] == IN_VAIN:
-            self.unpaid = max(0.0, self.unpaid - IN_VAIN)
-            again = "it was captured anew again and again, and computes nothing"
-            self.skipped.append(_told(code, f"{again}; the last time for {self.changed}"))
+    def _leave_pieces(self) -> bool:
+        """Leave pieces of the model to Python that were captured anew again and again: those that
+        compute nothing, and any others once captures were too many. Returns whether there were
+        some."""
+        told = self._pieces.leave(PART * self._most if self._leaves_any else 0)
+        self.skipped += [_told(code, why) for code, why in told.items()]
+        return bool(told)
 
     def leaves(self, code: CodeType) -> bool:
-        """Whether this piece of the model's code is left to Python, as it was captured in vain: it
-        reads what is another in each call, such as a text. What it calls is captured."""
-        return self._in_vain.get(code, 0) >= IN_VAIN
+        """Whether this piece of the model's code is left to Python. What it calls is captured."""
+        return self._pieces.are_left(code)
 
     def end_call(self, has_captured: bool, charged: int) -> None:
         """Take note that a call of the model has ended, before which so many were `charged`."""
+        operators, self.this_thread.operators = self.this_thread.operators, 0
         self.this_thread.raised.clear()
         self.failed = 0
+        self._most = max(self._most, operators)
         if not has_captured:
             self.unpaid = max(0.0, self.unpaid - 1 / REPAID_BY)
         elif self.charged == charged:
-            self.charged, self.unpaid = self.charged + 1, self.unpaid + 1
-            self.cost.captures += 1
+            self.charged += 1
+            self._charge(max(LEAST, operators / self._most))
 
     def end_failed_call(self, has_captured: bool) -> None:
         """Take note that a call has raised. Its captures are made again if it comes again: see
         `try_again`."""
         self.try_again()
+        self.this_thread.operators = 0
         self.failed += has_captured
-        self.unpaid += has_captured
-        self.cost.captures += has_captured
+        if has_captured:
+            self._charge(1)
+
+    def _charge(self, part: float) -> None:
+        """Charge a call that captured this part of the model. Before that is too much, the pieces
+        are left that had to be captured again and again."""
+        self.cost.captures += 1
+        self.unpaid += part
+        if self.unpaid >= MAX_CAPTURES:
+            self._leaves_any = True
+            if self._leave_pieces():
+                self.unpaid = 0.0
 
     def try_again(self) -> None:
         """Have Dynamo capture code again that it would leave alone for good after an error. An

@@ -1,0 +1,71 @@
+"""Pieces of a model's code that are captured by themselves, behind a graph break or called by code
+that Dynamo left: those that are captured anew again and again are left to Python.
+
+What is left runs as it is; what it calls is captured. A piece that computes nothing on float32
+tensors, but reads texts, say, may be left at once, which changes no number. One that computes may
+be left, under autocast if that matters, before all of the model is: a loss over a list that is
+another in each call, say, behind a network that always is the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from types import CodeType
+
+from amp_graph.callers import is_ours
+
+AGAIN = 3  # new captures of a piece that may be left
+PART = 1 / 2  # of a model's operators: what has more of them is no piece
+
+
+@dataclass
+class Piece:
+    """A piece of code that was captured anew for a guard that failed.
+
+    times: how often.
+    operators: the most on float32 tensors that it had.
+    guard: the one that failed last.
+    """
+
+    times: int = 0
+    operators: int = 0
+    guard: str = ""
+    is_left: bool = False
+
+
+class Pieces:
+    """The pieces of one model that were captured anew."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[CodeType, Piece] = weakref.WeakKeyDictionary()
+        self._changing = threading.Lock()
+
+    def are_left(self, code: CodeType) -> bool:
+        piece = self._known.get(code)
+        return piece is not None and piece.is_left
+
+    def add(self, code: CodeType, operators: int, guard: str) -> None:
+        """Take note that this code was captured for a guard that failed, with so many operators on
+        float32 tensors. A call's own beginning is no piece."""
+        if is_ours(code.co_filename):
+            return
+        with self._changing:
+            piece = self._known.setdefault(code, Piece())
+        piece.times, piece.guard = piece.times + 1, guard
+        piece.operators = max(piece.operators, operators)
+
+    def leave(self, operators: float) -> dict[CodeType, str]:
+        """Leave those to Python, from their next call on, that have no more operators than so many,
+        and were captured anew again and again. Returns why, for each."""
+        told = {}
+        with self._changing:
+            known = [*self._known.items()]
+        for code, piece in known:
+            if piece.times >= AGAIN and piece.operators <= operators and not piece.is_left:
+                piece.is_left = True
+                told[code] = (
+                    f"it was captured anew again and again, the last time for {piece.guard}"
+                )
+        return told
