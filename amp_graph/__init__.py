@@ -33,14 +33,14 @@ from amp_graph.numerics.calibrate import Calibration, calibrate
 from amp_graph.numerics.compare import compare
 from amp_graph.numerics.comparison import Comparison
 from amp_graph.numerics.nonfinite import NonFinite, find_nonfinite
+from amp_graph.optimizers.guards import step_counts
+from amp_graph.optimizers.step_record import StepCounts
 from amp_graph.override import Override
 from amp_graph.plans.plan_file import load_plan, save_plan
 from amp_graph.policy import Policy
-from amp_graph.training.grad_scaler import GradScaler, scale_loss
-from amp_graph.training.graph_scale import GraphScale
-from amp_graph.training.loss_scale import LossScale
-from amp_graph.training.optimizers import step_counts
-from amp_graph.training.step_record import StepCounts
+from amp_graph.scaling.grad_scaler import GradScaler, scale_loss
+from amp_graph.scaling.graph_scale import GraphScale
+from amp_graph.scaling.loss_scale import LossScale
 
 __version__ = "0.1.0"
 

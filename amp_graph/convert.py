@@ -19,15 +19,15 @@ from amp_graph.calls.conversion import Conversion, conversion_of, found_conversi
 from amp_graph.calls.convertible import check_model, has_no_call, why_not_at_once
 from amp_graph.capture.surroundings import is_estimate
 from amp_graph.errors import AmpGraphError, did_you_mean, warn
+from amp_graph.gradients.found_inf import parameters_of
 from amp_graph.ir import Plan
 from amp_graph.modules import devices_of, unwrapped
+from amp_graph.optimizers.guards import overflowed_by_hand
 from amp_graph.plans.pins import Saved
 from amp_graph.plans.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, PolicySource, as_policy
+from amp_graph.scaling.graph_scale import GraphScale
 from amp_graph.snapshots import unchanged
-from amp_graph.training.found_inf import parameters_of
-from amp_graph.training.graph_scale import GraphScale
-from amp_graph.training.optimizers import overflowed_by_hand
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizers = TypeVar("Optimizers", Optimizer, list[Optimizer], tuple[Optimizer, ...])

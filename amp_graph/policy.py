@@ -24,7 +24,7 @@ from amp_graph.operator_names import dotted, full_name, known_names
 from amp_graph.oplists import OpLists, UserLists, load_lists
 from amp_graph.override import Override, check_operator, inside
 from amp_graph.plans.pins import Saved
-from amp_graph.training.loss_scale import LossScale
+from amp_graph.scaling.loss_scale import LossScale
 
 OUTPUT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 COMPILERS = ("eager", "inductor")
@@ -59,7 +59,7 @@ class Policy:
     refresh_weights: when low-precision weights are made anew: "always", before each call, or
         "on_change", for inference and gradient accumulation: before a call after something was
         seen to change. Seen are optimizers of PyTorch's, `load_state_dict` and all that raises a
-        parameter's version; writes through `parameter.data` are not (`training.change_tracker`).
+        parameter's version; writes through `parameter.data` are not (`weights.change_tracker`).
     emulation: how a CPU without kernels for the low precision computes products in it: "native",
         PyTorch's way, element by element; or "float32", by float32 kernels, whose results are
         rounded, several times faster (see `amp_graph.backend.emulation`).

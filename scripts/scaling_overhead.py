@@ -45,7 +45,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.calls.conversion import conversion_of
-from amp_graph.training.optimizers import drop_scale, use_scale
+from amp_graph.optimizers.guards import drop_scale, use_scale
 
 Step = Callable[[], None]
 SCALE = 2.0**10  # at which nothing overflows

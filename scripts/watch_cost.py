@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from counting import DispatchCounter
 
 import amp_graph
-from amp_graph.training.boundary import Boundary
+from amp_graph.boundary.outer import Boundary
 
 MOST = 1.01
 

@@ -15,7 +15,7 @@ from torch import fx
 from torch._logging._internal import trace_log
 
 from amp_graph.autopatch import Installation, Settings, install
-from amp_graph.training import optimizers
+from amp_graph.optimizers import guards
 
 # pytest would listen to all loggers, and have Dynamo tell all that it does to this one, which else
 # nobody hears: 6 % of the time of the tests that capture.
@@ -67,7 +67,7 @@ def fresh_dynamo() -> None:
 @pytest.fixture
 def no_other_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     """What spilled out of a model of another test, if that still lives, is not looked at."""
-    monkeypatch.setattr(optimizers, "_scales", weakref.WeakValueDictionary())
+    monkeypatch.setattr(guards, "_scales", weakref.WeakValueDictionary())
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from training import X
 
 import amp_graph
 from amp_graph import Policy
-from amp_graph.training.entrances import Entrance
-from amp_graph.training.standing import let_go_of_all
+from amp_graph.boundary.entrances import Entrance
+from amp_graph.boundary.standing import let_go_of_all
 
 Use = Callable[[nn.Module], None]
 POLICIES = {

@@ -13,8 +13,8 @@ from training import FLOAT16, distance
 from training import X as BATCH
 
 import amp_graph
-from amp_graph.training.boundary import Boundary, Interface
-from amp_graph.training.weights import LowPrecisionWeights
+from amp_graph.boundary.outer import Boundary, Interface
+from amp_graph.weights.store import LowPrecisionWeights
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 

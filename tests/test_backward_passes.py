@@ -14,8 +14,8 @@ from training import FLOAT16, Mlp, X, assert_same_gradients, scaled, twins
 
 import amp_graph
 from amp_graph import LossScale
-from amp_graph.training.cautious_scale import CautiousScale, bounded
-from amp_graph.training.graph_scale import GraphScale
+from amp_graph.scaling.cautious_scale import CautiousScale, bounded
+from amp_graph.scaling.graph_scale import GraphScale
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_other_scales")
 
@@ -194,7 +194,7 @@ def test_the_scale_of_a_pass_that_is_differentiated_again(
     """It leaves room for the passes that follow, and is not lowered with that of the last one."""
     scale = GraphScale(LossScale(guarded), nn.Linear(2, 2).parameters)
     scale.has_optimizer = True
-    monkeypatch.setattr("amp_graph.training.cautious_scale.backward_pass", lambda: 7)
+    monkeypatch.setattr("amp_graph.scaling.cautious_scale.backward_pass", lambda: 7)
     incoming = torch.full((4,), 2.0**-3)
     chosen = CautiousScale().factor(scale, incoming, True, double_backward)
     assert chosen == expected
@@ -203,8 +203,8 @@ def test_the_scale_of_a_pass_that_is_differentiated_again(
 def test_scales_of_the_oldest_passes_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody steps no round ends, and they would pile up."""
     scale, caution = GraphScale(LossScale(), nn.Linear(2, 2).parameters), CautiousScale()
-    monkeypatch.setattr("amp_graph.training.cautious_scale.PASSES", 2)
+    monkeypatch.setattr("amp_graph.scaling.cautious_scale.PASSES", 2)
     for number in range(4):
-        monkeypatch.setattr("amp_graph.training.cautious_scale.backward_pass", lambda n=number: n)
+        monkeypatch.setattr("amp_graph.scaling.cautious_scale.backward_pass", lambda n=number: n)
         caution.factor(scale, torch.ones(4), create_graph=False)
     assert [*caution.chosen] == [2, 3]

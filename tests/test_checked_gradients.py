@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW
 from training import Mlp, X, same, scaled, snapshot
 
 import amp_graph
-from amp_graph.training.checked_gradients import CheckedGradients
+from amp_graph.gradients.checked_gradients import CheckedGradients
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -27,7 +27,7 @@ from training import (
 
 import amp_graph
 from amp_graph import AmpGraphError, GradScaler
-from amp_graph.training import explicit_scalers
+from amp_graph.scaling import explicit_scalers
 
 SCALERS = [lambda **k: torch.amp.GradScaler("cpu", **k), GradScaler]
 

@@ -15,7 +15,7 @@ import amp_graph
 from amp_graph.autopatch.script_models import folded
 from amp_graph.autopatch.summary import summary_of
 from amp_graph.calls.conversion import found_conversion
-from amp_graph.training.optimizers import _scales
+from amp_graph.optimizers.guards import _scales
 
 X = torch.ones(2, 8)
 COUNTS = ("runs", "operators", "operators_low", "casts", "cast_bytes", "steps_skipped")

@@ -14,7 +14,8 @@ from training import FLOAT16, Mlp, X, distance, overflow, same, scaled, snapshot
 
 import amp_graph
 from amp_graph import StepCounts
-from amp_graph.training import inner_passes, step_guard
+from amp_graph.optimizers import step_guard
+from amp_graph.steps import inner_passes
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_other_scales")
 HUGE = 1e9  # times a loss, whose gradients are then beyond float16

@@ -12,7 +12,7 @@ from torch.optim import SGD
 from training import FLOAT16, Mlp, X, assert_same_gradients, distance, twins
 
 import amp_graph
-from amp_graph.training.inner_scaling import ENTER, LEAVE
+from amp_graph.boundary.inner_scaling import ENTER, LEAVE
 
 IDS = torch.arange(12).view(3, 4) % 11
 

@@ -16,7 +16,7 @@ from training import FLOAT16, Mlp, X, assert_same_gradients, distance, same, sna
 
 import amp_graph
 from amp_graph import LossScale
-from amp_graph.training.inner_scaling import ENTER
+from amp_graph.boundary.inner_scaling import ENTER
 
 CHECK = "_amp_foreach_non_finite_check_and_unscale_"
 

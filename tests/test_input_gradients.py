@@ -16,8 +16,8 @@ from training import FLOAT16, Mlp, X, Y, assert_same_gradients, distance, twins
 
 import amp_graph
 from amp_graph import LossScale
-from amp_graph.training.cautious_scale import CautiousScale, ExposedScale, are_wanted, bounded
-from amp_graph.training.graph_scale import GraphScale
+from amp_graph.scaling.cautious_scale import CautiousScale, ExposedScale, are_wanted, bounded
+from amp_graph.scaling.graph_scale import GraphScale
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -209,8 +209,8 @@ def test_devices_of_one_backward_pass_agree_on_its_scale(monkeypatch: pytest.Mon
         both.wait(timeout=30)
         return factors
 
-    monkeypatch.setattr("amp_graph.training.cautious_scale.bounded", chosen_at_once)
-    monkeypatch.setattr("amp_graph.training.cautious_scale.backward_pass", lambda: 7)
+    monkeypatch.setattr("amp_graph.scaling.cautious_scale.bounded", chosen_at_once)
+    monkeypatch.setattr("amp_graph.scaling.cautious_scale.backward_pass", lambda: 7)
     with ThreadPoolExecutor(2) as pool:
         gradients = [torch.full((4,), size) for size in (1.0, 2.0**-10)]
         first, second = pool.map(lambda g: float(exposed.factor(g, create_graph=False)), gradients)

@@ -26,7 +26,7 @@ from weight_changes import CHANGES, OTHER, SCALED, assert_seen, by_data, now
 
 import amp_graph
 from amp_graph import Policy, PolicyError
-from amp_graph.training import change_tracker
+from amp_graph.weights import change_tracker
 
 KEPT = replace(SCALED, refresh_weights="on_change")
 LEAVE_NO_TRACE = (".data in place", "numpy")

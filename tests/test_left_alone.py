@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import amp_graph
 from amp_graph.autopatch.summary import summary_of
-from amp_graph.training.explicit_scalers import is_grad_scaler_around
+from amp_graph.scaling.explicit_scalers import is_grad_scaler_around
 
 
 def quantised() -> nn.Module:

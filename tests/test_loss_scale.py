@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amp_graph import LossScale, Policy, PolicyError
-from amp_graph.training.loss_scale import save_state
+from amp_graph.scaling.loss_scale import save_state
 
 YES, NO = torch.tensor(1.0), torch.tensor(0.0)
 OVERFLOWS = st.lists(st.booleans(), max_size=60)

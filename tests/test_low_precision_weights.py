@@ -22,7 +22,7 @@ from training import FLOAT16, Mlp, X, assert_same_gradients, distance, twins
 from weight_changes import CHANGES, SCALED, assert_seen, now
 
 import amp_graph
-from amp_graph.training import weights
+from amp_graph.weights import store
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -222,7 +222,7 @@ def test_gradients_of_a_weight_in_a_loop_are_added_up_in_float32() -> None:
         m(x).backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert distance(ours.grad, theirs.grad) < 0.008
-    with patch.object(weights, "copy_all_", wraps=weights.copy_all_) as copied:
+    with patch.object(store, "copy_all_", wraps=store.copy_all_) as copied:
         model(x)
     assert [len(call.args[0]) for call in copied.call_args_list] == [4]
 
@@ -249,7 +249,7 @@ def test_copies_lie_as_the_parameters_do(spare: float, is_one: bool) -> None:
     """Where these make up a memory; a few in a large one are not worth as much again."""
     layer = put_together(nn.LSTM(8, 8, num_layers=2), spare)
     model = amp_graph.convert(layer, policy="bfloat16")
-    with patch.object(weights, "copy_all_", wraps=weights.copy_all_) as copied:
+    with patch.object(store, "copy_all_", wraps=store.copy_all_) as copied:
         model(torch.randn(3, 2, 8))
     (written, parameters), _ = copied.call_args
     assert len(written) == len(list(layer.parameters())) == 8

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from amp_graph.training import owned_parameters
-from amp_graph.training.owned_parameters import OwnedParameters
+from amp_graph.gradients import owned_parameters
+from amp_graph.gradients.owned_parameters import OwnedParameters
 
 
 def test_those_of_the_model_and_those_that_graphs_read_are() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph import LossScale, Policy
-from amp_graph.training import graph_scale
+from amp_graph.scaling import graph_scale
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -13,8 +13,8 @@ from training import scaled
 
 import amp_graph
 from amp_graph import CheckpointError, GradScaler, LossScale
-from amp_graph.training.graph_scale import GraphScale
-from amp_graph.training.loss_scale import load_state, save_state
+from amp_graph.scaling.graph_scale import GraphScale
+from amp_graph.scaling.loss_scale import load_state, save_state
 
 MODEL = torch.nn.Linear(1, 1)
 OPTIMIZER = torch.optim.SGD(MODEL.parameters())

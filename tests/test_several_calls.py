@@ -29,7 +29,7 @@ from training import X
 
 import amp_graph
 from amp_graph import Policy
-from amp_graph.training import standing
+from amp_graph.boundary import standing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_other_scales")
 

@@ -17,7 +17,7 @@ from training import FLOAT16, Mlp, X, assert_same_gradients, distance, scaled, t
 
 import amp_graph
 from amp_graph import Policy
-from amp_graph.training import weights
+from amp_graph.weights import store
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -163,10 +163,8 @@ def test_a_step_hands_out_no_handle_of_a_hook() -> None:
 def test_parameters_that_get_other_memory_in_each_step_keep_their_copies(monkeypatch) -> None:
     """As optimizers that are written by hand give it to them: no backward pass waits by then."""
     made: list[Any] = []
-    make = weights.LowPrecisionWeight
-    monkeypatch.setattr(
-        weights, "LowPrecisionWeight", lambda *args: made.append(args) or make(*args)
-    )
+    make = store.LowPrecisionWeight
+    monkeypatch.setattr(store, "LowPrecisionWeight", lambda *args: made.append(args) or make(*args))
     model = amp_graph.convert(Mlp(), policy="bfloat16")
     for _ in range(4):
         loss = model(X).square().mean()

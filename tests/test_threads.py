@@ -22,8 +22,8 @@ import amp_graph
 from amp_graph.calls import captured_calls, first_calls, outside
 from amp_graph.calls.outside import OutsideWatch
 from amp_graph.capture.budget import MAX_CAPTURES
-from amp_graph.training import weights
-from amp_graph.training.weights import LowPrecisionWeights
+from amp_graph.weights import store
+from amp_graph.weights.store import LowPrecisionWeights
 
 pytestmark = SEVERAL_THREADS
 
@@ -144,14 +144,14 @@ def test_of_two_first_calls_one_is_watched(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_low_precision_weights_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a graph might write to some, and compute with others."""
-    made, make = threading.Barrier(2), weights.LowPrecisionWeight
+    made, make = threading.Barrier(2), store.LowPrecisionWeight
 
     def slowly(*args: Any) -> Any:
         with contextlib.suppress(threading.BrokenBarrierError):
             made.wait(timeout=0.2)  # for another thread that makes one as well
         return make(*args)
 
-    monkeypatch.setattr(weights, "LowPrecisionWeight", slowly)
+    monkeypatch.setattr(store, "LowPrecisionWeight", slowly)
     parameter = nn.Parameter(X.clone())
     graph = computing_with(LowPrecisionWeights())
     first, second = at_once(2, lambda k: graph(parameter))

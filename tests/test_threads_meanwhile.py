@@ -20,8 +20,8 @@ from amp_graph.calls.conversion import restore_all
 from amp_graph.convert import convert_at_first_call
 from amp_graph.modules import Forwards
 from amp_graph.policy import Policy
-from amp_graph.training import weights
-from amp_graph.training.weights import LowPrecisionWeights
+from amp_graph.weights import store
+from amp_graph.weights.store import LowPrecisionWeights
 
 pytestmark = SEVERAL_THREADS
 
@@ -34,14 +34,14 @@ def test_kept_weights_are_stale_until_they_are_written(monkeypatch: pytest.Monke
     with torch.no_grad():
         parameter.mul_(3)
     beside: list[Tensor] = []
-    write = weights.copy_all_
+    write = store.copy_all_
 
     def later(*args: Any) -> None:
-        monkeypatch.setattr(weights, "copy_all_", write)
+        monkeypatch.setattr(store, "copy_all_", write)
         beside.extend(at_once(1, lambda k: graph(parameter).clone()))
         write(*args)
 
-    monkeypatch.setattr(weights, "copy_all_", later)
+    monkeypatch.setattr(store, "copy_all_", later)
     graph(parameter)
     assert torch.equal(beside[0], parameter.bfloat16())
 

@@ -41,10 +41,10 @@ from amp_graph.capture.captures import in_a_call
 from amp_graph.capture.surroundings import can_capture, is_compiling_here, wants_plain_code
 from amp_graph.convert import convert_at_first_call, is_converted, record_of, restore
 from amp_graph.errors import did_you_mean, in_words
+from amp_graph.gradients.engine import OUTSIDE, backward_pass, has_process_group
 from amp_graph.modules import is_rerouted, unwrapped
 from amp_graph.outer_autocast import autocast_devices
 from amp_graph.policy import Policy
-from amp_graph.training.engine import OUTSIDE, backward_pass, has_process_group
 from amp_graph.uncaptured import never_captured, passed_over
 
 TRIALS = 3  # calls of a part in the constructor of a module, or to see what it computes

@@ -43,8 +43,8 @@ from amp_graph.errors import (
 from amp_graph.files import check_folder
 from amp_graph.ir import COLORS
 from amp_graph.levels import LEVELS
+from amp_graph.optimizers.guards import scales_expected
 from amp_graph.policy import COMPILERS, EMULATION, REFRESH, Policy
-from amp_graph.training.optimizers import scales_expected
 from amp_graph.uncaptured import capturing, passed_over
 
 SLOT = "_compiled_call_impl"

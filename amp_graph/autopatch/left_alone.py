@@ -15,7 +15,7 @@ from amp_graph.convert import is_converted
 from amp_graph.dtypes import dtype_name
 from amp_graph.graphs.fake import held_otherwise
 from amp_graph.modules import below_compile, has_compiled_forward, is_compiled
-from amp_graph.training.explicit_scalers import is_grad_scaler_around
+from amp_graph.scaling.explicit_scalers import is_grad_scaler_around
 
 AUTOCAST = "the script uses torch.autocast"
 BY_SCRIPT = "the script converts it itself"

@@ -15,7 +15,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from amp_graph.dynamo_changes.replaced import method_inside
-from amp_graph.training.optimizers import before_load
+from amp_graph.optimizers.guards import before_load
 
 
 def children_heard(hear: Callable[[], None]) -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from amp_graph.backend.record import Record
 from amp_graph.capture.budget import LONG, REPAID_BY
 from amp_graph.errors import line_of_user
 from amp_graph.modules import below_compile
-from amp_graph.training.loss_scale import ScaleOutcome
+from amp_graph.scaling.loss_scale import ScaleOutcome
 
 SECONDS = 2.0  # of the processor's for capturing count as one capture
 AGAIN = 2  # models that were captured by themselves: before that none was captured anew

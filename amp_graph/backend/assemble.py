@@ -17,16 +17,16 @@ import torch
 from amp_graph.backend.build import Built, Executable, inputs_of
 from amp_graph.backend.guarded import Guarded
 from amp_graph.backend.record import Record
+from amp_graph.boundary.inner import InnerBoundary
+from amp_graph.boundary.inner_scaling import Inside
+from amp_graph.boundary.outer import Boundary, Interface
 from amp_graph.ir import Plan
 from amp_graph.modes import under_autocast
 from amp_graph.modules import Run
 from amp_graph.outer_autocast import without_autocast
-from amp_graph.training.boundary import Boundary, Interface
-from amp_graph.training.graph_scale import GraphScale
-from amp_graph.training.inner_boundary import InnerBoundary
-from amp_graph.training.inner_scaling import Inside
-from amp_graph.training.weights import LowPrecisionWeights
+from amp_graph.scaling.graph_scale import GraphScale
 from amp_graph.watched import run_watched
+from amp_graph.weights.store import LowPrecisionWeights
 
 ScaleFor: TypeAlias = Callable[[torch.dtype], GraphScale | None]
 

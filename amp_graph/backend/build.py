@@ -23,6 +23,8 @@ from amp_graph.backend.decide import Decision, Lifted, Traced, devices_of_inputs
 from amp_graph.backend.eager import code_of, eager
 from amp_graph.backend.emulation import emulated_nodes
 from amp_graph.backend.inductor import compile_graph
+from amp_graph.boundary.inner_scaling import Inside
+from amp_graph.boundary.outer import Interface
 from amp_graph.capture.retrace import changes_modes
 from amp_graph.errors import in_words
 from amp_graph.graphs.grad_modes import mode_after, recorded_nodes
@@ -33,8 +35,6 @@ from amp_graph.oplists import OpLists
 from amp_graph.passes.early_results import let_leave_early
 from amp_graph.passes.lift_results import lift_results
 from amp_graph.policy import Policy
-from amp_graph.training.boundary import Interface
-from amp_graph.training.inner_scaling import Inside
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from amp_graph.backend.compiler import Compiler
 from amp_graph.dynamo_changes.inner_gradients import compile_in_parts
 from amp_graph.errors import PolicyError, did_you_mean
 from amp_graph.policy import Policy
-from amp_graph.training.weights import LowPrecisionWeights
+from amp_graph.weights.store import LowPrecisionWeights
 
 _of_all_graphs = cache(LowPrecisionWeights)  # that were captured by name, by whether they are kept
 

@@ -17,7 +17,7 @@ from amp_graph.ir import Plan
 from amp_graph.modules import Run
 from amp_graph.plans.pins import Saved
 from amp_graph.policy import Policy
-from amp_graph.training.weights import LowPrecisionWeights
+from amp_graph.weights.store import LowPrecisionWeights
 
 
 def unscaled(dtype: torch.dtype) -> None:

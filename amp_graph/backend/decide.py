@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from amp_graph.backend.rewrite import device_types, outline, rewrite, saved_pins, split_where_wide
+from amp_graph.boundary.inner_scaling import Inside
 from amp_graph.capture.retrace import retrace
 from amp_graph.errors import MISTAKES, in_words
 from amp_graph.graphs.input_names import Names
@@ -25,7 +26,6 @@ from amp_graph.passes.lift_weights import lift_weights, with_lifted
 from amp_graph.passes.scale_inside import scale_inside
 from amp_graph.plans.pins import Saved
 from amp_graph.policy import Policy
-from amp_graph.training.inner_scaling import Inside
 
 Weights: TypeAlias = tuple[tuple[int, torch.dtype], ...]
 

@@ -4,7 +4,7 @@
     dx, dw <--- compiled backward <--- dy           cached by PyTorch across processes
 
 A low-precision weight that stands apart is an input: `w_bfloat16`, and `dw_bfloat16` comes out. A
-loss scale is one, too, with operators that multiply gradients by it (`training.inner_scaling`).
+loss scale is one, too, with operators that multiply gradients by it (`boundary.inner_scaling`).
 
 This happens inside of Dynamo's call of its backend, where `torch.compile` calls Inductor as well:
 guards, symbolic sizes and fake tensors are those of that capture. The boundary of the graph, where

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from amp_graph.capture.budget import Cost
 from amp_graph.errors import warn
 from amp_graph.ir import Plan
-from amp_graph.training.graph_scale import GraphScale
+from amp_graph.scaling.graph_scale import GraphScale
 
 
 @dataclass

@@ -19,9 +19,9 @@ from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.capture import dynamo
 from amp_graph.capture.budget import try_flat_again
 from amp_graph.capture.captures import Caller, Captures, GuardsFail
+from amp_graph.gradients.engine import OUTSIDE, backward_pass
 from amp_graph.modules import Forwards, Run
 from amp_graph.outer_autocast import without_autocast
-from amp_graph.training.engine import OUTSIDE, backward_pass
 from amp_graph.weak_references import weak_method
 
 

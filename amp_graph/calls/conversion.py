@@ -28,12 +28,12 @@ from amp_graph.capture.surroundings import (
 )
 from amp_graph.errors import AmpGraphError, in_brief
 from amp_graph.modules import CALL, Entry, Run, is_rerouted, plain_code, unwrapped
+from amp_graph.optimizers.guards import attach, detach, drop_scale, use_scale
 from amp_graph.plans.pins import Saved
 from amp_graph.plans.plan_file import PlanSource, as_plans
 from amp_graph.policy import Policy, PolicySource, as_policy
 from amp_graph.results import map_tensors
-from amp_graph.training.graph_scale import GraphScale
-from amp_graph.training.optimizers import attach, detach, drop_scale, use_scale
+from amp_graph.scaling.graph_scale import GraphScale
 from amp_graph.uncaptured import capturing, never_captured, passed_over
 from amp_graph.weak_references import living, weak_method
 

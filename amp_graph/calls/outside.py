@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.dynamo import is_of_capture, is_of_graph
 from amp_graph.capture.surroundings import can_watch, dispatch_modes
+from amp_graph.gradients.engine import OUTSIDE, backward_pass
 from amp_graph.ir import Color
 from amp_graph.oplists import OpLists, load_lists
-from amp_graph.training.engine import OUTSIDE, backward_pass
 
 TAKEN_APART = DispatchKey.CompositeImplicitAutograd
 

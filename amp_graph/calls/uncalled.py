@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from amp_graph.calls.copies import converted_parts
 from amp_graph.errors import warn
-from amp_graph.training.found_inf import parameters_of
-from amp_graph.training.steps import hear_steps
+from amp_graph.gradients.found_inf import parameters_of
+from amp_graph.steps.hooks import hear_steps
 from amp_graph.uncaptured import not_compiled
 from amp_graph.weak_references import living
 

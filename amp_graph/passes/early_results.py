@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from amp_graph.boundary.early import EarlyResults
 from amp_graph.graphs.aten import last_written, results_of, storages, widens_low
 from amp_graph.graphs.grad_modes import grad_modes
-from amp_graph.training.early import EarlyResults
 
 
 def leave_early(left: EarlyResults, key: int, value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ out.
     return [wide]                                return [leave(logits, s, float32)]
     inputs: x, w                                 inputs: x, w, s, end
 
-For graphs that are compiled (`training.inner_scaling`). Either all gradients of a graph are scaled
+For graphs that are compiled (`boundary.inner_scaling`). Either all gradients of a graph are scaled
 inside, or none: a value that shares memory with something outside, or is written to there, needs a
 boundary that autograd can look into.
 """
@@ -24,10 +24,10 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from amp_graph.boundary.inner_scaling import ENTER, LEAVE, Inside
 from amp_graph.graphs.aten import results_of, storages, tensors_of, written_operands
 from amp_graph.graphs.grad_modes import last_casts, mode_after
 from amp_graph.ir import NodeFacts
-from amp_graph.training.inner_scaling import ENTER, LEAVE, Inside
 
 EMBEDDING = torch.ops.aten.embedding.default
 

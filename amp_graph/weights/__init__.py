@@ -1,0 +1,1 @@
+"""Low-precision weights: when they are made anew, and from which parameters."""
