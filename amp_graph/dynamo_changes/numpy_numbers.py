@@ -4,54 +4,71 @@
     u = factor * np.ceil(np.log(n)).astype("int").item()     how many queries Informer looks at
     torch.arange(n) * np.sqrt(0.5)                      float32, where a float64 tensor is float64
     if np.log(n) > 2:    if torch.is_tensor(np.max(sizes)):    range(np.prod(steps))
+    self.hop_length = np.prod(rates)        as audio codecs have it
 
 Dynamo has a tensor in its place. Here such a number is worked out by NumPy itself, and given to
-what is not NumPy's. Between operators of NumPy it stays Dynamo's, which knows their methods.
+what is not NumPy's. Between operators of NumPy it stays Dynamo's, which knows their methods. One
+that the model holds, or is given, is known as long as it stays the same.
 
 Private names of PyTorch used here:
 
     torch._dynamo.variables.NumpyNdarrayVariable            what NumPy returns
     torch._dynamo.variables.builder.wrap_fx_proxy_cls       makes a variable of a node
+    torch._dynamo.variables.builder.VariableBuilder._wrap, .tx, .source
+                                            makes one of what a model holds or is given
+    torch._dynamo.variables.LazyVariableTracker.is_realized, .peek_value
+                                            what nothing has read yet
+    torch._dynamo.pgo.process_automatic_dynamic, FrameStateSizeEntry.make_scalar, auto_dynamic
+                                            whether a number has changed
+    torch._dynamo.guards.install_guard
     torch._dynamo.variables.BuiltinVariable.fn              a function or operator of Python's
-    torch._dynamo.variables.TorchInGraphFunctionVariable.call_function
-                                            of a function of PyTorch or of `math`
-    torch._dynamo.variables.TensorVariable                  a value of the graph
+    torch._dynamo.variables.TensorVariable, tensor.SymNodeVariable
+                                            a value of the graph; a number that is not known
     torch._dynamo.variables.ListVariable, TupleVariable     .items
-    torch._dynamo.symbolic_convert.InstructionTranslatorBase.next_instruction
-                                            what is done with what was compared
+    torch._dynamo.symbolic_convert.InstructionTranslatorBase.current_instruction,
+        next_instruction, output.current_tx     what is done now, in the innermost frame, and next
     torch._dynamo.variables.misc.get_tnp_to_np_map          NumPy's functions, by PyTorch's
+    torch._refs.tensor                                      Dynamo's torch.tensor of numbers
     torch._dynamo.utils.numpy_to_tensor_wrapper.f, numpy_method_wrapper.method,
         numpy_operator_wrapper.op                           what a node of the graph calls
 """
 
 from __future__ import annotations
 
-import math
+import operator
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo import utils
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.pgo import FrameStateSizeEntry, auto_dynamic, process_automatic_dynamic
 from torch._dynamo.variables import (
     BuiltinVariable,
     ConstantVariable,
+    LazyVariableTracker,
     ListVariable,
     NumpyNdarrayVariable,
     TensorVariable,
     TupleVariable,
     builder,
 )
+from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.misc import get_tnp_to_np_map
+from torch._dynamo.variables.tensor import SymNodeVariable
 
 from amp_graph.dynamo_changes.replaced import Change
 
-WORKED_OUT = "worked out by NumPy"  # among what a node of Dynamo's knows of itself
+# Among what a node of Dynamo's knows of itself.
+WORKED_OUT, HELD = "worked out by NumPy", "what the model holds, and where"
 NUMBERS = (int, float, bool)
 PLAIN = (*NUMBERS, complex, str, type(None))
 BOOLEANS = ("bool", "bool_")  # NumPy's, since 2.0 and before
+COMPUTED = (TensorVariable, SymNodeVariable)
 # These make of a number of NumPy's the same as of Python's, and nothing of NumPy's.
-TAKING = {range, round, int, float, bool}
-SIZED = (torch.reshape, torch.zeros, torch.ones, torch.empty, torch.full)
+TAKING = {range, round, int, float, bool, operator.not_}
+BRANCH = ("POP_JUMP", "JUMP_IF", "TO_BOOL")
+TYPED = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch._refs.tensor}
 
 
 def unread_numbers(graph: fx.Graph) -> set[fx.Node]:
@@ -64,17 +81,59 @@ def unread_numbers(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _known(value: Any) -> Any:
-    """Return the number that NumPy makes of known ones, NumPy's or Python's; None of what is no
-    such number."""
+    """Return the number that NumPy makes of known ones, NumPy's or Python's, or that the model
+    holds; None of what is no such number."""
+    if isinstance(value, LazyVariableTracker) and (
+        value.is_realized() or _is_number(value.peek_value())
+    ):
+        value = value.realize()
     if type(value) is not NumpyNdarrayVariable:  # `isinstance` would read what nothing has read
         return None
     return _worked_out(value.as_proxy().node)
 
 
 def _worked_out(node: fx.Node) -> Any:
+    if HELD in node.meta:
+        return _held(*node.meta[HELD])
     if WORKED_OUT not in node.meta:
         node.meta[WORKED_OUT] = _call(node)
     return node.meta[WORKED_OUT]
+
+
+def _held(number: Any, source: Any) -> Any:
+    is_boolean = type(number).__name__ in BOOLEANS  # of which there are two
+    install_guard(
+        source.make_guard(GuardBuilder.ID_MATCH if is_boolean else GuardBuilder.EQUALS_MATCH)
+    )
+    return number
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number of NumPy's, but for one that is not equal to itself."""
+    if type(value).__module__ != "numpy":
+        return False
+    import numpy as np
+
+    return isinstance(value, np.integer | np.floating | np.bool_) and bool(value == value)
+
+
+def _is_narrow(number: Any) -> bool:
+    """Whether computing with it is less exact than with Python's."""
+    return number.dtype.kind == "f" and not isinstance(number, float)
+
+
+def _wrap_given(method: Any, builder: Any, value: Any) -> Any:
+    """Note where a number of NumPy's comes from, as long as it has always been the same."""
+    variable = method(builder, value)
+    if type(variable) is NumpyNdarrayVariable and _is_number(value):
+        entry = FrameStateSizeEntry.make_scalar(value.item())
+        seen = process_automatic_dynamic(builder.tx, builder.source.name, entry)
+        if seen.scalar is not auto_dynamic:
+            variable.as_proxy().node.meta[HELD] = value, builder.source
+            asks = builder.tx.output.current_tx.current_instruction
+            if asks.opname.startswith(BRANCH) and not _is_narrow(value):
+                return ConstantVariable.create(_known(variable).item())
+    return variable
 
 
 def _call(node: fx.Node) -> Any:
@@ -125,7 +184,7 @@ def _wrap(method: Any, target_cls: Any, tx: Any, proxy: Any, *given: Any, **opti
     of `item()`, or if it was compared and the model branches on it."""
     if target_cls is NumpyNdarrayVariable:
         found = _worked_out(proxy.node)
-        is_branch = tx.next_instruction.opname.startswith(("POP_JUMP", "TO_BOOL"))
+        is_branch = tx.next_instruction.opname.startswith(BRANCH)
         if type(found) in NUMBERS or (is_branch and type(found).__name__ in BOOLEANS):
             return ConstantVariable.create(found if type(found) in NUMBERS else bool(found))
     return method(target_cls, tx, proxy, *given, **options)
@@ -144,7 +203,7 @@ def _plain(value: Any) -> Any:
 def _call_builtin(method: Any, builtin: Any, frame: Any, args: Any, kwargs: Any) -> Any:
     if any(_known(value) is not None for value in args):
         args = [value.realize() for value in args]
-        if builtin.fn in TAKING or any(type(value) is TensorVariable for value in args):
+        if builtin.fn in TAKING or any(type(value) in COMPUTED for value in args):
             args = [_plain(value) for value in args]
         elif builtin.fn is isinstance and args[1].is_python_constant():
             is_one = isinstance(_known(args[0]), args[1].as_python_constant())
@@ -158,9 +217,10 @@ def _is_tensor(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -
     return method(function, frame, args, kwargs)
 
 
-def _call_function(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
-    named = {name: _plain(value) for name, value in kwargs.items()}
-    return method(function, frame, [_plain(value) for value in args], named)
+def _plain_arguments(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    if function in TYPED:  # look at the type of a number
+        return args, kwargs
+    return [*map(_plain, args)], {name: _plain(value) for name, value in kwargs.items()}
 
 
 def _call_method(method: Any, tensor: Any, frame: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -170,12 +230,11 @@ def _call_method(method: Any, tensor: Any, frame: Any, name: str, args: Any, kwa
     return method(tensor, frame, name, args, kwargs)
 
 
-CALLS = {
-    torch.is_tensor: _is_tensor,
-    **dict.fromkeys((*SIZED, math.ceil, math.floor), _call_function),
-}
+CALLS = {torch.is_tensor: _is_tensor}
+PREPARE = (_plain_arguments,)
 CHANGES: tuple[Change, ...] = (
     (builder, "wrap_fx_proxy_cls", _wrap),
+    (VariableBuilder, "_wrap", _wrap_given),
     (BuiltinVariable, "call_function", _call_builtin),
     (TensorVariable, "call_method", _call_method),
 )
