@@ -242,12 +242,24 @@ def test_a_tensor_put_where_it_is_costs_no_graph(function: Callable[[Tensor], Te
     assert plan.fallback is None and plan.converts
 
 
-def test_neither_does_a_layer_that_is_converted_to_what_it_is() -> None:
-    """As the routers of Switch transformers are in each call."""
+TOLD = {
+    "to a type": lambda layer, x: layer.to(x.dtype),
+    "to a device": lambda layer, x: layer.to(x.device),
+    "to a device by name": lambda layer, x: layer.to("cpu"),
+    "to the CPU": lambda layer, x: layer.cpu(),
+    "to what a tensor is": lambda layer, x: layer.to(x),
+    "twice": lambda layer, x: layer.float().to(x.device),
+}
+
+
+@pytest.mark.parametrize("tell", TOLD.values(), ids=TOLD)
+def test_neither_does_a_layer_that_is_converted_to_what_it_is(tell: Callable[..., Any]) -> None:
+    """As the routers of Switch transformers are in each call, and experts that are moved to where
+    their input is."""
 
     class Converts(Two):
         def forward(self, x: Tensor) -> Tensor:
-            self.a.to(x.dtype)
+            tell(self.a, x)
             return self.b(self.a(x))
 
     plain, model = twins(Converts(), "bfloat16")

@@ -54,7 +54,7 @@ def assignments(graph: fx.Graph, inputs: Sequence[Any]) -> Assignments:
 
 def _idle(graph: fx.Graph) -> set[fx.Node]:
     """Return the assignments that change nothing, as of `w.data = w.data.to(device)` on that
-    device."""
+    device, or of all parameters where a module is told to move there, `self.part.to(x.device)`."""
     idle: set[fx.Node] = set()
     own = {}  # by the id of a value that is `x.data`, x; gone with the next assignment to it
     assigned = set()
@@ -64,7 +64,7 @@ def _idle(graph: fx.Graph) -> set[fx.Node]:
         elif node.target is SPELLED:
             x, y = node.all_input_nodes[0], node.all_input_nodes[-1]
             is_own = own.get(id(y.meta.get("example_value"))) is x
-            if is_own or (x not in assigned and _is_as_it_was(x, y)):
+            if is_own or _is_itself(x, y) or (x not in assigned and _is_as_it_was(x, y)):
                 idle.add(node)
             else:
                 assigned.add(x)
@@ -72,6 +72,21 @@ def _idle(graph: fx.Graph) -> set[fx.Node]:
         elif _is_uncount(node) and node.args[0] in idle:
             idle.add(node)
     return idle
+
+
+def _is_itself(x: fx.Node, y: fx.Node) -> bool:
+    """Whether a value is the object `x`, as `x.to(device)` is on that device."""
+    fake = x.meta.get("example_value")
+    while y is not x:
+        first = y.args[0] if y.args else None
+        if (
+            fake is None
+            or y.meta.get("example_value") is not fake
+            or not isinstance(first, fx.Node)
+        ):
+            return False
+        y = first
+    return True
 
 
 def _is_as_it_was(x: fx.Node, y: fx.Node) -> bool:
