@@ -64,6 +64,16 @@ class ViewOfInput(Two):
         return self.b(self.a(view))[:, 0]
 
 
+class NewSum(Two):
+    """Losses of layers are added to a new zero, as by the routing transformer."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.a(x)
+        loss = torch.tensor(0.0, requires_grad=True) + h.square().mean()
+        other = torch.zeros(1, requires_grad=True)
+        return self.b(h), loss + other.sum()
+
+
 class AsItWas(Two):
     """Nothing changes, as in the penalty of AdaLoRA."""
 
@@ -76,11 +86,13 @@ class AsItWas(Two):
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo 2.11 ends graphs at any")
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("kind", [Frozen, Assigned, BiasOfBlock, ViewOfInput, AsItWas])
+@pytest.mark.parametrize("kind", [Frozen, Assigned, BiasOfBlock, ViewOfInput, NewSum, AsItWas])
 def test_they_do_not_end_the_graph(kind: type[nn.Module], policy: Policy) -> None:
     plain, model = twins(kind(), policy)
     for each in (plain, model):
-        each(X.clone()).square().mean().backward()
+        outputs = each(X.clone())
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.stack([y.square().mean() for y in outputs]).sum().backward()
     assert_same_gradients(model, plain, BFLOAT16)
     assert not record_of(model).breaks
     (plan,) = amp_graph.plans(model)
@@ -105,7 +117,15 @@ class NoOther(Frozen):
         return h, h.exp()
 
 
-@pytest.mark.parametrize("kind", [Leaves, NoOther])
+class New(Frozen):
+    """A new value itself is a result, beside one that is not to require a gradient."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.ones(8, requires_grad=True)
+        return h, torch.zeros(8, requires_grad=False) + h * self.a(x)
+
+
+@pytest.mark.parametrize("kind", [Leaves, NoOther, New])
 def test_results_require_the_gradients_that_the_plain_models_do(kind: type[nn.Module]) -> None:
     plain, model = twins(kind(), Policy("bfloat16"))
     leaves = []
@@ -115,3 +135,15 @@ def test_results_require_the_gradients_that_the_plain_models_do(kind: type[nn.Mo
         result.square().mean().backward()
         leaves.append(leaf.grad)
     assert distance(leaves[1], leaves[0]) <= BFLOAT16
+
+
+def test_a_new_value_that_requires_one_is_not_written_to() -> None:
+    class Writes(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            loss = torch.zeros((), requires_grad=True)
+            loss += self.b(self.a(x)).mean()
+            return loss
+
+    for model in twins(Writes(), Policy("bfloat16")):
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            model(X)

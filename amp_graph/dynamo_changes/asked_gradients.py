@@ -6,17 +6,18 @@
 
 So models do that fine-tune frozen layers under `checkpoint`, which in its reentrant form takes no
 gradient of its parameters unless its input requires one (`enable_input_require_grads` and
-`position_bias.requires_grad = True` in transformers). A captured graph has no such need, and what
-is made of trained parameters has a gradient anyway. Dynamo ends the graph at an assignment, and at
-a call if anything that is made of the value leaves the graph. Here it does so only if a result
-would not require a gradient otherwise, or if the graph takes gradients itself.
+`position_bias.requires_grad = True` in transformers). Others begin a sum of losses with a zero that
+requires one, `torch.zeros(1, requires_grad=True)`. A captured graph has no such need, and what is
+made of trained parameters has a gradient anyway. Dynamo ends the graph at an assignment and at such
+a zero, and at a call if anything that is made of the value leaves the graph. Here it does so only
+if a result would not require a gradient otherwise, or if the graph takes gradients itself.
 
 Private names of PyTorch used here, since 2.13; before, nothing is changed:
 
     torch._dynamo.variables.builtin.SetAttrBuiltinVariable._call_setattr
     torch._dynamo.output_graph.OutputGraph._check_requires_grad_intermediate_outputs
     ..., .leaf_var_creation_order
-    torch._dynamo.variables.TensorVariable
+    torch._dynamo.variables.TensorVariable, .TorchInGraphFunctionVariable
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo.output_graph import OutputGraph
-from torch._dynamo.variables import TensorVariable, builtin
+from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable, builtin
 
 from amp_graph.dynamo_changes.known_values import fake_of
 from amp_graph.dynamo_changes.replaced import existing
 
 ASSIGNS = getattr(builtin, "SetAttrBuiltinVariable", None)
+MAKING = (torch.tensor, torch.zeros, torch.ones, torch.full, torch.zeros_like, torch.ones_like)
 
 
 def _assign(method: Any, setter: Any, frame: Any, x: Any, name: Any, value: Any) -> Any:
@@ -45,6 +47,17 @@ def _assign(method: Any, setter: Any, frame: Any, x: Any, name: Any, value: Any)
             x.call_method(frame, "requires_grad_", [], {})
             return value
     return method(setter, frame, x, name, value)
+
+
+def _make(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    """Treat `torch.zeros(1, requires_grad=True)` as `torch.zeros(1).requires_grad_()`."""
+    asked = kwargs.get("requires_grad")
+    if asked is None or function.value not in MAKING or _constant(asked.realize()) is not True:
+        return method(function, frame, args, kwargs)
+    others = {name: value for name, value in kwargs.items() if name != "requires_grad"}
+    made = method(function, frame, args, others)
+    made.call_method(frame, "requires_grad_", [], {})
+    return made
 
 
 def _constant(variable: Any) -> Any:
@@ -76,6 +89,7 @@ def _differentiable(graph: fx.Graph, asked: set[fx.Node]) -> set[fx.Node]:
 
 
 CHANGES = existing(
+    (TorchInGraphFunctionVariable, "call_function", _make),
     (ASSIGNS, "_call_setattr", _assign),
     (OutputGraph, "_check_requires_grad_intermediate_outputs", _end),
 )
