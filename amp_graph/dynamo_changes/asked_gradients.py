@@ -17,7 +17,7 @@ Private names of PyTorch used here, since 2.13; before, nothing is changed:
     torch._dynamo.variables.builtin.SetAttrBuiltinVariable._call_setattr
     torch._dynamo.output_graph.OutputGraph._check_requires_grad_intermediate_outputs
     ..., .leaf_var_creation_order
-    torch._dynamo.variables.TensorVariable, .TorchInGraphFunctionVariable
+    torch._dynamo.variables.TensorVariable
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo.output_graph import OutputGraph
-from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable, builtin
+from torch._dynamo.variables import TensorVariable, builtin
 
 from amp_graph.dynamo_changes.known_values import fake_of
 from amp_graph.dynamo_changes.replaced import existing
@@ -88,8 +88,8 @@ def _differentiable(graph: fx.Graph, asked: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
+AROUND = (_make,)
 CHANGES = existing(
-    (TorchInGraphFunctionVariable, "call_function", _make),
     (ASSIGNS, "_call_setattr", _assign),
     (OutputGraph, "_check_requires_grad_intermediate_outputs", _end),
 )

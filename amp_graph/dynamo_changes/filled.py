@@ -26,7 +26,7 @@ from torch._dynamo.variables import (
     TorchInGraphFunctionVariable,
 )
 
-from amp_graph.dynamo_changes.replaced import Change, by_function
+from amp_graph.dynamo_changes.replaced import Change
 
 NOT_ALONE = {"fill_value", "size", "out", "requires_grad"}
 
@@ -64,7 +64,5 @@ def _is_filled(args: Any, kwargs: Any) -> bool:
     return type(number) is TensorVariable and number.ndim == 0 and not number.requires_grad
 
 
-CHANGES: tuple[Change, ...] = (
-    by_function(TorchInGraphFunctionVariable, {torch.full: _full, torch.full_like: _full_like}),
-    (TensorVariable, "call_method", _call_method),
-)
+CALLS = {torch.full: _full, torch.full_like: _full_like}
+CHANGES: tuple[Change, ...] = ((TensorVariable, "call_method", _call_method),)

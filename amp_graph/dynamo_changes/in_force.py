@@ -3,7 +3,7 @@
 The files of this folder say what to change, in tables:
 
     CALLS      how the call of a function is captured, by function of PyTorch or of `math`
-    PREPARE    what is taken for the arguments of such a call first, whatever it is of
+    AROUND     what is done around each such call, whatever it is of
     BUILTINS   the same, by function of Python's
     FINDS      what the call of a function returns, by module and name (`known_calls`)
     ENTRIES    what is in tables of Dynamo's
@@ -64,7 +64,7 @@ def _joined(table: str) -> dict[Any, Any]:
 CALLS, BUILTINS, FINDS = _joined("CALLS"), _joined("BUILTINS"), _joined("FINDS")
 ENTRIES: tuple[Entries, ...] = (*_all("ENTRIES"),)
 CHANGES: tuple[Change, ...] = (  # in any order: of one method, no two are about the same call
-    by_function(TorchInGraphFunctionVariable, CALLS, prepare=[*_all("PREPARE")]),
+    by_function(TorchInGraphFunctionVariable, CALLS, around=[*_all("AROUND")]),
     by_function(BuiltinVariable, BUILTINS, held_as="fn"),
     by_name(FINDS),
     *_all("CHANGES"),

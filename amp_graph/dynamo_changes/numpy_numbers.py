@@ -217,10 +217,11 @@ def _is_tensor(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -
     return method(function, frame, args, kwargs)
 
 
-def _plain_arguments(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    if function in TYPED:  # look at the type of a number
-        return args, kwargs
-    return [*map(_plain, args)], {name: _plain(value) for name, value in kwargs.items()}
+def _call_function(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    if function.value not in TYPED:  # these look at the type of a number
+        args = [_plain(value) for value in args]
+        kwargs = {name: _plain(value) for name, value in kwargs.items()}
+    return method(function, frame, args, kwargs)
 
 
 def _call_method(method: Any, tensor: Any, frame: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -231,7 +232,7 @@ def _call_method(method: Any, tensor: Any, frame: Any, name: str, args: Any, kwa
 
 
 CALLS = {torch.is_tensor: _is_tensor}
-PREPARE = (_plain_arguments,)
+AROUND = (_call_function,)
 CHANGES: tuple[Change, ...] = (
     (builder, "wrap_fx_proxy_cls", _wrap),
     (VariableBuilder, "_wrap", _wrap_given),

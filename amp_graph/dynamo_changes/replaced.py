@@ -57,21 +57,20 @@ def by_function(
     kind: type,
     calls: Mapping[Any, Callable[..., Any]],
     held_as: str = "value",
-    prepare: Iterable[Callable[[Any, Any, Any], tuple[Any, Any]]] = (),
+    around: Iterable[Callable[..., Any]] = (),
 ) -> Change:
     """Return a change by which Dynamo captures calls of some functions, known to it as variables of
     this kind, which hold the function as an attribute, through `calls`:
-    `call(method, variable, frame, args, kwargs)` by function. Before that, arguments of all calls
-    go through `prepare`: `other(function, args, kwargs)` returns what to take for them."""
+    `call(method, variable, frame, args, kwargs)` by function. `around` that, calls of all of them
+    go through these, in the same way."""
 
-    def call_function(method: Any, variable: Any, frame: Any, args: Any, kwargs: Any) -> Any:
-        function = getattr(variable, held_as)
-        for other in prepare:
-            args, kwargs = other(function, args, kwargs)
-        call = calls.get(function)
-        if call is None:
-            return method(variable, frame, args, kwargs)
-        return call(method, variable, frame, args, kwargs)
+    def call_function(method: Any, variable: Any, *called: Any) -> Any:
+        call = calls.get(getattr(variable, held_as))
+        if call is not None:
+            method = functools.partial(call, method)
+        for outer in around:
+            method = functools.partial(outer, method)
+        return method(variable, *called)
 
     return kind, "call_function", call_function
 
