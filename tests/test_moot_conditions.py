@@ -51,8 +51,10 @@ class OfVisible(Two):
 
     def forward(self, x: Tensor, is_hidden: Tensor) -> Tensor:
         h = self.a(x[~is_hidden].reshape(x.shape[0], -1, 8))
-        causal = self.asks(h.shape[1], None, self.is_causal)
-        return self.b(F.scaled_dot_product_attention(h, h, h, is_causal=causal))
+        heads = h.view(x.shape[0], -1, 2, 4).transpose(1, 2)
+        causal = self.asks(heads.shape[2], None, self.is_causal)
+        heads = F.scaled_dot_product_attention(heads, heads, heads, is_causal=causal)
+        return self.b(heads.transpose(1, 2).reshape(h.shape))
 
 
 def hidden(count: int) -> Tensor:
@@ -77,3 +79,12 @@ def test_one_that_decides_something_is_asked(asks: Callable[..., bool]) -> None:
         expected = plain(X, hidden(count))
         torch.testing.assert_close(model(X, hidden(count)), expected, rtol=0.05, atol=0.05)
     assert record_of(model).breaks
+
+
+def test_nor_does_one_of_batches_that_vary() -> None:
+    plain, model = twins(OfVisible(first_of_all, is_causal=False), "bfloat16")
+    for size, count in ((2, 4), (3, 4), (5, 1), (4, 6), (3, 2)):
+        x, is_hidden = X[:1].expand(size, 6, 8), hidden(count)[:1].expand(size, 6)
+        torch.testing.assert_close(model(x, is_hidden), plain(x, is_hidden), rtol=0.05, atol=0.05)
+    record = record_of(model)
+    assert not record.breaks and len(record.plans) == 2

@@ -6,6 +6,11 @@ So do models with a cache of keys, whose prompts have many positions and whose n
 Once Dynamo has seen two lengths `length > 1` is a symbol to it, which attention refuses, so that
 the graph would end at each layer. Here a guard says which it is. What depends on data ends it.
 
+    scaled_dot_product_attention(q, k, v)       of as many positions as a mask has selected
+
+Attention asks whether there are none. Here it is told that there are some; when it runs, it asks
+again.
+
     multi_head_attention_forward(q, k, v, ..., attn_mask=mask)    the mask alone on the CPU
 
 So `nn.Transformer` calls it with a mask that was made on the default device: the model finds the
@@ -49,6 +54,7 @@ from torch.nn.functional import multi_head_attention_forward, scaled_dot_product
 
 from amp_graph.dynamo_changes.own_guards import hold_in_state
 from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.graphs.fake import none_empty
 
 ARGUMENTS: dict[Any, tuple[str, ...]] = {
     scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
@@ -96,7 +102,8 @@ def _attend(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> A
     named = zip(names, args, strict=False)
     args = [*(settled.get(name, v) for name, v in named), *args[len(names) :]]
     kwargs = {n: settled.get(n, v) for n, v in kwargs.items()}
-    return method(function, frame, args, kwargs)
+    with none_empty():
+        return method(function, frame, args, kwargs)
 
 
 def _choose(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:

@@ -4,19 +4,22 @@ Private names of PyTorch used here:
 
     torch._dispatch.python.enable_python_dispatcher     rules for symbolic sizes that C++ lacks
     torch._subclasses.fake_tensor.unset_fake_temporarily
+    torch.fx.experimental.sym_node.SymNode.guard_bool   what is known of a size, for C++ as well
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from amp_graph.graphs.aten import CAST, RECURRENT, has_any_inside, tensors_of
@@ -32,12 +35,35 @@ def fake_mode_of(module: fx.GraphModule) -> FakeTensorMode | None:
     return None
 
 
-def any_sizes(mode: FakeTensorMode | None) -> AbstractContextManager[Any]:
+@contextlib.contextmanager
+def any_sizes(mode: FakeTensorMode | None) -> Iterator[None]:
     """Let a trace or a replay lose sizes that depend on data: they need not come out of the
     operator that made them. An operator that writes into a view slices it again, for autograd, and
     nobody sees the sizes of that."""
     sizes = None if mode is None else mode.shape_env
-    return nullcontext() if sizes is None else sizes.ignore_fresh_unbacked_symbols()
+    with sizes.ignore_fresh_unbacked_symbols() if sizes else nullcontext(), none_empty():
+        yield
+
+
+@contextlib.contextmanager
+def none_empty() -> Iterator[None]:
+    """Take a size that depends on data for another than 0, if an operator asks that (attention, of
+    its lengths) and it is not known. The operator asks again when it runs."""
+    asked = SymNode.guard_bool
+
+    def guard_bool(answer: SymNode, file: str, line: int) -> bool:
+        try:
+            return asked(answer, file, line)
+        except GuardOnDataDependentSymNode:
+            if answer.expr.is_Equality and answer.expr.rhs == 0:
+                return False
+            raise
+
+    SymNode.guard_bool = guard_bool  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        SymNode.guard_bool = asked  # type: ignore[method-assign]
 
 
 def _values(module: fx.GraphModule) -> Iterator[Any]:
