@@ -260,3 +260,29 @@ def test_a_detector_s_layer_is_one_graph_in_training() -> None:
     assert (found - expected).norm() <= 0.01 * expected.norm()
     (plan,) = amp_graph.plans(model)
     assert not plan.fallback and any("clamp" in facts.op for facts in plan.facts.values())
+
+
+class Detector(nn.Module):
+    """Its labels are read behind the branch, and their sizes vary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, labels: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        h = self.b(all_finite(self.a(x)))
+        return h, self.count(labels)
+
+    @torch.compiler.disable
+    def count(self, labels: list[dict[str, Tensor]]) -> Tensor:
+        return torch.cat([label["boxes"] for label in labels]).sum()
+
+
+def test_what_is_not_read_yet_stays_unread() -> None:
+    torch.manual_seed(0)
+    model = amp_graph.convert(Detector().train(), policy="bfloat16")
+    x = torch.randn(4, 8)
+    for counts in ((2, 3), (4, 0), (1, 5), (0, 2)):
+        labels = [{"boxes": torch.ones(count, 4)} for count in counts]
+        assert model(x, labels)[1] == 4 * sum(counts)
+    assert len(amp_graph.plans(model)) == 1

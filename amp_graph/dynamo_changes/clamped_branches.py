@@ -18,6 +18,7 @@ Private names of PyTorch used here:
     torch._dynamo.bytecode_transformation.Instruction, cleaned_instructions
     torch._dynamo.side_effects.SideEffects.id_to_variable, .store_attr_mutations
     torch._dynamo.variables.VariableTracker.visit                   to look for another name
+    torch._dynamo.variables.LazyVariableTracker.is_realized         whether an input was read
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch._dynamo.bytecode_transformation import Instruction, cleaned_instructions
-from torch._dynamo.variables import ConstantVariable, TensorVariable, VariableTracker
+from torch._dynamo.variables import (
+    ConstantVariable,
+    LazyVariableTracker,
+    TensorVariable,
+    VariableTracker,
+)
 
 from amp_graph.graphs.writes import is_as_made
 
@@ -77,15 +83,22 @@ def _names(asked: fx.Node, frame: Any) -> int:
         frames.append(around)
 
     def note(variable: Any) -> None:
-        if isinstance(variable, TensorVariable) and variable.as_proxy().node is asked:
+        if _is_tensor(variable) and variable.as_proxy().node is asked:
             found.append(variable)
 
     places = [place for f in frames for place in (*f.symbolic_locals.values(), *f.stack)]
-    places += [v for v in changes.id_to_variable.values() if not isinstance(v, TensorVariable)]
+    places += [v for v in changes.id_to_variable.values() if not _is_tensor(v)]
     places += [v for written in changes.store_attr_mutations.values() for v in written.values()]
     for place in places:
         VariableTracker.visit(note, place)
     return len(found)
+
+
+def _is_tensor(variable: Any) -> bool:
+    """Whether it is a tensor that the model has read. An input that it has not is left unread, by
+    which the graph would depend on it: the class that is asked for reads it."""
+    is_unread = isinstance(variable, LazyVariableTracker) and not variable.is_realized()
+    return not is_unread and isinstance(variable, TensorVariable)
 
 
 class _Step(NamedTuple):
