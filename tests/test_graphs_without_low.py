@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import amp_graph
 from amp_graph import Policy
 from amp_graph.calls.model_graphs import _how_few
+from amp_graph.convert import record_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -66,6 +68,9 @@ def test_graphs_in_which_nothing_is_low_do_not_count(kind: type[Suppresses], rec
         assert model(x).shape == plain(x).shape == (20,)
     assert low_share(model, x) == 1
     said = [str(w.message) for w in recwarn.list if "no longer captured" in str(w.message)]
+    if kind is LeftToPython or sys.version_info >= (3, 12):  # what is called in the loop is left
+        assert "in overlap: it was captured anew" in str(record_of(model).breaks) and not said
+        return
     assert len(said) == 1
     few = r"nothing in them is in low precision|have (less than one|\d\.\d) operators? for each"
     assert re.search(few, said[0])

@@ -73,6 +73,30 @@ def test_it_is_captured_for_others() -> None:
     assert counters["frames"]["ok"] == 1
 
 
+class InFloat32(OfTexts):
+    def forward(self, texts: list[str]) -> Tensor:
+        return self.weighted(self.network(self.prepare(texts)), texts).square().mean()
+
+    def weighted(self, x: Tensor, texts: list[str]) -> Tensor:
+        torch._dynamo.graph_break()
+        return x.softmax(1) * sum(int(word) for word in texts[0].split())
+
+
+def test_a_piece_in_float32_is_left_as_well() -> None:
+    plain = InFloat32()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", amp_graph.ConversionWarning)
+        for call in range(MAX_CAPTURES):
+            loss = model(texts(call))
+            loss.backward()
+    torch.testing.assert_close(loss, plain(texts(call)), rtol=0.05, atol=0)
+    record = record_of(model)
+    assert any("in weighted: it was captured anew again" in told for told in record.breaks)
+    low = [record.runs[i] for i, plan in enumerate(record.plans) if plan.converts]
+    assert low == [MAX_CAPTURES]  # the network's graph
+
+
 class Computes(OfTexts):
     """Reads texts in code that computes as well; `layers` behind it are the same in each call."""
 

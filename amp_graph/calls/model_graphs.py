@@ -138,7 +138,9 @@ class ModelGraphs:
         record, here = self._compiler.record, self.this_thread
         index, run = self._compiler.assemble(graph.built)
         plan = record.plans[index]
-        self.budget.this_thread.operators += max(plan.operators, plan.autocast)
+        captured = self.budget.this_thread
+        captured.operators += max(plan.operators, plan.autocast)
+        captured.converted += plan.converts
         if plan.autocast and not any(map(torch.is_autocast_enabled, autocast_devices())):
             # Else it was said of all the code around.
             warn(f"{record.graph(index)} {plan.otherwise}")

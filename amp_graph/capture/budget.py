@@ -71,10 +71,11 @@ class CapturesOfThread(threading.local):
 
     begun: how many frames were begun.
     operators: on float32 tensors, in the graphs that this call assembled.
+    converted: how many of these graphs are not all in float32.
     raised: the code of frames that Dynamo left to Python because it saw an error of the model's.
     """
 
-    begun = operators = 0
+    begun = operators = converted = 0
 
     def __init__(self) -> None:
         self.raised: list[CodeType] = []
@@ -108,7 +109,7 @@ class CaptureBudget:
     def counted(self, code: CodeType, capture: Callable[[], Any]) -> Any:
         """Capture a frame of this code, one thread at a time: what Dynamo counts is for all."""
         result, began, work = None, time.perf_counter(), time.thread_time()
-        operators = self.this_thread.operators
+        operators, converted = self.this_thread.operators, self.this_thread.converted
         before = counters["frames"]["total"]
         breaks, reasons = counters["graph_break"].copy(), counters["unimplemented"].copy()
         try:
@@ -123,7 +124,9 @@ class CaptureBudget:
                 changed = _failed_guard()
                 self.changed = changed or self.changed
                 if changed and result is not None and not is_left:
-                    self._pieces.add(code, self.this_thread.operators - operators, changed)
+                    operators = self.this_thread.operators - operators
+                    is_converted = self.this_thread.converted != converted
+                    self._pieces.add(code, operators, is_converted, changed)
                     self._leave_pieces()
             new = [*(counters["unimplemented"] - reasons)]
             if any(reason.startswith(RAISED) for reason in new):
@@ -136,9 +139,8 @@ class CaptureBudget:
                 self.skipped.append(_left[code])
 
     def _leave_pieces(self) -> bool:
-        """Leave pieces of the model to Python that were captured anew again and again: those that
-        compute nothing, and any others once captures were too many. Returns whether there were
-        some."""
+        """Leave pieces of the model to Python that were captured anew: those that are in float32,
+        and any others once captures were too many. Returns whether there were some."""
         told = self._pieces.leave(PART * self._most if self._leaves_any else 0)
         self.skipped += [_told(code, why) for code, why in told.items()]
         return bool(told)

@@ -1,10 +1,10 @@
 """Pieces of a model's code that are captured by themselves, behind a graph break or called by code
 that Dynamo left: those that are captured anew again and again are left to Python.
 
-What is left runs as it is; what it calls is captured. A piece that computes nothing on float32
-tensors, but reads texts, say, may be left at once, which changes no number. One that computes may
-be left, under autocast if that matters, before all of the model is: a loss over a list that is
-another in each call, say, behind a network that always is the same.
+What is left runs as it is; what it calls is captured. A piece that is in float32, such as one that
+reads texts, or parts of a loss, may be left at once, which changes no number. Any other may be
+left, under autocast, before all of the model is: one over a list that is another in each call, say,
+behind a network that always is the same.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ class Piece:
 
     times: how often.
     operators: the most on float32 tensors that it had.
+    is_converted: whether anything in it is not in float32.
     guard: the one that failed last.
     """
 
     times: int = 0
     operators: int = 0
+    is_converted: bool = False
     guard: str = ""
     is_left: bool = False
 
@@ -46,7 +48,7 @@ class Pieces:
         piece = self._known.get(code)
         return piece is not None and piece.is_left
 
-    def add(self, code: CodeType, operators: int, guard: str) -> None:
+    def add(self, code: CodeType, operators: int, is_converted: bool, guard: str) -> None:
         """Take note that this code was captured for a guard that failed, with so many operators on
         float32 tensors. A call's own beginning is no piece."""
         if is_ours(code.co_filename):
@@ -55,15 +57,17 @@ class Pieces:
             piece = self._known.setdefault(code, Piece())
         piece.times, piece.guard = piece.times + 1, guard
         piece.operators = max(piece.operators, operators)
+        piece.is_converted |= is_converted
 
     def leave(self, operators: float) -> dict[CodeType, str]:
-        """Leave those to Python, from their next call on, that have no more operators than so many,
-        and were captured anew again and again. Returns why, for each."""
+        """Leave those to Python, from their next call on, that were captured anew again and again,
+        and are in float32 or have no more operators than so many. Returns why, for each."""
         told = {}
         with self._changing:
             known = [*self._known.items()]
         for code, piece in known:
-            if piece.times >= AGAIN and piece.operators <= operators and not piece.is_left:
+            is_small = piece.operators <= operators or not piece.is_converted
+            if piece.times >= AGAIN and is_small and not piece.is_left:
                 piece.is_left = True
                 told[code] = (
                     f"it was captured anew again and again, the last time for {piece.guard}"
