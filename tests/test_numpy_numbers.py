@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.variables import ConstantVariable
 from training import twins
 from two_layers import Two, X
 
@@ -122,6 +123,8 @@ def test_a_number_of_numpy_that_a_model_holds(
         torch.testing.assert_close(found, expected, rtol=0.05, atol=0.2)
     assert not record_of(model).breaks and not caplog.records
     assert len(amp_graph.plans(model)) <= 2
+    # Dynamo's own constants, which are those of all models, do not come from this one.
+    assert not any(ConstantVariable.create(number).source for number in (True, False, 6))
 
 
 def test_a_held_number_that_changes_is_captured_twice() -> None:

@@ -132,7 +132,9 @@ def _wrap_given(method: Any, builder: Any, value: Any) -> Any:
             variable.as_proxy().node.meta[HELD] = value, builder.source
             asks = builder.tx.output.current_tx.current_instruction
             if asks.opname.startswith(BRANCH) and not _is_narrow(value):
-                return ConstantVariable.create(_known(variable).item())
+                # A new one: it is told where it came from, and what `create` returns is Dynamo's
+                # for good.
+                return ConstantVariable(_known(variable).item())
     return variable
 
 
