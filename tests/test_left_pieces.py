@@ -97,6 +97,41 @@ def test_a_piece_in_float32_is_left_as_well() -> None:
     assert low == [MAX_CAPTURES]  # the network's graph
 
 
+class OfSeveral(nn.Module):
+    """Parts of one class, some of which compute in low precision, called where nothing is captured
+    as a whole."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Part(layer) for layer in layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            torch._dynamo.graph_break()
+            x = part(x)
+        return x
+
+
+class Part(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).tanh()
+
+
+def test_code_is_not_left_that_some_parts_have_in_low_precision() -> None:
+    others = [nn.Softmax(1), nn.LayerNorm(16), nn.Softplus(), nn.LogSoftmax(1), nn.Softmin(1)]
+    layers = [nn.Linear(16, 16), *others, nn.Linear(16, 16, bias=False)]
+    model = amp_graph.convert(OfSeveral(layers), policy="bfloat16")
+    for _ in range(3):
+        model(torch.randn(4, 16)).sum().backward()
+    assert not any("captured anew" in told for told in record_of(model).breaks)
+    runs = [record_of(model).runs[i] for i, p in enumerate(amp_graph.plans(model)) if p.has_low]
+    assert runs == [3, 3]
+
+
 class Computes(OfTexts):
     """Reads texts in code that computes as well; `layers` behind it are the same in each call."""
 

@@ -123,7 +123,7 @@ class CaptureBudget:
                 self.this_thread.begun += 1
                 changed = _failed_guard()
                 self.changed = changed or self.changed
-                if changed and result is not None and not is_left:
+                if result is not None and not is_left:
                     operators = self.this_thread.operators - operators
                     is_converted = self.this_thread.converted != converted
                     self._pieces.add(code, operators, is_converted, changed)

@@ -22,11 +22,11 @@ PART = 1 / 2  # of a model's operators: what has more of them is no piece
 
 @dataclass
 class Piece:
-    """A piece of code that was captured anew for a guard that failed.
+    """A piece of code that was captured.
 
-    times: how often.
+    times: how often, for a guard that failed.
     operators: the most on float32 tensors that it had.
-    is_converted: whether anything in it is not in float32.
+    is_converted: whether anything in it was not in float32.
     guard: the one that failed last.
     """
 
@@ -38,7 +38,7 @@ class Piece:
 
 
 class Pieces:
-    """The pieces of one model that were captured anew."""
+    """The pieces of one model that were captured."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[CodeType, Piece] = weakref.WeakKeyDictionary()
@@ -49,13 +49,13 @@ class Pieces:
         return piece is not None and piece.is_left
 
     def add(self, code: CodeType, operators: int, is_converted: bool, guard: str) -> None:
-        """Take note that this code was captured for a guard that failed, with so many operators on
-        float32 tensors. A call's own beginning is no piece."""
+        """Take note that this code was captured, with so many operators on float32 tensors.
+        A call's own beginning is no piece. `guard`: for which it was captured anew, else ""."""
         if is_ours(code.co_filename):
             return
         with self._changing:
             piece = self._known.setdefault(code, Piece())
-        piece.times, piece.guard = piece.times + 1, guard
+        piece.times, piece.guard = piece.times + bool(guard), guard or piece.guard
         piece.operators = max(piece.operators, operators)
         piece.is_converted |= is_converted
 
