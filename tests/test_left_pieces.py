@@ -98,6 +98,28 @@ def test_a_piece_in_float32_is_left_as_well() -> None:
     assert low == [MAX_CAPTURES]  # the network's graph
 
 
+class GoesOn(OfTexts):
+    """In float32 up to a break, and not behind it."""
+
+    def forward(self, texts: list[str]) -> Tensor:
+        torch._dynamo.graph_break()
+        return self.computed(texts).square().mean()
+
+    def computed(self, texts: list[str]) -> Tensor:
+        weights = self.network.words.weight * sum(int(word) for word in texts[0].split())
+        torch._dynamo.graph_break()
+        return self.network.layer(weights)
+
+
+def test_code_is_not_left_that_goes_on_in_low_precision() -> None:
+    model = amp_graph.convert(GoesOn(), policy="bfloat16")
+    for call in range(MAX_CAPTURES):
+        model(texts(call)).backward()
+    record = record_of(model)
+    assert not any("captured anew" in told for told in record.breaks)
+    assert [record.runs[i] for i, p in enumerate(record.plans) if p.has_low] == [MAX_CAPTURES]
+
+
 class OfSeveral(nn.Module):
     """Parts of one class, some of which compute in low precision, called where nothing is captured
     as a whole."""

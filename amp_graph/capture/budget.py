@@ -33,7 +33,7 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 
 from amp_graph.callers import is_ours, is_pythons, place
 from amp_graph.capture.breaks import FLAT, MODEL, each_once, in_other_words
-from amp_graph.capture.pieces import PART, Pieces
+from amp_graph.capture.pieces import PART, RESUMED, Pieces
 from amp_graph.dynamo_changes.recapture_reasons import OF_OTHERS
 from amp_graph.sums import Summable
 
@@ -42,9 +42,8 @@ LEAST = 1 / 4  # what one that captured a small piece of it counts as
 REPAID_BY = 4  # as many calls that captured nothing repay one that did
 SOME, LONG = 8, 30.0  # so many of those, and seconds of capturing, are worth a word before that
 RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
-# Dynamo's name for the code behind a break.
-RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
 GUARD = re.compile(r"\d+/\d+: (.*?)(?:\s+#.*# (\S+:\d+ in \S+).*)?$", re.MULTILINE)
+MEANWHILE = "Unexpected recompilation"
 AS_EVER = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
 _numbers = itertools.count()
 _left: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()  # and why
@@ -225,12 +224,13 @@ class CaptureBudget:
 
 
 def _failed_guard() -> str:
-    """Return the guard for which Dynamo last captured anew; "" if there is none, or if it only says
-    that another model was captured before."""
+    """Return the guard for which Dynamo last captured anew; "" if there is none, as where another
+    thread has captured the same meanwhile, or if it only says that another model was captured
+    before."""
     metrics = get_compilation_metrics()
     reason = metrics[-1].recompile_reason if metrics else None
     found = GUARD.match(reason or "")
-    if found is None or OF_OTHERS in found[1]:
+    if found is None or OF_OTHERS in found[1] or found[1].startswith(MEANWHILE):
         return ""
     guard, line = found.groups()
     return f"`{guard}` ({line.rpartition('/')[2]})" if line else f"`{guard}`"

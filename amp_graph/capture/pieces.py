@@ -1,23 +1,34 @@
 """Pieces of a model's code that are captured by themselves, behind a graph break or called by code
 that Dynamo left: those that are captured anew again and again are left to Python.
 
-What is left runs as it is; what it calls is captured. A piece that is in float32, such as one that
-reads texts, or parts of a loss, may be left at once, which changes no number. Any other may be
-left, under autocast, before all of the model is: one over a list that is another in each call, say,
-behind a network that always is the same.
+What is left runs as it is, with all that follows in its function; what it calls is captured. A
+piece of a function in float32, such as one that reads texts, or a part of a loss, may be left at
+once, which changes no number. Any other may be left, under autocast, before all of the model is:
+one over a list that is another in each call, say, behind a network that always is the same.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from dataclasses import dataclass
 from types import CodeType
+from typing import Any
 
 from amp_graph.callers import is_ours
 
 AGAIN = 3  # new captures of a piece that may be left
 PART = 1 / 2  # of a model's operators: what has more of them is no piece
+
+
+# Dynamo's name for the code behind a break, which is what is left of a function.
+RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
+
+
+def _function(code: CodeType) -> tuple[str, str]:
+    """The function that a piece of code is of, by file and name."""
+    return code.co_filename, RESUMED.sub(r"\1", code.co_qualname)
 
 
 @dataclass
@@ -65,9 +76,14 @@ class Pieces:
         told = {}
         with self._changing:
             known = [*self._known.items()]
+        functions: dict[Any, list[Piece]] = {}
         for code, piece in known:
-            is_small = piece.operators <= operators or not piece.is_converted
-            if piece.times >= AGAIN and is_small and not piece.is_left:
+            functions.setdefault(_function(code), []).append(piece)
+        for code, piece in known:
+            function = functions[_function(code)]  # all that is left with it
+            is_converted = any(part.is_converted for part in function)
+            is_small = sum(part.operators for part in function) <= operators
+            if piece.times >= AGAIN and (is_small or not is_converted) and not piece.is_left:
                 piece.is_left = True
                 told[code] = (
                     f"it was captured anew again and again, the last time for {piece.guard}"
