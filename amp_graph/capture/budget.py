@@ -70,7 +70,7 @@ class CapturesOfThread(threading.local):
 
     begun: how many frames were begun.
     operators: on float32 tensors, in the graphs that this call assembled.
-    converted: how many of these graphs are not all in float32.
+    converted: how many graphs so far are not all in float32.
     raised: the code of frames that Dynamo left to Python because it saw an error of the model's.
     """
 
@@ -126,7 +126,8 @@ class CaptureBudget:
                     operators = self.this_thread.operators - operators
                     is_converted = self.this_thread.converted != converted
                     self._pieces.add(code, operators, is_converted, changed)
-                    self._leave_pieces()
+                    if changed:
+                        self._leave_pieces()
             new = [*(counters["unimplemented"] - reasons)]
             if any(reason.startswith(RAISED) for reason in new):
                 self.this_thread.raised.append(code)
