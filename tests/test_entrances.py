@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting import PRODUCTS, DispatchCounter, in_backward
 from entering_anew import POLICIES, Net, Use, assert_as_anew, by_policy, loss, made_in
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -44,7 +45,8 @@ def test_only_the_first_of_many_steps_makes_them(policy: Policy) -> None:
 @by_policy
 def test_groups_stand_from_the_first_call_on(policy: Policy, monkeypatch: Any) -> None:
     """One that is made does not let go of another's."""
-    monkeypatch.setattr(entrances, "CPU_GROUP_BYTES", 1)
+    monkeypatch.setattr(entrances, "FIRST_BYTES", 1)
+    monkeypatch.setattr(entrances, "GROUP_BYTES", 1)
     model = amp_graph.convert(Net(), policy=policy)
     assert [made_in(lambda: loss(model).backward()) for _ in range(3)][1:] == [0, 0]
     model.head.weight.requires_grad_(False)
@@ -208,6 +210,42 @@ def test_a_gradient_that_is_differentiated_again_comes_from_all_uses(policy: Pol
         torch.autograd.grad(each(X), each.weight, create_graph=True)[0] for each in (model, plain)
     )
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+class Deep(nn.Module):
+    """Layers of more than half a MiB each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*[nn.Linear(400, 400) for _ in range(4)])
+        self.head = nn.Linear(400, 400)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+class BackwardProducts(DispatchCounter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def record(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        self.count += name in PRODUCTS and in_backward()
+
+
+@by_policy
+def test_the_gradient_of_the_last_layer_does_not_take_those_of_all(policy: Policy) -> None:
+    """By which VQGAN and others balance their losses. Of the layer before, in the same group, it
+    takes that of the weight, and what leads there."""
+    model = amp_graph.convert(Deep(), policy=policy)
+    x = torch.randn(2, 400)
+
+    def balance() -> int:
+        with BackwardProducts() as products:
+            torch.autograd.grad(loss(model, x), model.head.weight)
+        return products.count
+
+    assert [balance() for _ in range(2)] == [3, 3]
 
 
 def stands() -> bool:

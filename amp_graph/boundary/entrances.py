@@ -24,11 +24,11 @@ from amp_graph.weights.low_precision_weight import is_plain
 from amp_graph.weights.picker import Pick, picker
 from amp_graph.weights.store import GraphWeights
 
-# Bytes of float32 parameters per group, the last parameters first. On CPU small groups are faster;
-# on a GPU few are, of which the second pass finds much in its caches. Among several processes as in
-# DistributedDataParallel, whose communication can start when the first, small group is done.
-CPU_GROUP_BYTES, GROUP_BYTES = 2**20, 64 * 2**20
-FIRST_BYTES_SENT, BYTES_SENT = 2**20, 25 * 2**20
+# Bytes of float32 parameters per group, the last parameters first. The first group is small: losses
+# are balanced by the gradients of a model's last layer alone (VQGAN), which are asked for by
+# themselves, and in DistributedDataParallel communication can start when it is done. Then few are
+# faster, but among several processes they are of the size that it sends.
+FIRST_BYTES, GROUP_BYTES, BYTES_SENT = 2**20, 64 * 2**20, 25 * 2**20
 
 _requires_grad = attrgetter("requires_grad")
 _hooks, _hooks_after = map(attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks"))
@@ -149,7 +149,7 @@ def _grouped(
     size, are_first = 0, True
     for position, its_slots in groupby(reversed(slots), key=itemgetter(0)):
         parameter = args[position]
-        is_full = size >= _group_bytes(parameter.device, are_first)
+        is_full = size >= _group_bytes(are_first)
         if members and (is_full or not _may_join(parameter, args[members[0][0]])):
             yield _entrance(members, args, fresh)
             members, size, are_first = [], 0, False
@@ -159,12 +159,10 @@ def _grouped(
         yield _entrance(members, args, fresh)
 
 
-def _group_bytes(device: torch.device, is_first: bool) -> int:
-    if device.type == "cpu":
-        return CPU_GROUP_BYTES
-    if has_process_group():
-        return FIRST_BYTES_SENT if is_first else BYTES_SENT
-    return GROUP_BYTES
+def _group_bytes(is_first: bool) -> int:
+    if is_first:
+        return FIRST_BYTES
+    return BYTES_SENT if has_process_group() else GROUP_BYTES
 
 
 def _may_join(one: Tensor, other: Tensor) -> bool:
