@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "amp_graph"
 # Each imports from those before it in the list, and within itself.
 LAYERS = [
     "callers", "errors", "batches", "files", "snapshots", "weak_references", "modules",
-    "outer_autocast", "results", "sums", "uncaptured",
+    "outer_autocast", "patching", "results", "sums", "uncaptured",
     "dtypes", "levels", "ir", "rules", "plans",
     "cpu", "flow", "listing", "operator_names",
     "graphs", "dynamo_changes", "capture", "watched", "oplists", "reasons",

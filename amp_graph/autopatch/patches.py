@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from amp_graph.dynamo_changes.replaced import method_inside
 from amp_graph.optimizers.guards import before_load
+from amp_graph.patching import method_inside
 
 
 def children_heard(hear: Callable[[], None]) -> AbstractContextManager[None]:

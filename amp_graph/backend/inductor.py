@@ -38,11 +38,11 @@ from torch._dynamo.source import ConstantSource
 from torch.autograd.graph import Node
 
 from amp_graph.backend.decide import Lifted, Traced
-from amp_graph.dynamo_changes.replaced import method_inside
 from amp_graph.errors import CaptureError, DerivativeError
 from amp_graph.graphs.aten import RECURRENT, has_any_inside, set_data
 from amp_graph.modules import Run
 from amp_graph.outer_autocast import without_autocast
+from amp_graph.patching import method_inside
 
 # All casts are in the graph, those of its backward as well. And a backward that cannot be compiled
 # is to fail at once, where there is a way back.

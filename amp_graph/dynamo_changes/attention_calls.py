@@ -53,8 +53,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 
 from amp_graph.dynamo_changes.own_guards import hold_in_state
-from amp_graph.dynamo_changes.replaced import method_inside
 from amp_graph.graphs.fake import none_empty
+from amp_graph.patching import method_inside
 
 ARGUMENTS: dict[Any, tuple[str, ...]] = {
     scaled_dot_product_attention: ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),

@@ -22,7 +22,7 @@ from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_graph.dynamo_changes.ended_graphs import end_graph
-from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.patching import method_inside
 
 
 def _call(method: Any, function: Any, frame: Any, *called: Any) -> Any:

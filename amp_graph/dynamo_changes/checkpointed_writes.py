@@ -31,7 +31,7 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 
-from amp_graph.dynamo_changes.replaced import method_inside
+from amp_graph.patching import method_inside
 
 
 @contextlib.contextmanager

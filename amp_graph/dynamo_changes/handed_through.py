@@ -44,7 +44,8 @@ from torch._dynamo.variables import (
 )
 
 from amp_graph.dynamo_changes.own_guards import hold_key
-from amp_graph.dynamo_changes.replaced import Change, method_inside
+from amp_graph.dynamo_changes.replaced import Change
+from amp_graph.patching import method_inside
 
 
 def _of_dictionary(method: Any, held: Any) -> Any:

@@ -29,13 +29,8 @@ from typing import Any
 from torch._dynamo.variables import BuiltinVariable, TorchInGraphFunctionVariable
 
 from amp_graph.dynamo_changes.known_calls import by_name
-from amp_graph.dynamo_changes.replaced import (
-    Change,
-    Entries,
-    by_function,
-    method_inside,
-    with_entries,
-)
+from amp_graph.dynamo_changes.replaced import Change, Entries, by_function, with_entries
+from amp_graph.patching import method_inside
 
 
 def _parts() -> Iterator[ModuleType]:

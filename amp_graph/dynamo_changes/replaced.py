@@ -1,4 +1,4 @@
-"""Replace methods of PyTorch's classes, and entries of its tables, for a while.
+"""Changes of PyTorch's methods, and entries of its tables, for a while.
 
 Private names of PyTorch used here:
 
@@ -26,26 +26,6 @@ Change = tuple[Any, str, Callable[..., Any]]
 Entries = tuple[Callable[[], dict[Any, Any]], Mapping[Any, Any]]
 
 LOOK_UP = "var_getattr" if torch.__version__ < "2.14" else "tp_getattro_impl"
-
-
-@contextlib.contextmanager
-def method_inside(kind: type | ModuleType, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Make a `Change`, within. If somebody else replaces the method meanwhile, theirs stays."""
-    method, own = getattr(kind, name), kind.__dict__.get(name)
-
-    @functools.wraps(method)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return around(method, *args, **kwargs)
-
-    setattr(kind, name, replaced)
-    try:
-        yield
-    finally:
-        if kind.__dict__.get(name) is replaced:
-            if own is None:
-                delattr(kind, name)
-            else:
-                setattr(kind, name, own)
 
 
 def existing(*changes: Change) -> tuple[Change, ...]:

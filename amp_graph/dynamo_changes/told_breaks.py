@@ -22,7 +22,8 @@ from typing import Any
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
-from amp_graph.dynamo_changes.replaced import existing, method_inside
+from amp_graph.dynamo_changes.replaced import existing
+from amp_graph.patching import method_inside
 
 UNTOLD = "step_unsupported"
 

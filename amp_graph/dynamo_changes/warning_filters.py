@@ -32,7 +32,8 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.ctx_manager import CatchWarningsCtxManagerVariable
 
 from amp_graph.dynamo_changes.known_values import constants
-from amp_graph.dynamo_changes.replaced import found_as, method_inside, with_entries
+from amp_graph.dynamo_changes.replaced import found_as, with_entries
+from amp_graph.patching import method_inside
 
 SETTERS = (warnings.simplefilter, warnings.filterwarnings)
 

@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from amp_graph.graphs.aten import CAST, RECURRENT, has_any_inside, tensors_of
+from amp_graph.patching import method_inside
 
 UNKNOWN_SIZE = 8192  # elements assumed along sizes that depend on data
 
@@ -49,9 +50,8 @@ def any_sizes(mode: FakeTensorMode | None) -> Iterator[None]:
 def none_empty() -> Iterator[None]:
     """Take a size that depends on data for another than 0, if an operator asks that (attention, of
     its lengths) and it is not known. The operator asks again when it runs."""
-    asked = SymNode.guard_bool
 
-    def guard_bool(answer: SymNode, file: str, line: int) -> bool:
+    def guard_bool(asked: Callable[..., bool], answer: SymNode, file: str, line: int) -> bool:
         try:
             return asked(answer, file, line)
         except GuardOnDataDependentSymNode:
@@ -59,11 +59,8 @@ def none_empty() -> Iterator[None]:
                 return False
             raise
 
-    SymNode.guard_bool = guard_bool  # type: ignore[assignment, method-assign]
-    try:
+    with method_inside(SymNode, "guard_bool", guard_bool):
         yield
-    finally:
-        SymNode.guard_bool = asked  # type: ignore[method-assign]
 
 
 def _values(module: fx.GraphModule) -> Iterator[Any]:
