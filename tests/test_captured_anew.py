@@ -96,6 +96,16 @@ def test_calls_in_between_that_are_not_captured_do_not_make_it_go_on_for_ever() 
     assert len(amp_graph.plans(model)) == captured
 
 
+def test_what_is_all_of_its_call_counts_in_full_however_small() -> None:
+    """As the trees of a recursive network do, whose first was a large one."""
+    model = amp_graph.convert(Chosen(), policy="bfloat16")
+    choices = list(itertools.product(range(3), repeat=3))
+    model(X, choices[0] * 8)
+    with pytest.warns(ConversionWarning, match="captured anew again and again"):
+        for choice in choices[: MAX_CAPTURES - 1]:
+            model(X, choice)
+
+
 def test_captures_that_pay_are_forgiven() -> None:
     model = amp_graph.convert(Chosen(), policy="bfloat16")
     for choice in itertools.islice(itertools.product(range(3), repeat=4), MAX_CAPTURES + 2):

@@ -139,7 +139,8 @@ class ModelGraphs:
         index, run = self._compiler.assemble(graph.built)
         plan = record.plans[index]
         captured = self.budget.this_thread
-        captured.operators += max(plan.operators, plan.autocast)
+        operators = max(plan.operators, plan.autocast)
+        captured.operators += operators
         captured.converted += plan.converts
         if plan.autocast and not any(map(torch.is_autocast_enabled, autocast_devices())):
             # Else it was said of all the code around.
@@ -151,6 +152,7 @@ class ModelGraphs:
 
         def counted(*args: Any) -> Any:
             here.runs += 1
+            captured.ran += operators
             record.runs[index] += 1
             if here.watch is None:
                 result = run(*args)

@@ -38,7 +38,7 @@ from amp_graph.dynamo_changes.recapture_reasons import OF_OTHERS
 from amp_graph.sums import Summable
 
 MAX_CAPTURES = 16  # so many calls that captured a model, and are not repaid, are too many
-LEAST = 1 / 4  # what one that captured a small piece of it counts as
+LEAST = 1 / 4  # what one that captured a small part of what ran counts as
 REPAID_BY = 4  # as many calls that captured nothing repay one that did
 SOME, LONG = 8, 30.0  # so many of those, and seconds of capturing, are worth a word before that
 RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
@@ -70,11 +70,12 @@ class CapturesOfThread(threading.local):
 
     begun: how many frames were begun.
     operators: on float32 tensors, in the graphs that this call assembled.
+    ran: in those that ran in it.
     converted: how many graphs so far are not all in float32.
     raised: the code of frames that Dynamo left to Python because it saw an error of the model's.
     """
 
-    begun = operators = converted = 0
+    begun = operators = ran = converted = 0
 
     def __init__(self) -> None:
         self.raised: list[CodeType] = []
@@ -85,8 +86,8 @@ class CaptureBudget:
 
     number: the model's, among all of the process.
     charged: calls that captured something; of several at once, which may have met the same, one.
-    unpaid: charged calls that other calls have not repaid yet. One counts as the part of the
-        model's operators that it captured.
+    unpaid: charged calls that other calls have not repaid yet. One counts as the part of what ran
+        in it that it captured, by operators.
     failed: calls in a row that raised, in which something was to be captured.
     cost: of all captures so far.
     """
@@ -151,7 +152,8 @@ class CaptureBudget:
 
     def end_call(self, has_captured: bool, charged: int) -> None:
         """Take note that a call of the model has ended, before which so many were `charged`."""
-        operators, self.this_thread.operators = self.this_thread.operators, 0
+        operators, ran = self.this_thread.operators, self.this_thread.ran
+        self.this_thread.operators = self.this_thread.ran = 0
         self.this_thread.raised.clear()
         self.failed = 0
         self._most = max(self._most, operators)
@@ -159,19 +161,19 @@ class CaptureBudget:
             self.unpaid = max(0.0, self.unpaid - 1 / REPAID_BY)
         elif self.charged == charged:
             self.charged += 1
-            self._charge(max(LEAST, operators / self._most))
+            self._charge(max(LEAST, min(operators / max(ran, 1), 1)))
 
     def end_failed_call(self, has_captured: bool) -> None:
         """Take note that a call has raised. Its captures are made again if it comes again: see
         `try_again`."""
         self.try_again()
-        self.this_thread.operators = 0
+        self.this_thread.operators = self.this_thread.ran = 0
         self.failed += has_captured
         if has_captured:
             self._charge(1)
 
     def _charge(self, part: float) -> None:
-        """Charge a call that captured this part of the model. Before that is too much, the pieces
+        """Charge a call that captured this part of what ran in it. Before that is too much, the pieces
         are left that had to be captured again and again."""
         self.cost.captures += 1
         self.unpaid += part
