@@ -173,8 +173,8 @@ class CaptureBudget:
             self._charge(1)
 
     def _charge(self, part: float) -> None:
-        """Charge a call that captured this part of what ran in it. Before that is too much, the pieces
-        are left that had to be captured again and again."""
+        """Charge a call that captured this part of what ran in it. Before that is too much, the
+        pieces are left that had to be captured again and again."""
         self.cost.captures += 1
         self.unpaid += part
         if self.unpaid >= MAX_CAPTURES:
