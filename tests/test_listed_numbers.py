@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,47 @@ def test_numbers_that_change_are_captured_once_more(
         result, made = model(X, numbers)
         assert made.dtype is make(numbers).dtype
         torch.testing.assert_close(made, make(numbers))
+        result.sum().backward()
+    assert len(amp_graph.plans(model)) == 2
+
+
+def written(x: Tensor, numbers: list[int]) -> Tensor:
+    x = x.clone()
+    x[torch.arange(3), numbers] = 2.0
+    x[:, [n - 1 for n in numbers]] += 1
+    return x
+
+
+PLACES: dict[str, Callable[[Tensor, list[int]], Tensor]] = {
+    "alone": lambda x, numbers: x.T[numbers],
+    "in a tuple": lambda x, numbers: x.T[numbers,],
+    "behind": lambda x, numbers: x[..., [n - 1 for n in numbers], None],
+    "beside a range": lambda x, numbers: x[range(len(numbers)), numbers],
+    "beside another": lambda x, numbers: x[[n % 4 for n in numbers], numbers],
+    "beside one": lambda x, numbers: x[numbers[0] % 4, numbers],
+    "beside a number in a tensor": lambda x, numbers: x[torch.tensor(1), numbers],
+    "to write to": written,
+}
+
+
+class Places(nn.Module):
+    def __init__(self, read: Callable[[Tensor, list[int]], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.read = nn.Linear(8, 8), read
+
+    def forward(self, x: Tensor, numbers: list[int]) -> Tensor:
+        return self.read(self.layer(x), numbers)
+
+
+@pytest.mark.parametrize("read", PLACES.values(), ids=PLACES)
+def test_lists_of_indices_are_captured_once_more(read: Any) -> None:
+    plain = Places(read)
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    drawn = random.Random(0)
+    for _ in range(6):
+        numbers = [drawn.randint(2, 7) for _ in range(3)]
+        result, expected = model(X, numbers), plain(X, numbers)
+        torch.testing.assert_close(result, expected, rtol=0.02, atol=0.02)
         result.sum().backward()
     assert len(amp_graph.plans(model)) == 2
 

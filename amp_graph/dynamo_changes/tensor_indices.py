@@ -1,18 +1,22 @@
-"""An index that is a number in a tensor does not end a graph.
+"""An index that is a number in a tensor does not end a graph, and one that is a list of numbers is
+not captured anew for others.
 
-    alpha = alphas[t]     ->   alphas.select(0, t.item())
-    h = hidden[:, last]   ->   hidden.select(1, last.item())
+    alpha = alphas[t]                ->   alphas.select(0, t.item())
+    h = hidden[:, last]              ->   hidden.select(1, last.item())
+    h = hidden[[n - 1 for n in ns]]  ->   hidden[torch.tensor([n - 1 for n in ns])]
 
 That is what PyTorch does without Dynamo: it selects by such an index before it looks at the others.
 Dynamo ends the graph to ask for the number, unless it is the only index and a number already. A
 write to such a place (`x[t] = 0`) ends the graph as ever. In functions that a user gives
-`flex_attention` such a number stands for many (`bias[head]`), and takes as many places.
+`flex_attention` such a number stands for many (`bias[head]`), and takes as many places. Of the
+numbers in a list Dynamo makes constants.
 
 Private names of PyTorch used here:
 
     torch._dynamo.variables.BuiltinVariable.call_function    of `operator.getitem`
-    torch._dynamo.variables.TensorVariable.ndim, ..., .dtype
-    torch._dynamo.variables.SliceVariable, SymNodeVariable, TupleVariable    indices
+    torch._dynamo.variables.TensorVariable.method___setitem__, .ndim, ..., .dtype
+    torch._dynamo.variables.ListVariable, SliceVariable, SymNodeVariable, TupleVariable    indices
+    torch._dynamo.variables.TorchInGraphFunctionVariable    of `torch.tensor`
     torch._dynamo.config.capture_scalar_outputs    whether such a number may be asked for
     torch._C._functorch.is_batchedtensor    whether a value in a graph stands for many, of a vmap
     torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex
@@ -35,8 +39,10 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._dynamo.variables import (
     BuiltinVariable,
     ConstantVariable,
+    ListVariable,
     SliceVariable,
     TensorVariable,
+    TorchInGraphFunctionVariable,
     TupleVariable,
 )
 from torch._dynamo.variables.tensor import SymNodeVariable
@@ -64,6 +70,8 @@ def as_read_by(users: Iterable[fx.Node]) -> contextlib.AbstractContextManager[An
 
 def _call_function(method: Any, builtin: Any, frame: Any, args: Any, kwargs: Any) -> Any:
     is_index = builtin.fn is operator.getitem and len(args) == 2
+    if is_index and isinstance(args[0].realize(), TensorVariable):
+        args = [args[0], _with_tensors(frame, args[1].realize())]
     if is_index and dynamo_config.capture_scalar_outputs and not _is_for_many():
         part, key = args
         found = _indices(part.realize(), key.realize())
@@ -75,6 +83,32 @@ def _call_function(method: Any, builtin: Any, frame: Any, args: Any, kwargs: Any
                 return part
             args = [part, TupleVariable(found.others)]
     return method(builtin, frame, args, kwargs)
+
+
+def _set(method: Any, tensor: Any, frame: Any, key: Any, value: Any) -> Any:
+    return method(tensor, frame, _with_tensors(frame, key.realize()), value)
+
+
+def _with_tensors(frame: Any, key: Any) -> Any:
+    """Return the key of a tensor with a tensor in the place of each list of numbers that change."""
+    if isinstance(key, TupleVariable):
+        keys = [k.realize() for k in key.items]
+        if not any(map(_changes, keys)):
+            return key
+        return TupleVariable([_with_tensors(frame, k) for k in keys])
+    if not _changes(key):
+        return key
+    return TorchInGraphFunctionVariable(torch.tensor).call_function(frame, [key], {})
+
+
+def _changes(key: Any) -> bool:
+    """Whether a key is a list of whole numbers, some of which change."""
+    if not isinstance(key, ListVariable):
+        return False
+    numbers = [item.realize() for item in key.items]
+    if {number.python_type() for number in numbers} != {int}:
+        return False
+    return not all(number.is_python_constant() for number in numbers)
 
 
 def _is_for_many() -> bool:
@@ -135,4 +169,7 @@ def _dimensions(index: Any) -> Any:
     return {type(None): 0, int: 1, type(...): ...}.get(type(value))
 
 
-CHANGES = ((BuiltinVariable, "call_function", _call_function),)
+CHANGES = (
+    (BuiltinVariable, "call_function", _call_function),
+    (TensorVariable, "method___setitem__", _set),
+)
