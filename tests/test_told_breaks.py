@@ -146,6 +146,14 @@ def test_no_break_is_told_of_in_names_of_dynamo(kind: type[TwoLayers]) -> None:
     assert AT[kind] in told
 
 
+def test_that_it_depends_on_data_is_told_where_nothing_of_a_model_is_captured() -> None:
+    counts = nn.Sequential(nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 8))
+    model = amp_graph.convert(counts, policy="bfloat16")
+    with pytest.warns(ConversionWarning, match=r"nothing is captured .*: Python branches on a num"):
+        model(torch.randn(4, 8))
+    assert amp_graph.plans(model)[0].autocast
+
+
 class RefusesCompilers(nn.Module):
     """Like the collectives with gradients of `torch.distributed.nn`."""
 

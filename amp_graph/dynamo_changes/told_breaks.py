@@ -6,11 +6,16 @@
 It ends the graph at an earlier place, from which it can go on, and names no other reason than
 "step_unsupported". Here the graph has the reason and the place of what was not captured.
 
+Where there is no graph yet, nothing has a reason but Dynamo's counters (`graph_break`). It counts
+what it does not support, and not what it refuses as an error of the user's, such as a size that
+depends on data (`nn.LSTM` on a packed sequence). Here that is counted, too.
+
 Private names of PyTorch used here; of a version that lacks them nothing more is told:
 
     torch._dynamo.symbolic_convert.InstructionTranslatorBase.log_graph_break    is given what raised
     torch._dynamo.output_graph.OutputGraph.compile_subgraph                     and then the reason
     torch._dynamo.exc.Unsupported, UserError: .msg, .real_stack
+    torch._dynamo.utils.counters                                                why graphs ended
 """
 
 from __future__ import annotations
@@ -19,8 +24,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from torch._dynamo.exc import UserError
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.utils import counters
 
 from amp_graph.dynamo_changes.replaced import existing
 from amp_graph.patching import method_inside
@@ -40,6 +47,8 @@ def breaks_told() -> Iterator[None]:
         last.clear()
         if said and where:
             last.update(reason=said, user_stack=where)
+        if said and isinstance(error, UserError):
+            counters["graph_break"][said] += 1
         return method(frame, *args, **kwargs)
 
     def end(method: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
