@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 import amp_graph
 from amp_graph.capture.budget import MAX_CAPTURES
+from amp_graph.capture.pieces import AGAIN
 from amp_graph.convert import record_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -63,6 +64,16 @@ def test_a_piece_that_reads_texts_is_left_to_python_and_the_network_is_not() -> 
     assert [*record.runs.values()].count(calls) == 1  # the network's graph
     assert any("in tokenized: it was captured anew again" in told for told in record.breaks)
     assert any(plan.has_low for plan in amp_graph.plans(model))
+
+
+def test_a_setting_of_pytorchs_that_changed_is_told_as_one() -> None:
+    model = amp_graph.convert(OfTexts(), policy="bfloat16")
+    for call in range(AGAIN):
+        model(texts(call)).backward()
+    with torch.no_grad():
+        model(texts(0))
+    told = record_of(model).breaks
+    assert any(each.endswith("the last time for a change of PyTorch's grad_mode") for each in told)
 
 
 def test_it_is_captured_for_others() -> None:

@@ -43,6 +43,7 @@ REPAID_BY = 4  # as many calls that captured nothing repay one that did
 SOME, LONG = 8, 30.0  # so many of those, and seconds of capturing, are worth a word before that
 RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
 GUARD = re.compile(r"\d+/\d+: (.*?)(?:\s+#.*# (\S+:\d+ in \S+).*)?$", re.MULTILINE)
+OF_THE_PROCESS = re.compile(r"GLOBAL_STATE changed: (.*\S)")
 MEANWHILE = "Unexpected recompilation"
 AS_EVER = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
 _numbers = itertools.count()
@@ -236,6 +237,8 @@ def _failed_guard() -> str:
     if found is None or OF_OTHERS in found[1] or found[1].startswith(MEANWHILE):
         return ""
     guard, line = found.groups()
+    if setting := OF_THE_PROCESS.match(guard):
+        return f"a change of PyTorch's {setting[1]}"
     return f"`{guard}` ({line.rpartition('/')[2]})" if line else f"`{guard}`"
 
 
