@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -77,6 +78,30 @@ def test_what_is_left_alone_is_said_once(start, capsys, kind):
             model(x)
     assert list(decided(installation).values()) == [why]
     assert capsys.readouterr().err.count("is left as it is") == 1
+
+
+class Similarity(nn.Module):
+    """With a temperature that NumPy made, as in the loss of OneFormer: a number in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.tensor(np.log(1 / 0.07)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale.exp()
+
+
+def test_a_single_number_in_float64_leaves_a_model_its_precision(start, capsys):
+    installation, model = start(DTYPE="bfloat16"), Similarity()
+    plain = copy.deepcopy(model)
+    assert model.scale.dtype is torch.float64
+    out, expected = model(X), plain(X)
+    out.sum().backward(), expected.sum().backward()
+    assert decided(installation) == {"Similarity": ""} and not capsys.readouterr().err
+    assert amp_graph.plans(model)[0].has_low
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-1)
+    torch.testing.assert_close(model.scale.grad, plain.scale.grad, rtol=2e-2, atol=2e-1)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -57,14 +57,24 @@ def _is_quantised(module: nn.Module) -> bool:
 
 def other_dtypes(module: nn.Module) -> str:
     """Return a sentence about the dtypes of a module's parameters; "" if all are float32."""
-    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    dtypes = _dtypes_of(module)
     found = ", ".join(sorted(map(dtype_name, dtypes)))
     return f"its parameters are {found}" if dtypes != {torch.float32} else ""
 
 
 def is_in_float32(module: nn.Module) -> bool:
     """Whether all of its parameters that may be are."""
-    return all(p.dtype is torch.float32 for p in module.parameters() if p.is_floating_point())
+    return _dtypes_of(module) <= {torch.float32}
+
+
+def _dtypes_of(module: nn.Module) -> set[torch.dtype]:
+    """Return the floating-point dtypes of a module's parameters. Single numbers in float64, such as
+    a temperature made of one of NumPy's, count as float32: tensors that they meet stay so."""
+    return {
+        torch.float32 if p.dtype is torch.float64 and p.ndim == 0 else p.dtype
+        for p in module.parameters()
+        if p.is_floating_point()
+    }
 
 
 def is_around_converted(module: nn.Module) -> bool:
