@@ -46,7 +46,8 @@ def _get(method: Any, variable: Any, frame: Any, args: Any, kwargs: Any) -> Any:
     asked, name, default = args[0].realize(), args[1].realize(), args[2]
     if not name.is_python_constant() or not _is_property(asked, name.as_python_constant()):
         return method(variable, frame, args, kwargs)
-    return _asked(asked, frame, name.as_python_constant()) or default
+    found = _asked(asked, frame, name.as_python_constant())
+    return default if found is None else found
 
 
 def _is_property(variable: Any, name: str) -> bool:
