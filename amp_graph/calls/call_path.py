@@ -50,7 +50,7 @@ class DynamoSettings(Enum):
 
     AS_USUAL = MappingProxyType[str, bool]({})
     BREAK_AT_DATA = dynamo.BREAK_AT_DATA
-    EACH_SIZE_APART = dynamo.EACH_SIZE_APART
+    EACH_SIZE_APART = MappingProxyType({**dynamo.BREAK_AT_DATA, **dynamo.EACH_SIZE_APART})
 
 
 class Strategy(NamedTuple):

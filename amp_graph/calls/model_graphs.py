@@ -18,6 +18,7 @@ from amp_graph.calls.outside import OutsideWatch
 from amp_graph.capture.autocast_regions import is_in_none
 from amp_graph.capture.budget import CaptureBudget
 from amp_graph.capture.captures import Assembled, captured_names
+from amp_graph.capture.dynamo import EACH_SIZE_APART
 from amp_graph.capture.hooks import Hooks, calls_others
 from amp_graph.capture.narrow_inputs import taking_narrow, widen_inputs
 from amp_graph.custom_functions import behind_functions
@@ -93,7 +94,8 @@ class ModelGraphs:
             self.this_thread.behind_first = before
 
     def settings(self, is_first: bool) -> Mapping[str, Any]:
-        return self.hooks.settings(is_first)
+        of_sizes = EACH_SIZE_APART if self.budget.sizes_take_long else {}
+        return {**of_sizes, **self.hooks.settings(is_first)}
 
     def why_too_small(self, runs: int, between: int | None) -> str | None:
         """Why the graphs are too small to be worth entering, in a call in which `runs` of them ran

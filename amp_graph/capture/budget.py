@@ -35,12 +35,14 @@ from amp_graph.callers import is_ours, is_pythons, place
 from amp_graph.capture.breaks import FLAT, MODEL, each_once, in_other_words
 from amp_graph.capture.pieces import PART, RESUMED, Pieces
 from amp_graph.dynamo_changes.recapture_reasons import OF_OTHERS
+from amp_graph.dynamo_changes.slow_sizes import SizesTakeLong, patience
 from amp_graph.sums import Summable
 
 MAX_CAPTURES = 16  # so many calls that captured a model, and are not repaid, are too many
 LEAST = 1 / 4  # what one that captured a small part of what ran counts as
 REPAID_BY = 4  # as many calls that captured nothing repay one that did
 SOME, LONG = 8, 30.0  # so many of those, and seconds of capturing, are worth a word before that
+PATIENCE, TIMES = 60.0, 2  # seconds for one capture; or so many times what all before it took
 RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
 GUARD = re.compile(r"\d+/\d+: (.*?)(?:\s+#.*# (\S+:\d+ in \S+).*)?$", re.MULTILINE)
 OF_THE_PROCESS = re.compile(r"GLOBAL_STATE changed: (.*\S)")
@@ -91,6 +93,8 @@ class CaptureBudget:
         in it that it captured, by operators.
     failed: calls in a row that raised, in which something was to be captured.
     cost: of all captures so far.
+    sizes_take_long: whether each size is to be captured apart, since one capture took too long over
+        sizes that vary. It counts as SOME.
     """
 
     def __init__(self, cost: Cost | None = None) -> None:
@@ -102,6 +106,7 @@ class CaptureBudget:
         self._most = 1  # operators that a call captured
         self._pieces, self._leaves_any = Pieces(), False
         self.failed = 0
+        self.sizes_take_long = False
         self._is_told = False  # that it takes long
         self.skipped: list[str] = []  # frames that run uncaptured, and why
         self.said = ""  # what Dynamo said last of what it cannot capture
@@ -114,8 +119,13 @@ class CaptureBudget:
         before = counters["frames"]["total"]
         breaks, reasons = counters["graph_break"].copy(), counters["unimplemented"].copy()
         try:
-            result = capture()
+            with patience(max(PATIENCE, TIMES * self.cost.work)):
+                result = capture()
             return result
+        except SizesTakeLong:
+            self.sizes_take_long = True
+            self.unpaid += SOME
+            raise
         finally:
             self.cost.seconds += time.perf_counter() - began
             self.cost.work += time.thread_time() - work
@@ -204,6 +214,12 @@ class CaptureBudget:
         if self._is_told or self.cost.seconds < LONG or self.unpaid < SOME:
             return None
         self._is_told = True
+        if self.sizes_take_long:
+            return (
+                f"was captured for {self.cost.seconds:.0f} s, since PyTorch takes long over sizes "
+                "that vary in it. Each size is captured apart from now on, as long as there are "
+                "few: pad or resize to a few sizes"
+            )
         return (
             f"was captured anew in call after call, for {self.cost.seconds:.0f} s so far, and is "
             f"no longer captured if that goes on{self._what_changes()}"

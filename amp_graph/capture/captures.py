@@ -39,6 +39,7 @@ from amp_graph.capture.function_modes import modes_on, without_modes
 from amp_graph.dynamo_changes.inner_gradients import compile_in_parts
 from amp_graph.dynamo_changes.logs import UnheardLogs
 from amp_graph.dynamo_changes.said_once import SaidOnce
+from amp_graph.dynamo_changes.slow_sizes import SizesTakeLong
 from amp_graph.graphs.input_names import Names
 from amp_graph.modules import Entry, Run
 from amp_graph.weak_references import alive, weak_method
@@ -211,20 +212,26 @@ class Captures:
         called = caller.called
         if called.budget.leaves(code):
             return LEFT_ALONE
-        own = {**self._own, **called.settings(is_first and not self.entered)}
-        chosen = {**SETTINGS, **own, **self._logs.settings()}
         before = _now.frame
         ids = called.policy_id, id(called.module)
         _now.frame = Frame(*ids, is_first, autocast_regions.is_in_region())
         try:
-            with settings(chosen, self._said_once):
-                if is_first and self.entered != _now.known:
-                    raise CapturedMeanwhile
-                result = called.budget.counted(code, capture)
-                self.entered += is_first
-                return result
+            try:
+                return self._captured(called, code, capture)
+            except SizesTakeLong:  # which changes the settings
+                return self._captured(called, code, capture)
         finally:
             _now.frame = before
+
+    def _captured(self, called: Called, code: CodeType, capture: Callable[[], Any]) -> Any:
+        is_first = _now.frame.is_entry
+        own = {**self._own, **called.settings(is_first and not self.entered)}
+        with settings({**SETTINGS, **own, **self._logs.settings()}, self._said_once):
+            if is_first and self.entered != _now.known:
+                raise CapturedMeanwhile
+            result = called.budget.counted(code, capture)
+            self.entered += is_first
+            return result
 
 
 def _run(captures: Callable[[], Captures | None], index: int, *args: Any) -> Any:

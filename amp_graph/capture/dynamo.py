@@ -100,7 +100,7 @@ SETTINGS: dict[str, Any] = {
 # for its value, of which it tells in many ways. Or, in a later call, at an operator that takes no
 # symbolic sizes, such as one of the user's own.
 BREAK_AT_DATA = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
-EACH_SIZE_APART = {**BREAK_AT_DATA, "automatic_dynamic_shapes": False}
+EACH_SIZE_APART = {"automatic_dynamic_shapes": False}
 
 OFF = "PyTorch's Dynamo is off, by TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE or its settings"
 

@@ -1,0 +1,58 @@
+"""Stop a capture that takes too long over sizes that vary.
+
+    levels = [feature.shape[-2:] for feature in features]    of OneFormer, Deformable DETR
+    keys = sum(height * width for height, width in levels)
+
+To Dynamo such a size is a long expression in those of the image, rounded in each level. Whatever
+the model does with it asks for something of that, which SymPy is to simplify: minutes of it, where
+a capture of numbers takes seconds. There is nothing to see by how often it asks, and it asks again
+soon. Here the question raises once time is up.
+
+Private names of PyTorch used here:
+
+    torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_expr    such a question
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+
+class SizesTakeLong(BaseException):
+    """Time is up for a capture. Dynamo and its parts let it pass, as they do an interrupt."""
+
+
+class _Time(threading.local):
+    """When the present capture of a thread is to be over, by `time.thread_time`."""
+
+    is_up = math.inf
+
+
+_time = _Time()
+
+
+@contextlib.contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Raise SizesTakeLong, within, at the first question for a size after so much processor time
+    of this thread."""
+    before, _time.is_up = _time.is_up, time.thread_time() + seconds
+    try:
+        yield
+    finally:
+        _time.is_up = before
+
+
+def _ask(method: Any, sizes: Any, *args: Any, **kwargs: Any) -> Any:
+    if time.thread_time() > _time.is_up:
+        raise SizesTakeLong
+    return method(sizes, *args, **kwargs)
+
+
+CHANGES = ((ShapeEnv, "evaluate_expr", _ask),)
