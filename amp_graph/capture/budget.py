@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import re
 import threading
 import time
@@ -119,7 +120,7 @@ class CaptureBudget:
         before = counters["frames"]["total"]
         breaks, reasons = counters["graph_break"].copy(), counters["unimplemented"].copy()
         try:
-            with patience(max(PATIENCE, TIMES * self.cost.work)):
+            with patience(self._patience()):
                 result = capture()
             return result
         except SizesTakeLong:
@@ -149,6 +150,13 @@ class CaptureBudget:
             if said and is_left and not is_pythons(code.co_filename):
                 _left[code] = _told(code, said[-1])
                 self.skipped.append(_left[code])
+
+    def _patience(self) -> float:
+        """Return how many seconds a capture may take over sizes that vary. In a first call all of
+        them are known."""
+        if self.sizes_take_long or not self.charged:
+            return math.inf
+        return max(PATIENCE, TIMES * self.cost.work)
 
     def _leave_pieces(self) -> bool:
         """Leave pieces of the model to Python that were captured anew: those that are in float32,
