@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 
 import pytest
@@ -13,6 +14,7 @@ import amp_graph
 from amp_graph import ConversionWarning
 from amp_graph.capture.budget import MAX_CAPTURES, SOME
 from amp_graph.convert import record_of
+from amp_graph.dynamo_changes import slow_sizes
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -64,6 +66,29 @@ def test_each_size_is_captured_apart(breaks: bool) -> None:
     assert len(amp_graph.plans(model)) == len({*sizes}) * (1 + breaks)
     assert all(plan.fallback is None for plan in amp_graph.plans(model))
     assert len({*record_of(model).breaks}) == breaks
+
+
+def work(seconds: float) -> None:
+    began = time.thread_time()
+    while time.thread_time() - began < seconds:
+        pass
+
+
+def ask() -> bool:
+    [(_, _, around)] = slow_sizes.CHANGES
+    return around(lambda _: True, None)
+
+
+def test_the_time_of_a_compiler_does_not_count() -> None:
+    with slow_sizes.patience(0.2):
+        with slow_sizes.untimed():
+            work(0.3)
+            assert ask()
+        assert ask()
+        work(0.3)
+        with pytest.raises(slow_sizes.SizesTakeLong):
+            ask()
+    assert ask()
 
 
 def test_of_many_sizes_the_model_is_left_to_autocast() -> None:

@@ -38,6 +38,7 @@ from torch._dynamo.source import ConstantSource
 from torch.autograd.graph import Node
 
 from amp_graph.backend.decide import Lifted, Traced
+from amp_graph.dynamo_changes.slow_sizes import untimed
 from amp_graph.errors import CaptureError, DerivativeError
 from amp_graph.graphs.aten import RECURRENT, has_any_inside, set_data
 from amp_graph.modules import Run
@@ -159,6 +160,7 @@ def inductor(module: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
     with (
         config.patch(SETTINGS),
         method_inside(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_: []),
+        untimed(),  # it compiles slowly whether or not sizes vary
     ):
         return compile_fx(module, inputs, **options)
 

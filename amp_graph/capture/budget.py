@@ -124,7 +124,7 @@ class CaptureBudget:
                 result = capture()
             return result
         except SizesTakeLong:
-            self.sizes_take_long = True
+            self.sizes_take_long, self._is_told = True, False
             self.unpaid += SOME
             raise
         finally:
