@@ -5,6 +5,9 @@
     python scripts/model_report.py --batches 300    enough that errors of losses compare, 20 minutes
     python scripts/model_report.py --json out.json  the numbers also as a file
     python scripts/model_report.py --device cuda --dtype float16     in another precision, elsewhere
+    python scripts/model_report.py --all causal --batches 3
+                                    all that the installed transformers has for a task, as far as a
+                                    guessed small configuration runs: causal, masked, texts, images
 
 Columns: graphs captured; share of forward matrix products in low precision; casts between
 float32 and the low precision and the megabytes they read and write in one forward, as converted and
@@ -40,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import zoo
 from counting import CastCounter, MatmulCounter
+from zoo import guessed
 from zoo.measure import autocast, errors, for_autocast, on_device_of, ratio, step, steps
 
 import amp_graph
@@ -73,6 +77,14 @@ class Result:
 def fallbacks(plan: amp_graph.Plan) -> list[str]:
     own = [plan.fallback] if plan.fallback else []
     return own + [f for body in plan.bodies.values() for f in fallbacks(body)]
+
+
+def runs(case: zoo.Case) -> bool:
+    """Whether it does, as it is."""
+    try:
+        return bool(step(case, case.make(), seed=0).loss.isfinite())
+    except Exception:
+        return False
 
 
 def capture_seconds(case: zoo.Case, device: str) -> float:
@@ -176,6 +188,9 @@ def median_of(results: list[Result]) -> Result:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="CASE", help="names of cases")
+    parser.add_argument(
+        "--all", choices=list(guessed.TASKS), metavar="TASK", help="of transformers"
+    )
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
@@ -187,10 +202,15 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     console = Console(width=None if sys.stdout.isatty() else 170)
-    chosen = [c for c in zoo.cases() if not options.only or c.name in options.only]
+    there_are = guessed.cases(options.all) if options.all else zoo.cases()
+    chosen = [c for c in there_are if not options.only or c.name in options.only]
     if not chosen:
-        console.print(f"no such case; there are: {', '.join(c.name for c in zoo.cases())}")
+        console.print(f"no such case; there are: {', '.join(c.name for c in there_are)}")
         return 2
+    if options.all:
+        asked = len(chosen)
+        chosen = [*filter(runs, track(chosen, "plain", console=console, transient=True))]
+        console.print(f"{len(chosen)} of {asked} run in a small configuration")
     dtype = getattr(torch, options.dtype)
     # The first capture of a process also imports what Dynamo needs.
     capture_seconds(chosen[0], options.device)
