@@ -106,6 +106,16 @@ def test_what_is_all_of_its_call_counts_in_full_however_small() -> None:
             model(X, choice)
 
 
+def test_captures_that_take_long_count_as_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("amp_graph.capture.budget.SLOW", 1e-6)
+    model = amp_graph.convert(Chosen(), policy="bfloat16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(X, (0,))  # but for the first
+    with pytest.warns(ConversionWarning, match="captured anew again and again"):
+        model(X, (1,))
+
+
 def test_captures_that_pay_are_forgiven() -> None:
     model = amp_graph.convert(Chosen(), policy="bfloat16")
     for choice in itertools.islice(itertools.product(range(3), repeat=4), MAX_CAPTURES + 2):

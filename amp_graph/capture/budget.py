@@ -43,6 +43,7 @@ MAX_CAPTURES = 16  # so many calls that captured a model, and are not repaid, ar
 LEAST = 1 / 4  # what one that captured a small part of what ran counts as
 REPAID_BY = 4  # as many calls that captured nothing repay one that did
 SOME, LONG = 8, 30.0  # so many of those, and seconds of capturing, are worth a word before that
+SLOW = 15.0  # seconds of capturing that count as one of those, behind the first call
 PATIENCE, TIMES = 60.0, 2  # seconds for one capture; or so many times what all before it took
 RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
 GUARD = re.compile(r"\d+/\d+: (.*?)(?:\s+#.*# (\S+:\d+ in \S+).*)?$", re.MULTILINE)
@@ -73,16 +74,23 @@ class CapturesOfThread(threading.local):
     """The captures of one thread's calls of a model.
 
     begun: how many frames were begun.
-    operators: on float32 tensors, in the graphs that this call assembled.
-    ran: in those that ran in it.
+    operators, ran: on float32 tensors, in graphs that this call assembled, and that ran in it.
+    work: processor time of its captures, in seconds.
     converted: how many graphs so far are not all in float32.
     raised: the code of frames that Dynamo left to Python because it saw an error of the model's.
     """
 
-    begun = operators = ran = converted = 0
+    begun = converted = 0
 
     def __init__(self) -> None:
         self.raised: list[CodeType] = []
+        self.end_call()
+
+    def end_call(self) -> None:
+        """Begin to count for the next call; `begun` and `converted` go on."""
+        self.operators = self.ran = 0
+        self.work = 0.0
+        self.raised.clear()
 
 
 class CaptureBudget:
@@ -91,11 +99,10 @@ class CaptureBudget:
     number: the model's, among all of the process.
     charged: calls that captured something; of several at once, which may have met the same, one.
     unpaid: charged calls that other calls have not repaid yet. One counts as the part of what ran
-        in it that it captured, by operators.
+        in it that it captured, by operators; and as more if that took long.
     failed: calls in a row that raised, in which something was to be captured.
     cost: of all captures so far.
-    sizes_take_long: whether each size is to be captured apart, since one capture took too long over
-        sizes that vary. It counts as SOME.
+    sizes_take_long: whether each size is captured apart, as sizes that vary took too long.
     """
 
     def __init__(self, cost: Cost | None = None) -> None:
@@ -125,11 +132,12 @@ class CaptureBudget:
             return result
         except SizesTakeLong:
             self.sizes_take_long, self._is_told = True, False
-            self.unpaid += SOME
             raise
         finally:
+            work = time.thread_time() - work
             self.cost.seconds += time.perf_counter() - began
-            self.cost.work += time.thread_time() - work
+            self.cost.work += work
+            self.this_thread.work += work
             is_left = result is not None and result.guarded_code is None
             if counters["frames"]["total"] != before:
                 self.this_thread.begun += 1
@@ -161,9 +169,9 @@ class CaptureBudget:
     def _leave_pieces(self) -> bool:
         """Leave pieces of the model to Python that were captured anew: those that are in float32,
         and any others once captures were too many. Returns whether there were some."""
-        told = self._pieces.leave(PART * self._most if self._leaves_any else 0)
-        self.skipped += [_told(code, why) for code, why in told.items()]
-        return bool(told)
+        left = self._pieces.leave(PART * self._most if self._leaves_any else 0)
+        self.skipped += [_told(code, why) for code, why in left.items()]
+        return bool(left)
 
     def leaves(self, code: CodeType) -> bool:
         """Whether this piece of the model's code is left to Python. What it calls is captured."""
@@ -171,22 +179,22 @@ class CaptureBudget:
 
     def end_call(self, has_captured: bool, charged: int) -> None:
         """Take note that a call of the model has ended, before which so many were `charged`."""
-        operators, ran = self.this_thread.operators, self.this_thread.ran
-        self.this_thread.operators = self.this_thread.ran = 0
-        self.this_thread.raised.clear()
+        here = self.this_thread
+        operators, ran, work = here.operators, here.ran, here.work
+        here.end_call()
         self.failed = 0
         self._most = max(self._most, operators)
         if not has_captured:
             self.unpaid = max(0.0, self.unpaid - 1 / REPAID_BY)
         elif self.charged == charged:
+            slow = work / SLOW if self.charged else 0.0
             self.charged += 1
-            self._charge(max(LEAST, min(operators / max(ran, 1), 1)))
+            self._charge(max(LEAST, min(operators / max(ran, 1), 1), slow))
 
     def end_failed_call(self, has_captured: bool) -> None:
-        """Take note that a call has raised. Its captures are made again if it comes again: see
-        `try_again`."""
+        """Take note that a call has raised. It is captured again if it comes again."""
         self.try_again()
-        self.this_thread.operators = self.this_thread.ran = 0
+        self.this_thread.end_call()
         self.failed += has_captured
         if has_captured:
             self._charge(1)
@@ -209,8 +217,7 @@ class CaptureBudget:
         self.this_thread.raised.clear()
 
     def why_too_many(self) -> tuple[str, str] | None:
-        """Return why capturing costs more than it is worth, and what may help; None if it
-        does not."""
+        """Return why captures cost more than they are worth, and what may help; else None."""
         if self.failed >= MAX_CAPTURES:
             return "one call after another raised as it was captured", ""
         if self.unpaid < MAX_CAPTURES:
@@ -219,7 +226,8 @@ class CaptureBudget:
 
     def why_so_slow(self) -> str | None:
         """Return, once, a warning about captures that take long, before they are too many."""
-        if self._is_told or self.cost.seconds < LONG or self.unpaid < SOME:
+        is_slow = self.sizes_take_long or (self.cost.seconds >= LONG and self.unpaid >= SOME)
+        if self._is_told or not is_slow:
             return None
         self._is_told = True
         if self.sizes_take_long:
