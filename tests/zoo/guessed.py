@@ -18,7 +18,7 @@ TASKS: dict[str, tuple[str, Callable[[int, int], Batch]]] = {
     "causal": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", causal),
     "masked": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", masked),
     "texts": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", classified_text),
-    "images": ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", classified_image),
+    "images": ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", partial(classified_image, count=8)),
 }
 LARGEST = 30e6  # parameters
 NUMBERS = {
