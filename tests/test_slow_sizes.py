@@ -21,10 +21,9 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each question for a size is one too many, and all is long."""
+    """Each question for a size is one too many."""
     monkeypatch.setattr("amp_graph.capture.budget.PATIENCE", 0.0)
     monkeypatch.setattr("amp_graph.capture.budget.TIMES", 0)
-    monkeypatch.setattr("amp_graph.capture.budget.LONG", 0.0)
 
 
 class Levels(nn.Module):
