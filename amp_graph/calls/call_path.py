@@ -17,8 +17,8 @@ from amp_graph.backend.compiler import Compiler
 from amp_graph.calls.capture_cache import CacheKey, cache_key, cached, number_for, store
 from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.capture import dynamo
-from amp_graph.capture.budget import try_flat_again
 from amp_graph.capture.captures import Caller, Captures, GuardsFail
+from amp_graph.capture.left_frames import try_flat_again
 from amp_graph.gradients.engine import OUTSIDE, backward_pass
 from amp_graph.modules import Forwards, Run
 from amp_graph.outer_autocast import without_autocast

@@ -10,31 +10,28 @@ Private names of PyTorch used here:
     torch._dynamo.utils.counters    whether Dynamo was at work, or let the frame be, and why
     torch._dynamo.utils.get_compilation_metrics
                                     which guard failed, for which it was at work again
-    torch._C._dynamo.eval_frame.set_code_exec_strategy, _FrameExecStrategy, _FrameAction
-                                    to have it try again what it would let be for good
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import re
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 from torch import nn
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._dynamo.utils import counters, get_compilation_metrics
 
-from amp_graph.callers import is_ours, is_pythons, place
-from amp_graph.capture.breaks import FLAT, MODEL, each_once, in_other_words
-from amp_graph.capture.pieces import PART, RESUMED, Pieces
+from amp_graph.callers import is_pythons
+from amp_graph.capture import left_frames
+from amp_graph.capture.breaks import each_once, in_other_words
+from amp_graph.capture.pieces import PART, Pieces
+from amp_graph.dynamo_changes import breaks_inside
 from amp_graph.dynamo_changes.recapture_reasons import OF_OTHERS
 from amp_graph.dynamo_changes.slow_sizes import SizesTakeLong, patience
 from amp_graph.sums import Summable
@@ -49,9 +46,7 @@ RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
 GUARD = re.compile(r"\d+/\d+: (.*?)(?:\s+#.*# (\S+:\d+ in \S+).*)?$", re.MULTILINE)
 OF_THE_PROCESS = re.compile(r"GLOBAL_STATE changed: (.*\S)")
 MEANWHILE = "Unexpected recompilation"
-AS_EVER = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT)
 _numbers = itertools.count()
-_left: weakref.WeakKeyDictionary[CodeType, str] = weakref.WeakKeyDictionary()  # and why
 
 
 @dataclass
@@ -88,9 +83,9 @@ class CapturesOfThread(threading.local):
 
     def end_call(self) -> None:
         """Begin to count for the next call; `begun` and `converted` go on."""
-        self.operators = self.ran = 0
-        self.work = 0.0
+        self.operators, self.ran, self.work = 0, 0, 0.0
         self.raised.clear()
+        breaks_inside.forget()
 
 
 class CaptureBudget:
@@ -156,8 +151,7 @@ class CaptureBudget:
             if said:
                 self.said = in_other_words(said[-1])
             if said and is_left and not is_pythons(code.co_filename):
-                _left[code] = _told(code, said[-1])
-                self.skipped.append(_left[code])
+                self.skipped.append(left_frames.note(code, said[-1]))
 
     def _patience(self) -> float:
         """Return how many seconds a capture may take over sizes that vary. In a first call all of
@@ -170,7 +164,7 @@ class CaptureBudget:
         """Leave pieces of the model to Python that were captured anew: those that are in float32,
         and any others once captures were too many. Returns whether there were some."""
         left = self._pieces.leave(PART * self._most if self._leaves_any else 0)
-        self.skipped += [_told(code, why) for code, why in left.items()]
+        self.skipped += [left_frames.told(code, why) for code, why in left.items()]
         return bool(left)
 
     def leaves(self, code: CodeType) -> bool:
@@ -212,8 +206,7 @@ class CaptureBudget:
     def try_again(self) -> None:
         """Have Dynamo capture code again that it would leave alone for good after an error. An
         error tells nothing of other calls."""
-        for code in self.this_thread.raised:
-            set_code_exec_strategy(code, AS_EVER)
+        left_frames.try_again(self.this_thread.raised)
         self.this_thread.raised.clear()
 
     def why_too_many(self) -> tuple[str, str] | None:
@@ -249,8 +242,7 @@ class CaptureBudget:
 
     def why_nothing(self, model: nn.Module) -> str:
         """Return why nothing of a call of the model was captured."""
-        # Of frames that it skipped of another model before, it does not say so again.
-        self.skipped = self.skipped or [_left[code] for code in _left_codes(model)]
+        self.skipped = self.skipped or left_frames.left_in(model)
         return "; ".join(each_once(self.skipped)) or self.said or "Dynamo does not say why"
 
     def take_skipped(self) -> list[str]:
@@ -272,29 +264,3 @@ def _failed_guard() -> str:
     if setting := OF_THE_PROCESS.match(guard):
         return f"a change of PyTorch's {setting[1]}"
     return f"`{guard}` ({line.rpartition('/')[2]})" if line else f"`{guard}`"
-
-
-def try_flat_again(model: nn.Module) -> None:
-    """Have Dynamo capture code that it skips because FSDP held another model's parameters flat;
-    this model's may not be."""
-    for code in _left_codes(model):
-        if FLAT in _left[code]:
-            del _left[code]
-            set_code_exec_strategy(code, AS_EVER)
-
-
-def _left_codes(model: nn.Module) -> list[CodeType]:
-    if not _left:  # as nearly always, and there may be many modules
-        return []
-    forwards = (inspect.getattr_static(type(m), "forward", None) for m in model.modules())
-    codes = dict.fromkeys(getattr(forward, "__code__", None) for forward in forwards)
-    return [code for code in codes if code is not None and code in _left]
-
-
-def _told(code: CodeType, reason: str) -> str:
-    """Describe a frame that Dynamo left to Python because of a break that it cannot go on after, in
-    a loop, say: "net.py:12, in forward: why"."""
-    name = RESUMED.sub(r"\1", code.co_name)
-    is_call = is_ours(code.co_filename)
-    where = MODEL if is_call else f"{place(code.co_filename, code.co_firstlineno)}, in {name}"
-    return f"{where}: {in_other_words(reason)}"

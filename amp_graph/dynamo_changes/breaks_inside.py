@@ -1,0 +1,75 @@
+"""A graph break inside of inlined functions is found once, not once in each of them.
+
+    class Net:      def forward(self, images): return self.head(self.encoder(images))
+    class Encoder:  def forward(self, images): return self.mixed(self.stages(images))
+    class Mixed:    def forward(self, features): ...; print(features.mean().item())
+
+Dynamo inlines calls, as deep as they go. If one of them breaks, it ends the graph in front of the
+outermost and has Python make that call, whose code it captures next: down to the same break, in
+front of which Python makes the next call, and so on. The stages of the encoder are captured as
+often as functions lie around the break. Here the graph of each function between the outermost and
+the innermost ends at the call that has just been seen to break, and nothing is captured in vain.
+
+What was seen counts for the call of the model that it was seen in, and for one capture.
+
+Private names of PyTorch used here:
+
+    torch._dynamo.symbolic_convert.InstructionTranslatorBase    captures one function, `.parent` for
+                                                                another that calls it, None if none
+        .call_function, .f_code, .instruction_pointer           a call that it makes, and where
+    torch._dynamo.exc.Unsupported, UserError: .msg, .real_stack
+"""
+
+from __future__ import annotations
+
+import threading
+from types import CodeType
+from typing import Any, TypeAlias
+
+from torch._dynamo.exc import Unsupported, UserError
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+Place: TypeAlias = tuple[CodeType, int]  # a call: in which code, at which instruction
+
+
+class _Expected(threading.local):
+    """The calls that break, from the outermost, in what one thread captures next; and the error."""
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self.error: Any = None
+
+    def take(self, place: Place) -> bool:
+        """Whether the call at this place is expected to break. Neither it nor those around it are
+        expected from now on."""
+        if place not in self.places:
+            return False
+        del self.places[: self.places.index(place) + 1]
+        return True
+
+
+_expected = _Expected()
+
+
+def forget() -> None:
+    """Expect nothing in this thread: a call of a model is over."""
+    _expected.places, _expected.error = [], None
+
+
+def _call(method: Any, frame: Any, *called: Any) -> None:
+    place = frame.f_code, frame.instruction_pointer
+    is_outermost = frame.parent is None
+    if is_outermost and _expected.take(place):
+        raise Unsupported(_expected.error.msg, real_stack=_expected.error.real_stack)
+    try:
+        method(frame, *called)
+    except (Unsupported, UserError) as error:
+        through: list[Place] = vars(error).setdefault("_calls_through", [])  # innermost first
+        if is_outermost:
+            _expected.places, _expected.error = through[:0:-1], error
+        else:
+            through.append(place)
+        raise
+
+
+CHANGES = ((InstructionTranslatorBase, "call_function", _call),)
