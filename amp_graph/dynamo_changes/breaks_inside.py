@@ -7,8 +7,10 @@
 Dynamo inlines calls, as deep as they go. If one of them breaks, it ends the graph in front of the
 outermost and has Python make that call, whose code it captures next: down to the same break, in
 front of which Python makes the next call, and so on. The stages of the encoder are captured as
-often as functions lie around the break. Here the graph of each function between the outermost and
-the innermost ends at the call that has just been seen to break, and nothing is captured in vain.
+often as functions lie around the break, and twice, since Dynamo begins a function anew when it has
+found that a call in it breaks. Here the graph of each function inside of the outermost ends at the
+call that has just been seen to break, and nothing is captured in vain. Where no graph can end, as
+in a loop, the call raises as it would.
 
 What was seen counts for the call of the model that it was seen in, and for one capture.
 
@@ -17,7 +19,12 @@ Private names of PyTorch used here:
     torch._dynamo.symbolic_convert.InstructionTranslatorBase    captures one function, `.parent` for
                                                                 another that calls it, None if none
         .call_function, .f_code, .instruction_pointer           a call that it makes, and where
-    torch._dynamo.exc.Unsupported, UserError: .msg, .real_stack
+        .speculate                          begins an instruction at which a graph can end; returns
+            SpeculationEntry: .failed, ._failed, .error_on_graph_break, .reason         whether, why
+        .should_compile_partial_graph, .maybe_has_backedge, .active_generic_context_managers
+                                            whether a graph can end here
+    torch._dynamo.exc.Unsupported, UserError: .msg, .real_stack, .skip_frame
+    torch._dynamo.output_graph.GraphCompileReason
 """
 
 from __future__ import annotations
@@ -27,6 +34,7 @@ from types import CodeType
 from typing import Any, TypeAlias
 
 from torch._dynamo.exc import Unsupported, UserError
+from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 Place: TypeAlias = tuple[CodeType, int]  # a call: in which code, at which instruction
@@ -56,9 +64,16 @@ def forget() -> None:
     _expected.places, _expected.error = [], None
 
 
+def _begin(method: Any, frame: Any) -> Any:
+    begun = method(frame)
+    if frame.parent is None and _expected.places and _can_end(frame) and _expected.take(_at(frame)):
+        begun._failed, begun.error_on_graph_break = True, frame.error_on_graph_break
+        begun.reason = GraphCompileReason(_expected.error.msg, _expected.error.real_stack)
+    return begun
+
+
 def _call(method: Any, frame: Any, *called: Any) -> None:
-    place = frame.f_code, frame.instruction_pointer
-    is_outermost = frame.parent is None
+    place, is_outermost = _at(frame), frame.parent is None
     if is_outermost and _expected.take(place):
         raise Unsupported(_expected.error.msg, real_stack=_expected.error.real_stack)
     try:
@@ -66,10 +81,23 @@ def _call(method: Any, frame: Any, *called: Any) -> None:
     except (Unsupported, UserError) as error:
         through: list[Place] = vars(error).setdefault("_calls_through", [])  # innermost first
         if is_outermost:
-            _expected.places, _expected.error = through[:0:-1], error
-        else:
+            _expected.places, _expected.error = through[::-1], error
+        elif not error.skip_frame:  # by itself such a function is left to Python as a whole
             through.append(place)
         raise
 
 
-CHANGES = ((InstructionTranslatorBase, "call_function", _call),)
+def _at(frame: Any) -> Place:
+    return frame.f_code, frame.instruction_pointer
+
+
+def _can_end(frame: Any) -> bool:
+    """Whether the graph can end at this instruction."""
+    is_apart = frame.active_generic_context_managers or frame.maybe_has_backedge()
+    return frame.should_compile_partial_graph() and not is_apart
+
+
+CHANGES = (
+    (InstructionTranslatorBase, "speculate", _begin),
+    (InstructionTranslatorBase, "call_function", _call),
+)
