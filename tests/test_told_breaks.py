@@ -100,7 +100,7 @@ def test_of_another_dynamo_that_it_is_unknown_is_told(monkeypatch: pytest.Monkey
 class BranchesOnABuffer(TwoLayers):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
-        if self.is_scaled:
+        if self.is_scaled.all():
             hidden = hidden * 2
         return self.second(hidden)
 
@@ -134,7 +134,7 @@ def test_a_number_that_is_drawn_in_front_of_all_is_told() -> None:
 
 
 AT = {
-    BranchesOnABuffer: "if self.is_scaled: Python branches on the numbers in a tensor",
+    BranchesOnABuffer: "if self.is_scaled.all(): Python branches on the numbers in a tensor",
     AsksForAGradient: "hidden.requires_grad_(): a value that is computed there is told to require",
     KeepsAGradient: "hidden.retain_grad(): the gradient of a value is kept there",
 }

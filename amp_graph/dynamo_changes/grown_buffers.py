@@ -37,7 +37,7 @@ _first: WeakKeyDictionary[nn.Module, dict[str, tuple[Any, Any]]] = WeakKeyDictio
 def _sizes_of(
     function: Any, tensor: Any, frame: Any, source: Any, is_static: bool, *rest: Any, **named: Any
 ) -> Any:
-    if is_static and type(tensor) is torch.Tensor and _is_buffer(source):
+    if is_static and type(tensor) is torch.Tensor and is_buffer(source):
         now = tensor.size(), tensor.stride()
         firsts = _first.setdefault(value_of(source.base.base, frame), {})
         first = firsts.setdefault(source.index, now)
@@ -48,7 +48,8 @@ def _sizes_of(
     return function(tensor, frame, source, is_static, *rest, **named)
 
 
-def _is_buffer(source: Any) -> bool:
+def is_buffer(source: Any) -> bool:
+    """Whether a source stands for a buffer of a module."""
     if not isinstance(source, DictGetItemSource):
         return False
     held = source.base

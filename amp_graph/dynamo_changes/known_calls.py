@@ -71,7 +71,7 @@ def looked_at(
 
     @functools.wraps(condition)
     def holds(value: Any) -> bool:
-        return _may_look(value) and condition(value)
+        return may_look(value) and condition(value)
 
     def find(code: Any, frame: Any, value: Any) -> Any:
         node = source(value.as_proxy().node)
@@ -84,8 +84,9 @@ def looked_at(
     return find
 
 
-def _may_look(value: Any) -> bool:
-    """Not into one without numbers, nor while a CUDA graph is recorded, for other numbers."""
+def may_look(value: Any) -> bool:
+    """Whether the host may look into it: not into one without numbers, nor while a CUDA graph is
+    recorded, for other numbers."""
     if type(value) is not Tensor or value.is_meta:
         return False
     return not (value.is_cuda and torch.cuda.is_current_stream_capturing())
