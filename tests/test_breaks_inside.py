@@ -205,3 +205,21 @@ def test_nor_one_behind_a_call_that_raises() -> None:
     with pytest.raises(ZeroDivisionError):
         model(torch.randn(2, 4))
     assert breaks_inside._expected.places == []
+
+
+class Sets(nn.Module):
+    """Of sets with one element a graph ends, but not in a function that is captured first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.last = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4)
+
+    def forward(self, sets: list[Tensor]) -> Tensor:
+        return self.last(torch.stack([self.part(one).sum(0) for one in sets]))
+
+
+def test_where_sizes_vary_a_function_is_captured_before_it_is_known_to_break() -> None:
+    model = amp_graph.convert(Sets(), policy=amp_graph.Policy("bfloat16"))
+    for lengths in ((4, 2, 2), (4, 2, 3), (2, 5, 5), (5, 4, 1), (5, 5, 3), (1, 3, 4)):
+        model([torch.randn(length, 4) for length in lengths]).sum().backward()
+    assert not any(plan.fallback for plan in amp_graph.plans(model))

@@ -12,7 +12,9 @@ found that a call in it breaks. Here the graph of each function inside of the ou
 call that has just been seen to break, and nothing is captured in vain. Where no graph can end, as
 in a loop, the call raises as it would.
 
-What was seen counts for the call of the model that it was seen in, and for one capture.
+What was seen counts for the call of the model that it was seen in, and for one capture. A break may
+be due to a size that varies. It does not count for a function that was not captured before: there
+Dynamo takes all sizes for constants, and may capture it as a whole.
 
 Private names of PyTorch used here:
 
@@ -23,19 +25,25 @@ Private names of PyTorch used here:
             SpeculationEntry: .failed, ._failed, .error_on_graph_break, .reason         whether, why
         .should_compile_partial_graph, .maybe_has_backedge, .active_generic_context_managers
                                             whether a graph can end here
-    torch._dynamo.exc.Unsupported, UserError: .msg, .real_stack, .skip_frame
+        .output.shape_env.backed_var_to_val                     the sizes that vary
+    torch._C._dynamo.eval_frame._debug_get_cache_entry_list     what was captured of some code
+    torch._dynamo.exc.Unsupported, UserError: .msg, .real_stack, .skip_frame, .gb_type
     torch._dynamo.output_graph.GraphCompileReason
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import CodeType
 from typing import Any, TypeAlias
 
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import Unsupported, UserError
 from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+from amp_graph.dynamo_changes.lengths_in_lists import ENDED
 
 Place: TypeAlias = tuple[CodeType, int]  # a call: in which code, at which instruction
 
@@ -81,10 +89,19 @@ def _call(method: Any, frame: Any, *called: Any) -> None:
     except (Unsupported, UserError) as error:
         through: list[Place] = vars(error).setdefault("_calls_through", [])  # innermost first
         if is_outermost:
-            _expected.places, _expected.error = through[::-1], error
+            _expected.places, _expected.error = (
+                [*filter(_is_due(frame, error), through[::-1])],
+                error,
+            )
         elif not error.skip_frame:  # by itself such a function is left to Python as a whole
             through.append(place)
         raise
+
+
+def _is_due(outermost: Any, error: Any) -> Callable[[Place], bool]:
+    """Return whether a call that has broken in the outermost function breaks outside of it, too."""
+    varies = outermost.output.shape_env.backed_var_to_val or getattr(error, "gb_type", "") == ENDED
+    return lambda place: not varies or bool(_debug_get_cache_entry_list(place[0]))
 
 
 def _at(frame: Any) -> Place:
