@@ -12,28 +12,32 @@ found that a call in it breaks. Here the graph of each function inside of the ou
 call that has just been seen to break, and nothing is captured in vain. Where no graph can end, as
 in a loop, the call raises as it would.
 
-What was seen counts for the call of the model that it was seen in, and for one capture. A break may
-be due to a size that varies. It does not count for a function that was not captured before: there
-Dynamo takes all sizes for constants, and may capture it as a whole.
+What was seen counts for the call of the model that it was seen in, and for one capture, and only of
+calls of functions by functions. A break may be due to a size that varies. It does not count for a
+function that was not captured before: there Dynamo takes all sizes for constants, and may capture
+it as a whole.
 
 Private names of PyTorch used here:
 
     torch._dynamo.symbolic_convert.InstructionTranslatorBase    captures one function, `.parent` for
                                                                 another that calls it, None if none
-        .call_function, .f_code, .instruction_pointer           a call that it makes, and where
+        .run, .call_function, .f_code, .instruction_pointer     a call that it makes, and where
         .speculate                          begins an instruction at which a graph can end; returns
             SpeculationEntry: .failed, ._failed, .error_on_graph_break, .reason         whether, why
         .should_compile_partial_graph, .maybe_has_backedge, .active_generic_context_managers
                                             whether a graph can end here
         .output.shape_env.backed_var_to_val                     the sizes that vary
+    torch._dynamo.variables.UnspecializedNNModuleVariable, .functions.BaseUserFunctionVariable
+                                                                what is called, `.realize()`d
     torch._C._dynamo.eval_frame._debug_get_cache_entry_list     what was captured of some code
-    torch._dynamo.exc.Unsupported, UserError: .msg, .real_stack, .skip_frame, .gb_type
+    torch._dynamo.exc.Unsupported, UserError: .msg, .real_stack, .gb_type
     torch._dynamo.output_graph.GraphCompileReason
 """
 
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, TypeAlias
@@ -42,10 +46,13 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import Unsupported, UserError
 from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables import UnspecializedNNModuleVariable
+from torch._dynamo.variables.functions import BaseUserFunctionVariable
 
 from amp_graph.dynamo_changes.lengths_in_lists import ENDED
 
 Place: TypeAlias = tuple[CodeType, int]  # a call: in which code, at which instruction
+RUN = InstructionTranslatorBase.run.__code__
 
 
 class _Expected(threading.local):
@@ -93,8 +100,10 @@ def _call(method: Any, frame: Any, *called: Any) -> None:
                 [*filter(_is_due(frame, error), through[::-1])],
                 error,
             )
-        elif not error.skip_frame:  # by itself such a function is left to Python as a whole
-            through.append(place)
+        elif not _is_function(called[0]):
+            through.clear()
+        elif any(frame.f_code is RUN for frame, _ in traceback.walk_tb(error.__traceback__)):
+            through.append(place)  # else it was not inlined, and Dynamo is to see why once more
         raise
 
 
@@ -102,6 +111,12 @@ def _is_due(outermost: Any, error: Any) -> Callable[[Place], bool]:
     """Return whether a call that has broken in the outermost function breaks outside of it, too."""
     varies = outermost.output.shape_env.backed_var_to_val or getattr(error, "gb_type", "") == ENDED
     return lambda place: not varies or bool(_debug_get_cache_entry_list(place[0]))
+
+
+def _is_function(called: Any) -> bool:
+    """Whether Python runs a function of the model's code for this call, and nothing around it: not
+    a hook, which Dynamo captures where it is registered, or the body of a checkpoint."""
+    return isinstance(called.realize(), (BaseUserFunctionVariable, UnspecializedNNModuleVariable))
 
 
 def _at(frame: Any) -> Place:
