@@ -190,7 +190,7 @@ def test_another_call_is_not_expected_to_break(monkeypatch: pytest.MonkeyPatch) 
     expects_nothing(monkeypatch)
     model = amp_graph.convert(One(), policy=amp_graph.Policy("bfloat16"))
     model(torch.randn(2, 4))
-    assert breaks_inside._expected.places == [] and breaks_inside._expected.error is None
+    assert breaks_inside._expected.places == []
 
 
 def test_nor_one_behind_a_call_that_raises() -> None:

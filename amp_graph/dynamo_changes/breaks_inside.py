@@ -28,7 +28,7 @@ Private names of PyTorch used here:
                                             whether a graph can end here
         .output.shape_env.backed_var_to_val                     the sizes that vary
     torch._dynamo.variables.UnspecializedNNModuleVariable, .functions.BaseUserFunctionVariable
-                                                                what is called, `.realize()`d
+                                                                what is called, `.realize`d
     torch._C._dynamo.eval_frame._debug_get_cache_entry_list     what was captured of some code
     torch._dynamo.exc.Unsupported, UserError: .msg, .real_stack, .gb_type
     torch._dynamo.output_graph.GraphCompileReason
@@ -56,11 +56,11 @@ RUN = InstructionTranslatorBase.run.__code__
 
 
 class _Expected(threading.local):
-    """The calls that break, from the outermost, in what one thread captures next; and the error."""
+    """The calls that break, from the outermost, in what one thread captures next; and why."""
 
     def __init__(self) -> None:
         self.places: list[Place] = []
-        self.error: Any = None
+        self.reason: Any = None
 
     def take(self, place: Place) -> bool:
         """Whether the call at this place is expected to break. Neither it nor those around it are
@@ -76,34 +76,32 @@ _expected = _Expected()
 
 def forget() -> None:
     """Expect nothing in this thread: a call of a model is over."""
-    _expected.places, _expected.error = [], None
+    _expected.places = []
 
 
 def _begin(method: Any, frame: Any) -> Any:
     begun = method(frame)
     if frame.parent is None and _expected.places and _can_end(frame) and _expected.take(_at(frame)):
         begun._failed, begun.error_on_graph_break = True, frame.error_on_graph_break
-        begun.reason = GraphCompileReason(_expected.error.msg, _expected.error.real_stack)
+        begun.reason = _expected.reason
     return begun
 
 
 def _call(method: Any, frame: Any, *called: Any) -> None:
     place, is_outermost = _at(frame), frame.parent is None
     if is_outermost and _expected.take(place):
-        raise Unsupported(_expected.error.msg, real_stack=_expected.error.real_stack)
+        raise Unsupported(_expected.reason.reason, real_stack=_expected.reason.user_stack)
     try:
         method(frame, *called)
     except (Unsupported, UserError) as error:
         through: list[Place] = vars(error).setdefault("_calls_through", [])  # innermost first
-        if is_outermost:
-            _expected.places, _expected.error = (
-                [*filter(_is_due(frame, error), through[::-1])],
-                error,
-            )
-        elif not _is_function(called[0]):
+        if not _is_function(called[0]):
             through.clear()
-        elif any(frame.f_code is RUN for frame, _ in traceback.walk_tb(error.__traceback__)):
-            through.append(place)  # else it was not inlined, and Dynamo is to see why once more
+        elif not is_outermost and _was_inlined(error):
+            through.append(place)
+        if is_outermost:
+            _expected.places = [*filter(_is_due(frame, error), reversed(through))]
+            _expected.reason = GraphCompileReason(error.msg, error.real_stack)
         raise
 
 
@@ -117,6 +115,12 @@ def _is_function(called: Any) -> bool:
     """Whether Python runs a function of the model's code for this call, and nothing around it: not
     a hook, which Dynamo captures where it is registered, or the body of a checkpoint."""
     return isinstance(called.realize(), (BaseUserFunctionVariable, UnspecializedNNModuleVariable))
+
+
+def _was_inlined(error: Exception) -> bool:
+    """Whether a call has raised in a function that it inlined. Why it inlines none, Dynamo is to
+    see once more: some of its changes go by that."""
+    return any(frame.f_code is RUN for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _at(frame: Any) -> Place:
