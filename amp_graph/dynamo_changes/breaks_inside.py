@@ -106,7 +106,8 @@ def _call(method: Any, frame: Any, *called: Any) -> None:
 
 
 def _is_due(outermost: Any, error: Any) -> Callable[[Place], bool]:
-    """Return whether a call that has broken in the outermost function breaks outside of it, too."""
+    """Return whether a call that has broken in the outermost function breaks outside of it, too.
+    A list whose lengths vary has ended the graph before there is a symbol for one."""
     varies = outermost.output.shape_env.backed_var_to_val or getattr(error, "gb_type", "") == ENDED
     return lambda place: not varies or bool(_debug_get_cache_entry_list(place[0]))
 
