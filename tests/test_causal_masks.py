@@ -192,6 +192,17 @@ class Owns(Encoder):
         return super().forward(x, self.mask)
 
 
+class Alone(Owns):
+    """Takes no tensor, for which its buffer would have other guards as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, LENGTH, 16))
+
+    def forward(self, count: int) -> Tensor:
+        return self.layers(self.positions.expand(count, -1, -1), mask=self.mask)
+
+
 class Writes(Encoder):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         mask[2:, 0] = float("-inf")
@@ -232,6 +243,15 @@ def test_masks_are_left_out_where_the_model_leaves_them_out(name: str) -> None:
         assert found == expected
     results = [m(x, *[k.clone() for k in masks]) for m in (model, amp_graph.convert(model))]
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0.06)
+
+
+def test_a_mask_of_its_own_is_looked_at_again() -> None:
+    models = pair(Alone)
+    for make in (causal, causal, causal, band, causal):
+        for model in models:
+            model.mask.copy_(make(LENGTH))
+        torch.testing.assert_close(models[1](3), models[0](3), rtol=0, atol=0.06)
+    assert_all_converted(models[1], graphs=2)
 
 
 def test_one_graph_serves_all_lengths_after_the_first() -> None:

@@ -162,3 +162,42 @@ def test_what_is_only_handed_through_may_change(hold: Callable[[Any, Tensor], An
         y = result["y"] if isinstance(result, dict) else result[-1]
         assert result == hold(batch, y)
     assert len(amp_graph.plans(model)) == 1
+
+
+def test_a_default_of_a_function_is_seen_to_change() -> None:
+    def scaled(x: Tensor, by: float = 1.0, *, shift: float = 0.0) -> Tensor:
+        return x * by + shift
+
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.function = nn.Linear(16, 4), scaled
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.function(self.layer(x))
+
+    plain = Scales()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    for by, shift in ((1.0, 0.0), (2.0, 0.0), (2.0, 3.0)):
+        scaled.__defaults__, scaled.__kwdefaults__ = (by,), {"shift": shift}
+        torch.testing.assert_close(model(X), plain(X), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["buffer", "plain", "parameter"])
+def test_a_tensor_of_the_model_is_seen_to_be_of_another_size(name: str) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.plain = nn.Linear(16, 4), torch.ones(2)
+            self.register_buffer("buffer", torch.ones(2))
+            self.parameter = nn.Parameter(torch.ones(2), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) / getattr(self, name).shape[0]
+
+    plain = Counts()
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    for size in (2, 2, 3, 5, 2):
+        for each in (plain, model):
+            getattr(each, name).data = torch.ones(size)  # the tensor is the same
+        torch.testing.assert_close(model(X), plain(X), rtol=0.02, atol=0.02)

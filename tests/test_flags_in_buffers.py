@@ -10,10 +10,7 @@ from torch import Tensor, nn
 
 import amp_graph
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_dynamo"),
-    pytest.mark.skipif(torch.__version__ < "2.13", reason="such guards are not asked in 2.11"),
-]
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 FLAGS = {
     "boolean": torch.tensor(False),

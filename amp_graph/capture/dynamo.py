@@ -89,6 +89,9 @@ SETTINGS: dict[str, Any] = {
     "accumulated_recompile_limit": 4096,
     "allow_unspec_int_on_nn_module": True,  # else a step counter is captured anew at each step
     "use_numpy_random_stream": True,  # else NumPy's random functions draw other numbers
+    "skip_guards_on_constant_func_defaults": False,  # else changed defaults are not seen (2.11),
+    "skip_tensor_guards_with_matching_dict_tags": False,  # nor what is written into a buffer,
+    "use_recursive_dict_tags_for_guards": False,  # nor what changes in objects that a module holds
     "skip_nnmodule_hook_guards": False,  # else hooks added after the first call never run
     "fail_on_recompile_limit_hit": True,  # say so, rather than fall back to float32 silently
     "record_runtime_overhead": False,  # else each call of a graph tells a profiler when it begins

@@ -7,8 +7,7 @@ It depends on data, but Dynamo has the buffer that is given, and a guard can ask
 model does. So there is a graph for each answer. A buffer that the graph has written to is asked by
 the model.
 
-Private names of PyTorch used here, since 2.13; before, where guards of buffers are not all asked,
-nothing is changed:
+Private names of PyTorch used here:
 
     torch._dynamo.symbolic_convert.InstructionTranslatorBase.dispatch_table, of each subclass
                                              by opcode, how Dynamo captures an instruction
@@ -26,7 +25,6 @@ import opcode
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, TensorVariable
@@ -102,4 +100,4 @@ def _is_flag(expected: bool, value: Tensor) -> bool:
     return may_look(value) and value.numel() == 1 and bool(value) is expected
 
 
-CONTEXTS = () if torch.__version__ < "2.13" else (flags_known,)
+CONTEXTS = (flags_known,)
