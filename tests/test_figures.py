@@ -161,3 +161,17 @@ def test_modules_deeper_than_asked_are_left_out() -> None:
     for depth in (0, 2):
         text = str(amp_graph.explain(model, depth=depth))
         assert ("encoder" in text.partition("Casts")[0]) == (depth > 0)
+
+
+def test_numbers_that_depend_on_data_are_not_asked_for() -> None:
+    class Until(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).sum() + torch.arange(0, end.ceil().item()).sum()
+
+    model = amp_graph.convert(Until(), policy="bfloat16")
+    model(torch.randn(6, 8), torch.tensor(2.5))
+    assert amp_graph.explain(model).data.modules[0].figures.flops.total == 2 * 6 * 8 * 8
