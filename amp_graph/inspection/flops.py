@@ -75,8 +75,8 @@ def _given(argument: Any) -> Hashable:
         return tuple(map(_given, argument))
     if isinstance(argument, torch.SymInt):
         return size_hint(argument)
-    if isinstance(argument, torch.SymFloat | torch.SymBool):
-        return type(argument)  # a hash would ask for its number, which may depend on data
+    if isinstance(argument, torch.SymFloat | torch.SymBool):  # may depend on data
+        return type(argument).__name__
     return (type(argument), argument) if isinstance(argument, Hashable) else id(argument)
 
 
