@@ -9,8 +9,6 @@ the model.
 
 Private names of PyTorch used here:
 
-    torch._dynamo.symbolic_convert.InstructionTranslatorBase.dispatch_table, of each subclass
-                                             by opcode, how Dynamo captures an instruction
     torch._dynamo.symbolic_convert.InstructionTranslatorBase.stack
     torch._dynamo.variables.builder.GraphArg.source, .example    behind an input of the graph
     torch._dynamo.variables.TensorVariable.as_proxy
@@ -20,15 +18,13 @@ Private names of PyTorch used here:
 from __future__ import annotations
 
 import contextlib
-import functools
 import opcode
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, TensorVariable
 
+from amp_graph.dynamo_changes.captured_instructions import Capture, instructions_through
 from amp_graph.dynamo_changes.grown_buffers import is_buffer
 from amp_graph.dynamo_changes.known_calls import given_to, may_look
 from amp_graph.dynamo_changes.own_guards import hold_while
@@ -43,38 +39,16 @@ ASKING = {
 }
 
 
-@contextlib.contextmanager
-def flags_known() -> Iterator[None]:
+def flags_known() -> contextlib.AbstractContextManager[None]:
     """Within, such a flag is known where an instruction asks for it."""
-    tables = {kind: kind.dispatch_table for kind in _kinds(InstructionTranslatorBase)}
-    for kind, table in tables.items():
-        kind.dispatch_table = [
-            _asking(capture) if number in ASKING and capture is not None else capture
-            for number, capture in enumerate(table)
-        ]
-    try:
-        yield
-    finally:
-        for kind, table in tables.items():
-            kind.dispatch_table = table
+    return instructions_through(_ask, ASKING)
 
 
-def _kinds(kind: Any) -> Iterator[Any]:
-    if "dispatch_table" in vars(kind):
-        yield kind
-    for narrower in kind.__subclasses__():
-        yield from _kinds(narrower)
-
-
-def _asking(capture: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    @functools.wraps(capture)
-    def ask(frame: Any, instruction: Any) -> Any:
-        found = _flag(frame.stack[-1])
-        if found is not None:
-            frame.stack[-1] = ConstantVariable.create(found)
-        return capture(frame, instruction)
-
-    return ask
+def _ask(capture: Capture, frame: Any, instruction: Any) -> Any:
+    found = _flag(frame.stack[-1])
+    if found is not None:
+        frame.stack[-1] = ConstantVariable.create(found)
+    return capture(frame, instruction)
 
 
 def _flag(variable: Any) -> bool | None:
