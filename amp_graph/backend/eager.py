@@ -8,6 +8,7 @@
     grouped_mm_fallback(x, w, ends)      ->   _grouped_mm(x, w, ends) (see `grouped_products`)
     gru(x, h, weights) on a CPU          ->   the same, h in float32 (see `wide_state`)
     (-1) ** n                            ->   pow(-1, n)
+    scores.masked_fill(mask, -3.4e38)    ->   the same, with the lowest number of `scores` (`fills`)
 
 The Python bindings of the ATen operators do the same as the overloads that a graph names, and take
 a shorter way into the dispatcher. The checkpoint operator is for compilers, which keep its random
@@ -35,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_graph.backend.custom_function import applied, can_apply, differentiable, second_halves
 from amp_graph.backend.emulation import in_float32, nothing_emulated
+from amp_graph.backend.fills import saturating_fill
 from amp_graph.backend.flex_attention import compiled_attention
 from amp_graph.backend.grouped_products import grouped_product
 from amp_graph.backend.wide_state import wide_state
@@ -65,7 +67,8 @@ def eager(
         return module
     graph = copy.deepcopy(module.graph)
     for node in graph.nodes:
-        node.target = called.get(node.name, node.target)
+        if node.name in called:
+            node.op, node.target = "call_function", called[node.name]
     changed = fx.GraphModule(module, graph, class_name=type(module).__name__)
     changed.meta.update(module.meta)
     for name, body in replaced.items():
@@ -95,7 +98,7 @@ def _called_for(module: fx.GraphModule, node: fx.Node) -> Callable[..., Any] | N
     if node.target is CAST and _is_cast(node):
         return torch.Tensor.to
     if not isinstance(node.target, OpOverload):
-        return None
+        return saturating_fill(node)
     return grouped_product(node) or wide_state(node) or binding(node.target)
 
 
