@@ -42,7 +42,7 @@ from torch._dynamo.types import ConvertFrameReturn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import checkpoint
 
-from amp_graph.capture.interrupts import interrupts_held
+from amp_graph.capture.held_signals import signals_held
 from amp_graph.capture.made_for_autocast import is_forward_that_asks
 from amp_graph.capture.surroundings import UnderDispatchModes, call_beside_traces, dispatch_depth
 from amp_graph.dynamo_changes.in_force import changes_in_force
@@ -270,7 +270,7 @@ def _inside_of(capturing: Capturing, capture: Callable[..., Any]) -> Callable[..
         is_decorated = frame.f_code is DECORATED_CALL
         if is_decorated or is_forward_that_asks(frame) or is_torch_function(frame):
             return ConvertFrameReturn(WITH_ALL_IT_CALLS, apply_to_code=False)
-        with interrupts_held():
+        with signals_held():
             return capturing(frame.f_code, lambda: capture(frame, *args, **kwargs))
 
     capture_inside._torchdynamo_orig_backend = capture  # type: ignore[attr-defined]

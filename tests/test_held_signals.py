@@ -1,4 +1,5 @@
-"""Ctrl-C in the middle of a capture: the capture ends first, then the script is interrupted."""
+"""Ctrl-C, or another signal, in the middle of a capture: the capture ends first, then the script is
+interrupted."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from nets import low_share
 from torch import Tensor, nn
 
 import amp_graph
-from amp_graph.capture.interrupts import PATIENCE, interrupts_held
+from amp_graph.capture.held_signals import PATIENCE, signals_held
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -29,9 +30,9 @@ def pythons_handler() -> Iterator[None]:
 class InterruptedWhileCaptured(nn.Module):
     """Interrupts the process while Dynamo captures it, for so many `times`."""
 
-    def __init__(self, times: int) -> None:
+    def __init__(self, times: int, by: int = signal.SIGINT) -> None:
         super().__init__()
-        self.layer, self.times = nn.Linear(8, 8), times
+        self.layer, self.times, self.by = nn.Linear(8, 8), times, by
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) + self.interrupt()
@@ -39,7 +40,7 @@ class InterruptedWhileCaptured(nn.Module):
     @torch.compiler.assume_constant_result
     def interrupt(self) -> int:
         for _ in range(self.times):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), self.by)
         self.times = 0
         return 1
 
@@ -55,11 +56,52 @@ def test_a_model_interrupted_while_it_is_captured_goes_on_in_the_next_call() -> 
     assert low_share(model, X) == 1
 
 
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("times", [1, 3])
+def test_what_other_handlers_raise_is_raised_behind_the_capture(number: int, times: int) -> None:
+    def out_of_time(number: int, frame: object) -> None:
+        raise TimeoutError(number)
+
+    model = InterruptedWhileCaptured(times, by=number)
+    expected = model.layer(X) + 1
+    amp_graph.convert(model, policy="bfloat16")
+    before = signal.signal(number, out_of_time)
+    try:
+        with pytest.raises(TimeoutError):
+            model(X)
+        assert signal.getsignal(number) is out_of_time
+    finally:
+        signal.signal(number, before)
+    torch.testing.assert_close(model(X), expected, rtol=2e-2, atol=2e-2)
+    assert low_share(model, X) == 1
+
+
+def test_all_that_were_held_are_heard() -> None:
+    heard: list[int] = []
+
+    def hear(number: int, frame: object) -> None:
+        heard.append(number)
+        raise TimeoutError(number)
+
+    numbers = [signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2]
+    before = [signal.signal(number, hear) for number in numbers]
+    try:
+        with pytest.raises(TimeoutError), signals_held():
+            for number in numbers:
+                os.kill(os.getpid(), number)
+            assert not heard
+        assert sorted(heard) == sorted(numbers)
+        assert all(signal.getsignal(number) is hear for number in numbers)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
 def survived(interrupts: int) -> int:
     """How many of them what is held went on after, before it was interrupted."""
     seen = 0
     try:
-        with interrupts_held():
+        with signals_held():
             for _ in range(interrupts):
                 os.kill(os.getpid(), signal.SIGINT)
                 seen += 1
@@ -80,7 +122,7 @@ def test_the_handler_of_a_script_decides() -> None:
     heard: list[int] = []
     signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
     try:
-        with interrupts_held(), interrupts_held():
+        with signals_held(), signals_held():
             os.kill(os.getpid(), signal.SIGINT)
             assert not heard
         assert heard == [signal.SIGINT]
@@ -92,7 +134,7 @@ def test_other_threads_change_no_handler() -> None:
     found: list[object] = []
 
     def look() -> None:
-        with interrupts_held():
+        with signals_held():
             found.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=look)
