@@ -76,6 +76,13 @@ def test_what_other_handlers_raise_is_raised_behind_the_capture(number: int, tim
     assert low_share(model, X) == 1
 
 
+def sent_while_held(numbers: list[int], heard: list[int]) -> None:
+    with signals_held():
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        assert not heard
+
+
 def test_all_that_were_held_are_heard() -> None:
     heard: list[int] = []
 
@@ -86,10 +93,8 @@ def test_all_that_were_held_are_heard() -> None:
     numbers = [signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2]
     before = [signal.signal(number, hear) for number in numbers]
     try:
-        with pytest.raises(TimeoutError), signals_held():
-            for number in numbers:
-                os.kill(os.getpid(), number)
-            assert not heard
+        with pytest.raises(TimeoutError):
+            sent_while_held(numbers, heard)
         assert sorted(heard) == sorted(numbers)
         assert all(signal.getsignal(number) is hear for number in numbers)
     finally:
