@@ -10,7 +10,6 @@ asked for there.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from amp_graph.dtypes import LOW
+from amp_graph.flow import is_beyond, saturated
 
 
 def filled(tensor: Tensor, mask: Tensor, value: float) -> Tensor:
@@ -33,19 +33,16 @@ FILLS: dict[Any, Callable[..., Tensor]] = {
     "masked_fill_": filled_in_place,
     torch.masked_fill: filled,
 }
-SMALLEST = min(torch.finfo(dtype).max for dtype in LOW)
 
 
 def saturating_fill(node: fx.Node) -> Callable[..., Tensor] | None:
     """Return what is to be called in place of a node of Dynamo's graph that fills with such a
     number; None of any other."""
     value = node.kwargs.get("value", node.args[-1] if node.args else None)
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    return FILLS.get(node.target) if is_number and abs(value) > SMALLEST else None  # type: ignore
+    if isinstance(value, int | float) and any(is_beyond(value, dtype) for dtype in LOW):
+        return FILLS.get(node.target)
+    return None
 
 
 def _held(tensor: Tensor, value: float) -> float:
-    if tensor.dtype not in LOW:
-        return value
-    largest = torch.finfo(tensor.dtype).max
-    return max(-largest, min(largest, value))
+    return saturated(float(value), tensor.dtype) if tensor.dtype in LOW else value
