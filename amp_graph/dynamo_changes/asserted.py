@@ -9,7 +9,6 @@ Private names of PyTorch used here:
     torch._dynamo.config.rewrite_assert_with_torch_assert
     torch._dynamo.symbolic_convert.InstructionTranslatorBase.stack
     torch._dynamo.variables.TensorVariable, .tensor.SymNodeVariable     tensors and numbers
-    torch._dynamo.variables.LazyVariableTracker.is_realized, .peek_type, .realize
 """
 
 from __future__ import annotations
@@ -21,10 +20,11 @@ from typing import Any
 
 from torch import Tensor
 from torch._dynamo import config
-from torch._dynamo.variables import LazyVariableTracker, TensorVariable
+from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 
 from amp_graph.dynamo_changes.captured_instructions import Capture, instructions_through
+from amp_graph.dynamo_changes.unread import class_of_unread
 
 # `assert` jumps over an error.
 JUMPS = {
@@ -47,8 +47,9 @@ def _jump(capture: Capture, frame: Any, instruction: Any) -> Any:
 
 
 def _is_tensor_or_number(variable: Any) -> bool:
-    if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
-        return issubclass(variable.peek_type(), Tensor | numbers.Number)
+    kind = class_of_unread(variable)
+    if kind is not None:
+        return issubclass(kind, Tensor | numbers.Number)
     return isinstance(variable.realize(), TensorVariable | SymNodeVariable)
 
 

@@ -18,7 +18,6 @@ Private names of PyTorch used here:
     torch._dynamo.bytecode_transformation.Instruction, cleaned_instructions
     torch._dynamo.side_effects.SideEffects.id_to_variable, .store_attr_mutations
     torch._dynamo.variables.VariableTracker.visit                   to look for another name
-    torch._dynamo.variables.LazyVariableTracker.is_realized         whether an input was read
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from torch import Tensor, fx
 from torch._dynamo.bytecode_transformation import Instruction, cleaned_instructions
 from torch._dynamo.variables import (
     ConstantVariable,
-    LazyVariableTracker,
     TensorVariable,
     VariableTracker,
 )
 
+from amp_graph.dynamo_changes.unread import class_of_unread
 from amp_graph.graphs.writes import is_as_made
 
 EXACT = (torch.float32, torch.bfloat16, torch.float64)
@@ -97,8 +96,7 @@ def _names(asked: fx.Node, frame: Any) -> int:
 def _is_tensor(variable: Any) -> bool:
     """Whether it is a tensor that the model has read. An input that it has not is left unread, by
     which the graph would depend on it: the class that is asked for reads it."""
-    is_unread = isinstance(variable, LazyVariableTracker) and not variable.is_realized()
-    return not is_unread and isinstance(variable, TensorVariable)
+    return class_of_unread(variable) is None and isinstance(variable, TensorVariable)
 
 
 class _Step(NamedTuple):

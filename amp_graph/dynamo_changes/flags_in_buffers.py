@@ -12,7 +12,6 @@ Private names of PyTorch used here:
     torch._dynamo.symbolic_convert.InstructionTranslatorBase.stack
     torch._dynamo.variables.builder.GraphArg.source, .example    behind an input of the graph
     torch._dynamo.variables.TensorVariable.as_proxy
-    torch._dynamo.variables.LazyVariableTracker.is_realized, .peek_type
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ import opcode
 from typing import Any
 
 from torch import Tensor
-from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, TensorVariable
+from torch._dynamo.variables import ConstantVariable, TensorVariable
 
 from amp_graph.dynamo_changes.captured_instructions import Capture, instructions_through
 from amp_graph.dynamo_changes.grown_buffers import is_buffer
 from amp_graph.dynamo_changes.known_calls import given_to, may_look
 from amp_graph.dynamo_changes.own_guards import hold_while
+from amp_graph.dynamo_changes.unread import class_of_unread
 from amp_graph.graphs.writes import is_as_made
 
 # What asks for the truth of a value, and does not hand the value on.
@@ -53,8 +53,8 @@ def _ask(capture: Capture, frame: Any, instruction: Any) -> Any:
 
 def _flag(variable: Any) -> bool | None:
     """Return whether a flag is set, which is guarded from then on; None of anything else."""
-    is_unread = isinstance(variable, LazyVariableTracker) and not variable.is_realized()
-    if is_unread and not issubclass(variable.peek_type(), Tensor):
+    kind = class_of_unread(variable)
+    if kind is not None and not issubclass(kind, Tensor):
         return None  # which Dynamo may answer without reading it
     if not isinstance(variable := variable.realize(), TensorVariable):
         return None

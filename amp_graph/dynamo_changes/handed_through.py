@@ -25,15 +25,13 @@ Private names of PyTorch used here:
     torch._dynamo.source.DictGetItemSource, ConstDictKeySource   a key that is no number or string
     torch._dynamo.output_graph.OutputGraph._get_stack_values_to_restore        where it ends
     torch._dynamo.variables.LazyVariableTracker.realize_all      to read all in a value
-    LazyVariableTracker.is_realized, .peek_type, .as_python_constant, .is_python_constant
-                                                                 what nothing has read
+    LazyVariableTracker.as_python_constant, .is_python_constant  what nothing has read
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import ConstDictKeySource, DictGetItemSource
 from torch._dynamo.variables import (
@@ -45,6 +43,7 @@ from torch._dynamo.variables import (
 
 from amp_graph.dynamo_changes.own_guards import hold_key
 from amp_graph.dynamo_changes.replaced import Change
+from amp_graph.dynamo_changes.unread import is_unread_tensor
 from amp_graph.patching import method_inside
 
 
@@ -72,19 +71,19 @@ def _holds_tensors(items: Any) -> bool:
 
 
 def _is_tensor(item: Any) -> bool:
-    if _is_unread_tensor(item):
+    if is_unread_tensor(item):
         return True
     return item.is_realized() and isinstance(item.realize(), TensorVariable)
 
 
 def _constant(method: Any, value: Any) -> Any:
-    if _is_unread_tensor(value):
+    if is_unread_tensor(value):
         raise NotImplementedError  # as of any tensor
     return method(value)
 
 
 def _is_constant(method: Any, value: Any) -> Any:
-    return not _is_unread_tensor(value) and method(value)
+    return not is_unread_tensor(value) and method(value)
 
 
 def _at_the_end(method: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,12 +92,7 @@ def _at_the_end(method: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _read_all(method: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    return value if _is_unread_tensor(value) else method(value, *args, **kwargs)
-
-
-def _is_unread_tensor(value: Any) -> bool:
-    is_unread = type(value) is LazyVariableTracker and not value.is_realized()
-    return is_unread and issubclass(value.peek_type(), Tensor)
+    return value if is_unread_tensor(value) else method(value, *args, **kwargs)
 
 
 CHANGES: tuple[Change, ...] = (

@@ -1,0 +1,25 @@
+"""Values that were given and not read yet: from when one is read, the graph depends on it.
+
+Private names of PyTorch used here:
+
+    torch._dynamo.variables.LazyVariableTracker.is_realized, .peek_type
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch._dynamo.variables import LazyVariableTracker
+
+
+def class_of_unread(variable: Any) -> type[Any] | None:
+    """Return the class of a value that nothing has read, without reading it; None of any other."""
+    is_unread = isinstance(variable, LazyVariableTracker) and not variable.is_realized()
+    return variable.peek_type() if is_unread else None
+
+
+def is_unread_tensor(variable: Any) -> bool:
+    """Whether it is a tensor that nothing has read."""
+    kind = class_of_unread(variable)
+    return kind is not None and issubclass(kind, Tensor)
