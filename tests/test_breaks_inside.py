@@ -215,7 +215,10 @@ class Sets(nn.Module):
         self.part, self.last = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4)
 
     def forward(self, sets: list[Tensor]) -> Tensor:
-        return self.last(torch.stack([self.part(one).sum(0) for one in sets]))
+        return self.last(torch.stack(self.each(sets)))
+
+    def each(self, sets: list[Tensor]) -> list[Tensor]:
+        return [self.part(one).sum(0) for one in sets]
 
 
 def test_where_sizes_vary_a_function_is_captured_before_it_is_known_to_break() -> None:
