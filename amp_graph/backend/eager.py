@@ -1,6 +1,8 @@
 """Eager: the form of a graph that runs operator by operator.
 
     torch.ops.aten.mm.default(x, w)      ->   torch.mm(x, w)
+    torch.ops.aten.index.Tensor(x, [i])  ->   x[i] (see `indexing`)
+    torch.ops.aten.sym_size.int(x, 0)    ->   x.size(0)
     the same, emulated                   ->   that of widened values, rounded
     tag_activation_checkpoint(body, x)   ->   torch.utils.checkpoint.checkpoint(body, x)
     autograd_function_apply(f, b, x)     ->   a torch.autograd.Function of f and b
@@ -45,6 +47,26 @@ from amp_graph.graphs.aten import CAST, CHECKPOINT, SELECTIVE, written_operands
 BINDINGS = (torch, torch._C._nn, torch.Tensor)  # where they are looked for; 2.11 - 2.15
 OTHER_ARGUMENTS = {"to"}  # bindings that do not take the arguments of their operator
 NATIVE = (BuiltinFunctionType, MethodDescriptorType)  # not Python code of torch
+
+
+def _asserted(truth: bool, message: str) -> None:
+    if not truth:
+        raise RuntimeError(message)
+
+
+def _indexed(x: torch.Tensor, indices: list[torch.Tensor]) -> torch.Tensor:
+    return x[tuple(indices)]
+
+
+INDEXING: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.index.Tensor: _indexed,
+    torch.ops.aten.index_put.default: torch.index_put,
+    torch.ops.aten.index_put_.default: torch.index_put_,
+}
+PLAIN: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.sym_size.int: torch.Tensor.size,
+    torch.ops.aten._assert_scalar.default: _asserted,
+}
 
 
 def eager(
@@ -99,7 +121,23 @@ def _called_for(module: fx.GraphModule, node: fx.Node) -> Callable[..., Any] | N
         return torch.Tensor.to
     if not isinstance(node.target, OpOverload):
         return saturating_fill(node)
-    return grouped_product(node) or wide_state(node) or binding(node.target)
+    plain = PLAIN.get(node.target) or indexing(node) or binding(node.target)
+    return grouped_product(node) or wide_state(node) or plain
+
+
+def indexing(node: fx.Node) -> Callable[..., Any] | None:
+    """Return what reads or writes at indices as Python code does; None for other operators.
+
+    Dimensions that are not indexed are left out, of which `binding` tells, and so are indices
+    without a dimension: of such a one `x[i]` asks a GPU.
+    """
+    called = INDEXING.get(node.target)
+    if called is None:
+        return None
+    indices: Any = node.args[1]
+    values = [i.meta.get("val") if isinstance(i, fx.Node) else None for i in indices]
+    is_alike = all(isinstance(v, torch.Tensor) and v.dim() for v in values)
+    return called if is_alike else None
 
 
 def binding(overload: OpOverload) -> Callable[..., Any] | None:
