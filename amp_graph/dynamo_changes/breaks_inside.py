@@ -24,8 +24,6 @@ Private names of PyTorch used here:
         .run, .call_function, .f_code, .instruction_pointer     a call that it makes, and where
         .speculate                          begins an instruction at which a graph can end; returns
             SpeculationEntry: .failed, ._failed, .error_on_graph_break, .reason         whether, why
-        .should_compile_partial_graph, .maybe_has_backedge, .active_generic_context_managers
-                                            whether a graph can end here
         .output.shape_env.backed_var_to_val                     the sizes that vary
     torch._dynamo.variables.UnspecializedNNModuleVariable, .functions.BaseUserFunctionVariable
                                                                 what is called, `.realize`d
@@ -49,6 +47,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import UnspecializedNNModuleVariable
 from torch._dynamo.variables.functions import BaseUserFunctionVariable
 
+from amp_graph.dynamo_changes.ended_graphs import can_end
 from amp_graph.dynamo_changes.lengths_in_lists import ENDED
 
 Place: TypeAlias = tuple[CodeType, int]  # a call: in which code, at which instruction
@@ -81,7 +80,7 @@ def forget() -> None:
 
 def _begin(method: Any, frame: Any) -> Any:
     begun = method(frame)
-    if frame.parent is None and _expected.places and _can_end(frame) and _expected.take(_at(frame)):
+    if frame.parent is None and _expected.places and can_end(frame) and _expected.take(_at(frame)):
         begun._failed, begun.error_on_graph_break = True, frame.error_on_graph_break
         begun.reason = _expected.reason
     return begun
@@ -126,12 +125,6 @@ def _was_inlined(error: Exception) -> bool:
 
 def _at(frame: Any) -> Place:
     return frame.f_code, frame.instruction_pointer
-
-
-def _can_end(frame: Any) -> bool:
-    """Whether the graph can end at this instruction."""
-    is_apart = frame.active_generic_context_managers or frame.maybe_has_backedge()
-    return frame.should_compile_partial_graph() and not is_apart
 
 
 CHANGES = (

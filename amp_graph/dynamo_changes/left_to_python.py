@@ -4,6 +4,8 @@
     torch.use_deterministic_algorithms(True)   once, as the graph is retraced, and never again
     asyncio.run(self.encode(x))                a coroutine, which Dynamo runs where it is made
     self.rng.randint(1, 9)                     of a random.Random, whose state would be put back
+    random.randint(1, 9)                       a tensor in a graph, of which Python makes no size,
+                                               and nothing of the function would be captured
     ctx.set_materialize_grads(False)           of a custom function with several results, whose
                                                backward is captured as if each had a gradient
 
@@ -15,6 +17,7 @@ Private names of PyTorch used here:
                                                .call_function, .get_code
     torch._dynamo.variables.AutogradFunctionApplyVariable.trace_forward_graph, TensorVariable
     torch._dynamo.variables.misc.RandomVariable.call_method
+    torch._dynamo.variables.UserDefinedObjectVariable.call_function, .is_supported_random (2.13)
     torch._dynamo.side_effects.SideEffects.store_attr_mutations
 """
 
@@ -28,12 +31,13 @@ import torch
 from torch._dynamo.variables import (
     NestedUserFunctionVariable,
     TensorVariable,
+    UserDefinedObjectVariable,
     UserFunctionVariable,
 )
 from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
 from torch._dynamo.variables.misc import RandomVariable
 
-from amp_graph.dynamo_changes.ended_graphs import end_graph
+from amp_graph.dynamo_changes.ended_graphs import can_end, end_graph
 from amp_graph.dynamo_changes.replaced import those_of
 
 NAMES = {
@@ -100,6 +104,13 @@ def _draw(method: Any, generator: Any, *called: Any) -> Any:
     return method(generator, *called)
 
 
+def _draw_from_all(method: Any, function: Any, frame: Any, *called: Any) -> Any:
+    """Where no graph can end, as in a loop, it may still do as a tensor."""
+    if function.is_supported_random() and can_end(frame):
+        end_graph("a random number of Python's", function)
+    return method(function, frame, *called)
+
+
 def _trace_forward(method: Any, function: Any, frame: Any, ctx: Any, *traced: Any) -> Any:
     found = method(function, frame, ctx, *traced)
     kept = frame.output.side_effects.store_attr_mutations.get(ctx, {})
@@ -122,4 +133,5 @@ CHANGES = (
     (NestedUserFunctionVariable, "call_function", _call),
     (AutogradFunctionApplyVariable, "trace_forward_graph", _trace_forward),
     (RandomVariable, "call_method", _draw),
+    (UserDefinedObjectVariable, "call_function", _draw_from_all),
 )
