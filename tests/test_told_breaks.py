@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -133,7 +134,23 @@ def test_a_number_that_is_drawn_in_front_of_all_is_told() -> None:
     assert "in forward: Python goes by what cannot be captured, such as a number" in told
 
 
+class DrawsWithNumPy(TwoLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        share = np.random.uniform(0.2, 0.8)
+        return self.second(share * hidden)
+
+
+class PermutesWithNumPy(TwoLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        order = np.random.permutation(len(x))
+        return self.second(hidden[order])
+
+
 AT = {
+    DrawsWithNumPy: "share = np.random.uniform(0.2, 0.8): a random number of NumPy's",
+    PermutesWithNumPy: "order = np.random.permutation(len(x)): it calls a function of NumPy's",
     BranchesOnABuffer: "if self.is_scaled.all(): Python branches on the numbers in a tensor",
     AsksForAGradient: "hidden.requires_grad_(): a value that is computed there is told to require",
     KeepsAGradient: "hidden.retain_grad(): the gradient of a value is kept there",

@@ -50,6 +50,10 @@ IN_WORDS = {
     ),
     "Unsupported python_type() call": DRAWN,
     "Unsupported next() call": DRAWN,  # as torch 2.11 has it
+    "attempted to trace torch._numpy.random function": "a random number of NumPy's",
+    "attempted to trace numpy function unsupported": (
+        "it calls a function of NumPy's that Dynamo does not know"
+    ),
     "requires_grad_() intermediate leaked as output": REQUIRES,
     "Unsupported Tensor.requires_grad_() call": REQUIRES,  # as torch 2.11 has it
     FLAT: f"{FLAT} (pass use_orig_params=True)",
