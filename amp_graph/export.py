@@ -73,8 +73,8 @@ def export(
     PlanError as `convert` does, and AmpGraphError if the program cannot be rewritten or an argument
     is of the wrong kind.
     """
-    check_initialized(model)
     chosen, saved = policy_and_plans(model, policy, plan)
+    check_initialized(model)
     chosen = chosen.uncompiled()
     if chosen.output_dtype is not None:
         raise PolicyError("output_dtype: a program returns the dtypes of the model; leave it out")

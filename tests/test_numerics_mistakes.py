@@ -177,3 +177,35 @@ def test_a_model_without_parameters_of_which_there_is_no_graph(look: Any) -> Non
         AmpGraphError, match="no floating-point parameters; there is nothing to convert"
     ):
         look(nn.Identity(), torch.randn(4, 8), policy="bfloat16")
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_model_without_numbers(look: Any) -> None:
+    with pytest.raises(AmpGraphError, match="Net has parameters on the meta device"):
+        look(Net().to("meta"), torch.randn(2, 4, device="meta"), policy="bfloat16")
+
+
+@pytest.mark.parametrize("look", [*LOOKS, amp_graph.export])
+def test_what_is_no_model(look: Any) -> None:
+    with pytest.raises(AmpGraphError, match=r"(takes|is for) a torch.nn.Module, not function"):
+        look(lambda x: x, (torch.randn(2, 4),))
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    @torch.compiler.disable
+    def between(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.between(self.first(x)) + x
+
+
+def test_code_between_graphs_is_told_of() -> None:
+    found = amp_graph.compare(Broken(), torch.randn(4, 8), policy="bfloat16")
+    assert [n.operator for n in found.nodes if n.low] == ["aten.linear"]
+    assert all("self.between(self.first(x))" in told for told in found.breaks) and found.breaks
+    assert "Graph breaks: code between graphs ran in float32" in str(found)

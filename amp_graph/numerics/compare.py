@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from amp_graph.batches import Batch
 from amp_graph.calls.convertible import check_model
+from amp_graph.capture.breaks import each_once
 from amp_graph.dtypes import dtype_name
 from amp_graph.errors import AmpGraphError
 from amp_graph.inspection.spelling import short_op
@@ -53,11 +54,11 @@ def compare(
 
     `batch` is a tensor, positional arguments as a sequence, or keyword arguments as a mapping.
     `loss` makes a scalar of the output; without it the output's own loss is used, or the mean
-    square of the outputs. Backward starts from `loss_scale` times the loss. The model, its
-    gradients and the random state stay as they were; a model that is not converted is compared
-    with what `convert(model, policy=policy, plan=plan)` would make of it. Raises AmpGraphError for
-    a batch, loss or scale that is none, or a model that `convert` refuses, and PlanError for a plan
-    that is not for the model.
+    square of the outputs. Backward starts from `loss_scale` times the loss. Code between graphs
+    runs in float32 both times. The model, its gradients and the random state stay as they were; a
+    model that is not converted is compared with what `convert(model, policy=policy, plan=plan)`
+    would make of it. Raises AmpGraphError for a batch, loss or scale that is none, or a model that
+    `convert` refuses or that holds no numbers, and PlanError for a plan that is not for the model.
     """
     check_model(model, "compare()")
     check_loss(loss, loss_scale)
@@ -85,6 +86,7 @@ def compare(
         fallbacks=tuple(fallbacks),
         nothing="" if any(p.converts for p in plans) else why_nothing_is_low(plans),
         not_finite=not_finite_shares(reference),
+        breaks=tuple(each_once(rerun.compiler.record.breaks)),
     )
 
 

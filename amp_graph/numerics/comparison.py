@@ -29,6 +29,7 @@ WIDE = 110  # with less, the range and the dtype are left out
 LINE_WIDTH = 20
 SHOWN = 12
 NAMED = {"loss": "the loss"}
+BREAKS = "Graph breaks: code between graphs ran in float32, and was not looked into"
 # float16: normal numbers from 2^-14 to just below 2^16, subnormal ones down to 2^-24.
 NORMAL, SUBNORMAL, LARGEST = -14, -24, 15
 
@@ -42,7 +43,8 @@ class Comparison(Shown):
     is none to compare. not_finite: the share of "outputs", "loss" and "gradients" that is not
     finite in float32 itself, and so is not compared.
     fallbacks: the graphs and bodies that run otherwise than asked, and why; of those that were not
-    looked into there are no nodes. nothing: why nothing was converted, if so.
+    looked into there are no nodes. breaks: where graphs ended, and why; code between them runs in
+    float32 here, and is not looked into. nothing: why nothing was converted, if so.
     gradient_exponents: how many gradients (of values and parameters, float32 run, multiplied by
     the loss scale) have each exponent of 2.
     """
@@ -59,6 +61,7 @@ class Comparison(Shown):
     fallbacks: tuple[str, ...] = ()
     nothing: str = ""
     not_finite: Mapping[str, float] = field(default_factory=dict)
+    breaks: tuple[str, ...] = ()
 
     def within(self, bound: float) -> bool:
         """Whether the errors of outputs and gradients, as far as there are any, are at most
@@ -134,9 +137,10 @@ def table(comparison: Comparison, width: int) -> RenderableType:
             Text("\nMost underflow", style="bold"),
             Padding(_nodes(lost, width), (0, 0, 0, 2)),
         ]
-    if comparison.fallbacks:
-        lines = Text("\n".join(comparison.fallbacks))
-        parts += [Text("\nFallbacks", style="bold"), Padding(lines, (0, 0, 0, 2))]
+    for title, told in (("Fallbacks", comparison.fallbacks), (BREAKS, comparison.breaks)):
+        if told:
+            lines = Text("\n".join(told))
+            parts += [Text(f"\n{title}", style="bold"), Padding(lines, (0, 0, 0, 2))]
     if comparison.gradient_exponents:
         parts.append(Text(f"\n{_gradients(comparison)}"))
     return Group(*parts)

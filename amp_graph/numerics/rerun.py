@@ -246,7 +246,14 @@ def _not_captured(model: nn.Module) -> CaptureError:
 
 def rerun_of(model: nn.Module, policy: PolicySource, plan: PlanSource | None) -> Rerun:
     """A rerun of a model, converted or not, without a data-parallel wrapper. A converted one brings
-    its own policy and plans, where none are given."""
+    its own policy and plans, where none are given. Raises AmpGraphError for what has no numbers to
+    look at."""
     model = unwrapped(model)
+    chosen = policy_and_plans(model, policy, plan)
     check_initialized(model)
-    return Rerun(model, *policy_and_plans(model, policy, plan))
+    if any(p.is_meta for p in model.parameters()):
+        raise AmpGraphError(
+            f"{type(model).__name__} has parameters on the meta device, which holds no numbers to "
+            f"look at; make them on another one"
+        )
+    return Rerun(model, *chosen)
