@@ -31,7 +31,7 @@ def _data(model: AnnotatedModel) -> dict[str, Any]:
         for pair in zip(model.before, model.after, strict=True)
         for before, after in zip(*(g.everything() for g in pair), strict=False)
     ]
-    return {"model": model.name, "graphs": graphs}
+    return {"model": model.name, "graphs": graphs, "breaks": model.breaks}
 
 
 def _graph(graph: AnnotatedGraph) -> dict[str, Any]:

@@ -73,7 +73,7 @@ function go(name, graph) {
     if (index >= 0) load(index, view.side);
     return;
   }
-  choose(view.byName.get(name), true);
+  choose(name && view.byName.get(name), true);
 }
 
 function reset() {
@@ -127,7 +127,8 @@ function drawOperators() {
 }
 
 get("graph").append(...data.graphs.map((graph, i) => {
-  const option = make("option", "", graph.after.name);
+  const count = graph.after.nodes.length.toLocaleString("en");
+  const option = make("option", "", `${graph.after.name} (${count})`);
   option.value = String(i);
   return option;
 }));
@@ -148,6 +149,7 @@ document.addEventListener("keydown", (event) => {
 });
 
 const [wanted, node] = location.hash.slice(1).split("/").map(decodeURIComponent);
-const start = data.graphs.findIndex((graph) => graph.after.name === wanted);
-load(Math.max(0, start), "after");
+const named = data.graphs.findIndex((graph) => graph.after.name === wanted);
+const filled = data.graphs.findIndex((graph) => graph.after.nodes.length);
+load(Math.max(0, named >= 0 ? named : filled), "after");
 if (node && view.byName.has(node)) choose(view.byName.get(node), true);

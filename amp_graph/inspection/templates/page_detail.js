@@ -1,4 +1,4 @@
-// The panel of one node, and the tree of modules.
+// The panel of one node, or of the whole model, and the tree of modules.
 
 function showDetail(panel, node, view, go) {
   panel.replaceChildren();
@@ -6,9 +6,13 @@ function showDetail(panel, node, view, go) {
     panel.append(make("p", "fallback", `This graph ${view.graph.fallback}`));
   }
   if (!node) {
-    panel.append(make("p", "empty", "Choose a node to see why it runs in its precision."));
+    overview(panel, go);
     return;
   }
+  const back = make("button", "link back", "Overview");
+  back.type = "button";
+  back.addEventListener("click", () => go(null));
+  panel.append(back);
   const color = colorOf(node);
   if (node.color || node.kind === "cast") panel.append(make("span", `badge ${color}`, color));
   panel.append(make("h2", "", node.label));
@@ -27,6 +31,25 @@ function showDetail(panel, node, view, go) {
     const other = node.low ? "deny" : "allow";
     section(panel, "To decide otherwise", [make("pre", "", `Override("${other}", name="${node.name}")`)]);
   }
+}
+
+function overview(panel, go) {
+  panel.append(make("p", "empty", "Choose a node to see why it runs in its precision."));
+  section(panel, "Graph breaks", data.breaks.map((told) => make("p", "told", told)));
+  const others = data.graphs.map((graph) => graph.after).filter((graph) => graph.fallback);
+  section(panel, "Fallbacks", others.map((graph) => {
+    const told = make("p", "told");
+    told.append(graphLink(graph.name, go), ` ${graph.fallback}`);
+    return told;
+  }));
+  section(panel, "Colours", [get("legend").content.cloneNode(true)]);
+}
+
+function graphLink(name, go) {
+  const button = make("button", "link", name);
+  button.type = "button";
+  button.addEventListener("click", () => go(null, name));
+  return button;
 }
 
 function section(panel, title, parts) {
@@ -102,12 +125,7 @@ function inside(node, view, go) {
     const attribute = body.slice(view.graph.name.length + 1);
     return (node.operands || []).includes(attribute) || node.name === attribute;
   });
-  return names.map((name) => {
-    const button = make("button", "link", name);
-    button.type = "button";
-    button.addEventListener("click", () => go(null, name));
-    return button;
-  });
+  return names.map((name) => graphLink(name, go));
 }
 
 // The tree of modules with the share of their operators that is in low precision.

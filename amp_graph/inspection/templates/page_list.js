@@ -68,6 +68,7 @@ class NodeList {
     code.title = node.call;
     const badge = make("span");
     if (node.color || node.kind === "cast") badge.append(make("span", `badge ${color}`, color));
+    badge.title = node.why || "";
     row.append(
       badge,
       make("span", "quiet", node.math || ""),
