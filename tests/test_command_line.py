@@ -177,7 +177,9 @@ def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["explain", "nonsense"], "names no function"),
         (["explain", "missing_module:f"], "cannot import 'missing_module'"),
+        (["explain", "models_here.py:small"], "such as my_project.models:small, without .py"),
         (["explain", "models_here:absent"], "has no function 'absent'"),
+        (["explain", "models_here:smal"], "has no function 'smal'. Did you mean 'small'?"),
         (["explain", "models_here:value"], "has no function 'value'"),
         (["explain", "models_here:wrong"], "has to return (model, batch[, loss])"),
         (["explain", "models_here:pair"], "returned (int, tuple); it has to return (model"),

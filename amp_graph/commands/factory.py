@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_graph.errors import AmpGraphError
+from amp_graph.errors import AmpGraphError, did_you_mean
 
 HOW = "Give package.module:function, such as my_project.models:small"
 
@@ -48,10 +48,12 @@ def subject(name: str) -> Subject:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise AmpGraphError(f"cannot import {module_name!r}: {error}. {HOW}") from error
+        how = f"{HOW}, without .py" if module_name.endswith(".py") else HOW
+        raise AmpGraphError(f"cannot import {module_name!r}: {error}. {how}") from error
     factory = getattr(module, function_name, None)
     if not callable(factory):
-        raise AmpGraphError(f"module {module_name!r} has no function {function_name!r}")
+        hint = did_you_mean(function_name, (n for n, v in vars(module).items() if callable(v)))
+        raise AmpGraphError(f"module {module_name!r} has no function {function_name!r}.{hint}")
     _check_arguments(name, factory)
     return _checked(name, factory())
 

@@ -29,7 +29,8 @@ def _run_arguments(parser: ArgumentParser) -> None:
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.description = textwrap.fill(parser.description or "", HELP_WIDTH)
     width = max(map(len, VARIABLES))
-    lines = (f"  {name:<{width}}  {about}" for name, about in VARIABLES.items())
+    others = {name: about for name, about in VARIABLES.items() if name != "AMP_GRAPH_ENABLE"}
+    lines = (f"  {name:<{width}}  {about}" for name, about in others.items())
     parser.epilog = "\n".join(["environment variables:", *lines])
 
 
