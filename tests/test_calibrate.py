@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ def test_calibrate_denies_the_planted_overflow_and_what_it_needs() -> None:
     assert [name for _, name, _ in found.denied] == ["mul"]
     assert "overflow" in found.denied[0][2]
     assert "1 node denied" in str(found)
+    assert re.search(r"graph 0  mul at planted.py:\d+: .*overflow", str(found))
 
 
 def test_a_calibrated_plan_is_followed_and_finite(tmp_path: Path) -> None:
@@ -120,3 +122,24 @@ def test_the_state_of_a_model_is_put_back() -> None:
     assert [name for _, name, _ in found.denied] == ["linear"] and found.after == 0
     assert (model.calls, model.last, model.mean.any()) == (0, None, False)
     assert not hasattr(model, "seen")
+
+
+class Checkpointed(nn.Module):
+    """Two bodies with nodes of the same names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def test_nodes_of_the_same_name_are_told_apart_by_their_modules() -> None:
+    texts = [
+        str(amp_graph.compare(Checkpointed(), inputs(), policy="bfloat16")),
+        str(amp_graph.calibrate(Checkpointed(), [inputs()], 0, policy="bfloat16")),
+    ]
+    assert all("layers.0" in text and "layers.1" in text for text in texts)

@@ -131,7 +131,7 @@ def test_the_report_fits_narrow_terminals() -> None:
         console = Console(width=width, file=io.StringIO())
         console.print(comparison)
         texts.append(console.file.getvalue())
-    assert "bits" not in texts[0] and "bits" in texts[1]
+    assert "module" not in texts[0] and "module" in texts[1]
     assert all("mul " in text and "planted.py:" in text for text in texts)
 
 

@@ -27,15 +27,15 @@ from amp_graph.backend.rewrite import rewrite, saved_pins
 from amp_graph.batches import Batch
 from amp_graph.calls.convertible import check_model
 from amp_graph.errors import AmpGraphError
-from amp_graph.inspection.spelling import plural
+from amp_graph.inspection.spelling import line_of, plural
 from amp_graph.inspection.terminal import Shown
-from amp_graph.ir import Color, Paint, Plan
+from amp_graph.ir import Color, NodeFacts, Paint, Plan
 from amp_graph.numerics.compare import Beside, Reference, check_reference, outcome_errors
 from amp_graph.numerics.node_numerics import NodeNumerics
 from amp_graph.numerics.outputs import check_loss
 from amp_graph.numerics.rerun import Loss, Outcome, Rerun, rerun_of
 from amp_graph.numerics.smallest import smallest
-from amp_graph.numerics.watched_graph import Observer
+from amp_graph.numerics.watched_graph import Observer, Place
 from amp_graph.plans.pins import Pins
 from amp_graph.plans.plan_file import PlanSource, save_plan
 from amp_graph.policy import PolicySource
@@ -58,6 +58,7 @@ class Calibration(Shown):
     denied: the denied nodes, as (graph, node, reason).
     before, after: the error of the plan as it was and as it is; `after` is at most `bound`.
     trials: how many plans were tried.
+    places: the module and the line of each denied node, in words.
     """
 
     plans: tuple[Plan, ...]
@@ -66,6 +67,7 @@ class Calibration(Shown):
     before: float
     after: float
     trials: int
+    places: tuple[str, ...] = ()
 
     def save(self, path: str | Path) -> None:
         """Write the plans to a file."""
@@ -78,7 +80,10 @@ class Calibration(Shown):
             f"{_spelled(self.after, self.bound)} after; bound {self.bound:g}; {denied} "
             f"{plural(denied, 'node')} denied in {trials} {plural(trials, 'trial')}"
         ]
-        lines += [f"  graph {graph}  {name}: {reason}" for graph, name, reason in self.denied]
+        lines += [
+            f"  graph {graph}  {name}{place}: {reason}"
+            for (graph, name, reason), place in zip(self.denied, self.places, strict=True)
+        ]
         return "\n".join(lines)
 
 
@@ -119,7 +124,9 @@ def calibrate(
             f"float32 the error is {after:g}. Is the model random?"
         )
     denied = tuple((n[0], _path(n[1], n[2]), reasons[n]) for n in chosen)
-    return Calibration(search.plans(chosen, reasons), denied, bound, before, after, search.trials)
+    places = tuple(_place(rerun.plan_at(Place(0, *node)).facts[node[2]]) for node in chosen)
+    plans = search.plans(chosen, reasons)
+    return Calibration(plans, denied, bound, before, after, search.trials, places)
 
 
 def _check(batches: Any, bound: float) -> None:
@@ -271,6 +278,11 @@ def _reason(node: NodeNumerics | None) -> str:
         if side.underflow > SLIGHT:
             return f"{side.underflow:.1%} of its {what} underflow"
     return f"{NEEDED}, adds an error of {node.added:.2g}" if node.added else NEEDED
+
+
+def _place(facts: NodeFacts) -> str:
+    module = f" in {facts.module_path}" if facts.module_path else ""
+    return f"{module} at {line_of(facts.source)}" if facts.source else module
 
 
 def _path(body: str, name: str) -> str:

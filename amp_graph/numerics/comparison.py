@@ -25,7 +25,7 @@ from amp_graph.plans.plain_json import encode
 
 FORMAT = "amp_graph comparison"
 SCHEMA = 1
-WIDE = 110  # with less, the range and the dtype are left out
+WIDE = 110  # with less, the module, the dtype and the range are left out
 LINE_WIDTH = 20
 SHOWN = 12
 NAMED = {"loss": "the loss"}
@@ -176,7 +176,7 @@ def _error(error: float) -> str:
 
 
 def _range(s: Statistics) -> str:
-    return "–" if s.smallest is None else f"2^{s.smallest}..2^{s.largest} ({s.bits} bits)"
+    return "–" if s.smallest is None else f"2^{s.smallest}..2^{s.largest}"
 
 
 def _backward(s: Statistics | None) -> str:
@@ -220,6 +220,7 @@ class Column:
 
 COLUMNS = (
     Column("node", lambda n: n.label, folds=True),
+    Column("module", lambda n: n.module, always=False, folds=True),
     Column("dtype", lambda n: n.dtype, always=False),
     Column("error", lambda n: _error(n.forward.error), right=True),
     Column("added", lambda n: _error(n.added), right=True),
