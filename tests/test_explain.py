@@ -149,7 +149,7 @@ def test_breaks_and_fallbacks_are_named() -> None:
     model = amp_graph.convert(Broken(), policy="bfloat16")
     model(torch.randn(4, 8))
     text = str(amp_graph.explain(model))
-    assert "Graph breaks" in text
+    assert "Graph breaks" in text and re.search(r"graph \d .* B  test_explain\.py:\d+\n", text)
     assert "test_explain.py:" in text and "print" in text
     wrapped = amp_graph.convert(Net(), policy="bfloat16")
     wrapped(torch.randn(4, 8))

@@ -143,7 +143,14 @@ def _module_table(data: ReportData, depth: int) -> Table:
 
 def _graph_table(data: ReportData) -> Table:
     table = columns(
-        "graph", "nodes", "operators", "FLOPs", "casts", "cast bytes", right=range(1, 6)
+        "graph",
+        "nodes",
+        "operators",
+        "FLOPs",
+        "casts",
+        "cast bytes",
+        "begins at",
+        right=range(1, 6),
     )
     for graph in data.graphs:
         figures: Figures = graph.figures
@@ -154,6 +161,7 @@ def _graph_table(data: ReportData) -> Table:
             percent(figures.flops.low, figures.flops.total),
             str(graph.casts),
             byte_count(graph.cast_bytes),
+            graph.line,
         )
     return table
 

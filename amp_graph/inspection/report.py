@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from amp_graph.dtypes import LOW_DTYPES
 from amp_graph.inspection.annotated import AnnotatedGraph, AnnotatedNode
 from amp_graph.inspection.source import AnnotatedModel
-from amp_graph.inspection.spelling import graph_title
+from amp_graph.inspection.spelling import graph_title, line_of
 from amp_graph.inspection.suggestions import Suggestion, suggestions
 from amp_graph.reasons import why_nothing_is_low
 from amp_graph.sums import Summable
@@ -59,7 +59,7 @@ class CastFigures:
 @dataclass(frozen=True)
 class GraphFigures:
     """The figures of a graph. `casts` are not among its `nodes`. `fallback`: how it runs, if not as
-    asked."""
+    asked. `line`: that of its first operator."""
 
     name: str
     nodes: int
@@ -67,6 +67,7 @@ class GraphFigures:
     casts: int
     cast_bytes: int
     fallback: str | None
+    line: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ def _graph(graph: AnnotatedGraph) -> GraphFigures:
     casts = [n.bytes for n in nodes if n.makes_copy]
     total = sum((figures_of(n) for n in nodes), Figures())
     captured = sum(n.kind != "cast" for n in nodes)
-    return GraphFigures(graph.name, captured, total, len(casts), sum(casts), graph.fallback)
+    line = next((line_of(n.source) for n in nodes if n.kind == "operator" and n.source), "")
+    return GraphFigures(graph.name, captured, total, len(casts), sum(casts), graph.fallback, line)
 
 
 def _modules(nodes: Iterable[AnnotatedNode]) -> Iterator[ModuleFigures]:
