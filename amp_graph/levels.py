@@ -9,8 +9,9 @@ class Level(enum.Enum):
     """How far tensors are narrowed for memory and speed; each level does what those before it do.
 
     SAFE: float32 wherever `torch.autocast` has it. BALANCED: kernels that compute in float32 inside
-        keep their tensors in low precision, and so do residual streams in bfloat16 (in float16 they
-        may outgrow its range). MAX: the fewest bytes that leave denied arithmetic in float32.
+        keep their tensors in low precision, and on GPUs so do residual streams in bfloat16 (in
+        float16 they may outgrow its range). MAX: the fewest bytes that leave denied arithmetic in
+        float32.
     """
 
     SAFE = "safe"

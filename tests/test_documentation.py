@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from running import TESTS, python, run
 
+import amp_graph
 from amp_graph.autopatch.install import VARIABLES
 
 ROOT = TESTS.parent
@@ -47,6 +48,11 @@ def test_every_change_of_dynamo_is_told_of_once() -> None:
     changes = {file.name for file in (ROOT / "amp_graph/dynamo_changes").glob("[!_]*.py")}
     told = Counter(re.findall(r"\b\w+\.py\b", "".join(page.read_text() for page in PAGES)))
     assert {name: told[name] for name in changes} == dict.fromkeys(changes, 1)
+
+
+def test_every_public_name_is_told_of() -> None:
+    told = set(re.findall(r"\w+", README.partition("## The public names")[2]))
+    assert told.issuperset(amp_graph.__all__)
 
 
 def test_every_variable_has_a_row() -> None:
