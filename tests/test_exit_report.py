@@ -66,7 +66,7 @@ def test_a_report_that_nothing_was_converted_says_why(start, tmp_path):
     installation = start()
     assert report_of(installation) == (
         "amp_graph: NOTHING WAS CONVERTED, because no module with parameters was called "
-        "in this process by nn.Module.__call__ outside of torch.func.grad and tracers\n"
+        "in this process by nn.Module.__call__ outside of torch.func, vmap and tracers\n"
     )
     net().double()(X.double())
     why = "NOTHING WAS CONVERTED, because Sequential: its parameters are float64"

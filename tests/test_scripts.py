@@ -183,7 +183,7 @@ def test_each_spawned_rank_reports_by_itself(tmp_path):
     assert low.final_loss == pytest.approx(high.final_loss, rel=TOLERANCE)
     assert sorted(line.partition(" operators")[0] for line in low.said) == [
         "amp_graph: nothing was converted here, because no module with parameters was called in "
-        "this process by nn.Module.__call__ outside of torch.func.grad and tracers; the processes "
+        "this process by nn.Module.__call__ outside of torch.func, vmap and tracers; the processes "
         "that it started tell of theirs, if they called any",
         "amp_graph: rank 0: Sequential: 75 of 75",
         "amp_graph: rank 1: Sequential: 72 of 72",

@@ -95,7 +95,7 @@ def _headlines(models: Sequence[ModelSummary], compiles: bool, has_children: boo
 def _why_none(compiles: bool) -> str:
     why = (
         "no module with parameters was called in this process by nn.Module.__call__ "
-        "outside of torch.func.grad and tracers"
+        "outside of torch.func, vmap and tracers"
     )
     return f"{why}, and what the script compiles is left as it is" if compiles else why
 
