@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -228,3 +230,30 @@ def test_one_that_always_fails_is_left_to_its_own_code_from_the_second_call_on()
     assert len(told) == 1
     fallbacks = [str(plan.fallback) for plan in amp_graph.plans(model)]
     assert sum("not captured (" in fallback for fallback in fallbacks) == 1
+
+
+class Holding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("make", [Holding, lambda: Holding().layers], ids=["holds", "layers"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
+def test_an_argument_that_an_operator_refuses_is_no_verdict(
+    make: Callable[[], nn.Module], is_first: bool
+) -> None:
+    """Dynamo has a graph end at the call of the layers then, and guards no argument of it."""
+    model, alike = (amp_graph.convert(make(), policy="bfloat16") for _ in range(2))
+    if not is_first:
+        model(GOOD)
+        alike(GOOD)
+    with pytest.raises(TypeError, match="must be Tensor"):
+        model("text")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", amp_graph.ConversionWarning)
+        for each in (model, alike, amp_graph.convert(make(), policy="bfloat16")):
+            assert low_share(each, GOOD) == 1

@@ -43,6 +43,7 @@ SOME, LONG = 8, 30.0  # so many of those, and seconds of capturing, are worth a 
 SLOW = 15.0  # seconds of capturing that count as one of those, behind the first call
 PATIENCE, TIMES = 60.0, 2  # seconds for one capture; or so many times what all before it took
 RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
+REFUSED = "TypeError when making fake tensor call"  # and why it ends a graph at the call of one
 GUARD = re.compile(r"\d+/\d+: (.*?)(?:\s+#.*# (\S+:\d+ in \S+).*)?$", re.MULTILINE)
 OF_THE_PROCESS = re.compile(r"GLOBAL_STATE changed: (.*\S)")
 MEANWHILE = "Unexpected recompilation"
@@ -73,6 +74,7 @@ class CapturesOfThread(threading.local):
     work: processor time of its captures, in seconds.
     converted: how many graphs so far are not all in float32.
     raised: the code of frames that Dynamo left to Python because it saw an error of the model's.
+    has_refused: whether it ended a graph in this call because an operator refuses its arguments.
     """
 
     begun = converted = 0
@@ -84,6 +86,7 @@ class CapturesOfThread(threading.local):
     def end_call(self) -> None:
         """Begin to count for the next call; `begun` and `converted` go on."""
         self.operators, self.ran, self.work = 0, 0, 0.0
+        self.has_refused = False
         self.raised.clear()
         breaks_inside.forget()
 
@@ -148,6 +151,7 @@ class CaptureBudget:
             if any(reason.startswith(RAISED) for reason in new):
                 self.this_thread.raised.append(code)
             said = [*(counters["graph_break"] - breaks), *new]
+            self.this_thread.has_refused |= any(reason.startswith(REFUSED) for reason in said)
             if said:
                 self.said = in_other_words(said[-1])
             if said and is_left and not is_pythons(code.co_filename):

@@ -171,12 +171,13 @@ class Captures:
     number: the model's, see `CaptureBudget`, or that of an earlier model of its kind, whose
         changing numbers and sizes Dynamo then knows, see `CapturedCode`.
     own: settings of Dynamo, other than usual.
+    is_stale: whether all models that are called by these captures are to capture anew.
     """
 
     def __init__(self, entry: Entry, number: int, own: Mapping[str, Any] | None = None):
         self._own, self.number = own or {}, number
         self._logs, self._said_once = UnheardLogs(), SaidOnce()
-        self._is_stale = False
+        self.is_stale = False
         self.graphs: list[tuple[fx.GraphModule, Any]] = []
         self.entered = 0  # captures of what a call begins with
         compile_graph, around = weak_method(self._compile_graph), weak_method(self._capture)
@@ -185,8 +186,8 @@ class Captures:
     def have_changed(self) -> bool:
         """Whether the captures are of no use to any model any more. Must be asked before each
         call."""
-        self._is_stale |= self._logs.have_changed() or self._said_once.have_changed()
-        return self._is_stale
+        self.is_stale |= self._logs.have_changed() or self._said_once.have_changed()
+        return self.is_stale
 
     def _compile_graph(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Run:
         called = _now.calling().called
