@@ -236,6 +236,8 @@ def test_step_hands_arguments_and_result_through() -> None:
 def test_what_is_no_optimizer_is_not_stepped() -> None:
     with pytest.raises(AmpGraphError, match="GradScaler steps optimizers, not int 5"):
         GradScaler().step(5)
+    with pytest.raises(AmpGraphError, match="takes tensors, not str"):
+        GradScaler().scale(["text"])
 
 
 def test_step_takes_no_closure() -> None:

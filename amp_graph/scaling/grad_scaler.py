@@ -65,7 +65,7 @@ class GradScaler:
             return outputs
         if isinstance(outputs, Tensor):
             return outputs * self._state_on(outputs.device).scale
-        if isinstance(outputs, Iterable):
+        if isinstance(outputs, Iterable) and not isinstance(outputs, str):
             scaled = [self.scale(value) for value in outputs]
             return scaled if isinstance(outputs, list) else tuple(scaled)
         raise AmpGraphError(f"GradScaler.scale takes tensors, not {type(outputs).__name__}")
