@@ -15,7 +15,8 @@ quartiles. With `--jobs 3` three models are made and captured beside each other,
 one when all three are ready. The counters do not depend on the machine: operators dispatched, casts
 (a fused call on many tensors is one), bytes cast, how often the host reads a value back, bytes kept
 for backward, and the most bytes allocated, parameters and optimizer included. The gradient error is
-the distance to float32's gradients on the first batch, in the 2-norm, relative.
+the distance to float32's gradients on the first batch, in the 2-norm, relative; of a model with
+dropout there is none.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from bench_report import first_call_table, is_compiled, plot, step_table
 from bench_variants import Settings, Variant, variants
 from rich.console import Console
 from rich.progress import track
+from torch import nn
 
 from amp_graph.levels import Level
 from amp_graph.policy import REFRESH
@@ -67,7 +69,8 @@ def measure(
             variant.begin()
         gradients = variant.gradients()
         reference = gradients if reference is None else reference
-        errors[label] = float((gradients - reference).norm() / reference.norm())
+        error = float((gradients - reference).norm() / reference.norm())
+        errors[label] = None if _has_dropout(variant.model) else error
         del gradients
         for _ in range(WARM_UP):
             variant.step()
@@ -87,6 +90,10 @@ def measure(
         "first_call": {label: asdict(f) for label, f in started.items()},
         "gradient_error": errors,
     }
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    return any(isinstance(m, nn.Dropout) and m.p for m in model.modules())
 
 
 def _seconds(made: dict[str, Variant], settings: Settings) -> dict[str, list[float]]:

@@ -46,6 +46,10 @@ def base_of(variant: str, base: str) -> str:
     return f"{base} compiled" if is_compiled(variant) else base
 
 
+def _error(found: float | None) -> str:
+    return "–" if found is None else f"{100 * found:.3f}"
+
+
 def step_table(results: list[dict[str, Any]]) -> Table:
     counted = ("operators", "casts", "cast MiB", "host reads", "saved MiB", "peak MiB")
     columns = ("model", "variant", "ms", *(f"/ {b}" for b in BASES), "grad. error %", *counted)
@@ -58,7 +62,7 @@ def step_table(results: list[dict[str, Any]]) -> Table:
                 variant,
                 f"{statistics.median(times) * 1e3:.1f}",
                 *(_ratio(quartiles(seconds, variant, base_of(variant, b))) for b in BASES),
-                f"{100 * result['gradient_error'][variant]:.3f}",
+                _error(result["gradient_error"][variant]),
                 *_counts(result["counters"][variant], is_compiled(variant)),
             )
         shown.add_section()

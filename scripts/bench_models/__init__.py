@@ -1,8 +1,9 @@
-"""The models of the benchmark, in the styles that people train: from plain torch.nn, and three of
+"""The models of the benchmark, in the styles that people train: from plain torch.nn, and some of
 transformers.
 
 Each comes in two sizes: for two CPU cores, and for one large GPU, where it has the published
-configuration. None has dropout, so that gradients can be compared.
+configuration. Those named as in their papers have it on both. None has dropout, so that gradients
+can be compared, but GPT-2 and BERT-base.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ WORKLOADS: dict[str, Factory] = {
     "llama with a mask": published.llama_masked,
     "mixtral": published.mixtral,
     "vit": published.vit,
+    "ResNet-50": published.resnet_50,
+    "ConvNeXt-T": published.convnext_tiny,
+    "ViT-B/16": published.vit_base,
+    "BERT-base": published.bert_base,
+    "GPT-2": published.gpt2,
 }
 
 

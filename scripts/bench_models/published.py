@@ -1,4 +1,7 @@
-"""Models of transformers, built from configuration, as people take them; each returns its loss."""
+"""Models of transformers, built from configuration, as people take them; each returns its loss.
+
+Those that are named as in their papers have the published size on a CPU as well, and other batches.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,9 @@ import torch
 from torch import nn
 
 from bench_models.workload import Workload
+
+CLASSES = 1000
+LABELLED: dict[str, Any] = {"num_labels": CLASSES}
 
 
 def llama(device: str, large: bool) -> Workload:
@@ -39,17 +45,68 @@ def vit(device: str, large: bool) -> Workload:
     from transformers import ViTConfig, ViTForImageClassification
 
     batch, size, patch = (64, 224, 16) if large else (8, 64, 8)
-    sizes: dict[str, Any] = {"image_size": size, "patch_size": patch, "num_labels": 1000}
+    sizes: dict[str, Any] = {"image_size": size, "patch_size": patch} | LABELLED
     if not large:
         sizes |= {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
         sizes |= {"intermediate_size": 1024}
+    return _classifier(ViTForImageClassification(ViTConfig(**sizes)), device, batch, size)
+
+
+def vit_base(device: str, large: bool) -> Workload:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    model = ViTForImageClassification(ViTConfig(**LABELLED))
+    return _classifier(model, device, 64 if large else 4)
+
+
+def resnet_50(device: str, large: bool) -> Workload:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    model = ResNetForImageClassification(ResNetConfig(**LABELLED))
+    return _classifier(model, device, 128 if large else 4)
+
+
+def convnext_tiny(device: str, large: bool) -> Workload:
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    model = ConvNextForImageClassification(ConvNextConfig(**LABELLED))
+    return _classifier(model, device, 128 if large else 4)
+
+
+def gpt2(device: str, large: bool) -> Workload:
+    """With dropout, also of attention weights, which kernels of the CPU for attention lack."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(use_cache=False))
+    return _decoder(model, device, large, (8, 1024) if large else (2, 256))
+
+
+def bert_base(device: str, large: bool) -> Workload:
+    """With dropout, as GPT-2, and its head for classes of texts, which are padded to several
+    lengths."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    model = BertForSequenceClassification(BertConfig())
+    batch, length = (32, 512) if large else (8, 128)
+    ids = torch.randint(0, 30000, (batch, length), device=device)
+    lengths = torch.linspace(length // 2, length, batch, device=device).unsqueeze(1)
+    mask = (torch.arange(length, device=device) < lengths).long()
+    labels = torch.randint(0, 2, (batch,), device=device)
+
+    def loss(m: nn.Module) -> torch.Tensor:
+        return m(ids, attention_mask=mask, labels=labels).loss
+
+    return Workload(model, loss)
+
+
+def _classifier(model: nn.Module, device: str, batch: int, size: int = 224) -> Workload:
     images = torch.randn(batch, 3, size, size, device=device)
-    labels = torch.randint(0, 1000, (batch,), device=device)
+    labels = torch.randint(0, CLASSES, (batch,), device=device)
 
     def loss(m: nn.Module) -> torch.Tensor:
         return m(images, labels=labels).loss
 
-    return Workload(ViTForImageClassification(ViTConfig(**sizes)), loss)
+    return Workload(model, loss)
 
 
 def _sizes(large: bool) -> dict[str, Any]:
