@@ -7,7 +7,7 @@ the search, and what is remembered would make it capture the next call anew.
 
 Private names of PyTorch used here:
 
-    torch.distributions.kl._dispatch_kl                     the search (2.13, 2.15)
+    torch.distributions.kl._dispatch_kl                     the search
     torch._dynamo.variables.UserFunctionVariable            a function to capture
     torch._dynamo.variables.UserDefinedObjectVariable       an object; .value_type
 """

@@ -17,8 +17,7 @@ Private names of PyTorch used here:
                                                .call_function, .get_code
     torch._dynamo.variables.AutogradFunctionApplyVariable.trace_forward_graph, TensorVariable
     torch._dynamo.variables.misc.RandomVariable.call_method
-    torch._dynamo.variables.UserDefinedObjectVariable.call_function,
-        .is_supported_random (2.13, 2.15)
+    torch._dynamo.variables.UserDefinedObjectVariable.call_function, .is_supported_random
     torch._dynamo.side_effects.SideEffects.store_attr_mutations
 """
 
