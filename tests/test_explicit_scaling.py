@@ -31,7 +31,6 @@ from amp_graph.scaling import explicit_scalers
 
 SCALERS = [lambda **k: torch.amp.GradScaler("cpu", **k), GradScaler]
 
-
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 

@@ -132,6 +132,11 @@ class CallPath:
         """Capture anew as soon as no backward pass runs."""
         self._turn({CAPTURED: STALE})
 
+    def end_captures(self) -> None:
+        """Have all models that are called by these captures capture anew."""
+        if self.caller is not None:
+            self.caller.captures.is_stale = True
+
     def _begin(self) -> None:
         with self._choosing:
             if self.caller is not None:

@@ -95,9 +95,9 @@ class CapturedCalls:
         """Begin anew after a call that raised, which tells nothing of other calls. Where an
         operator refused its arguments, a number for a tensor, Dynamo has left its call to Python
         whatever these are: it guards none of them."""
-        if self._budget.this_thread.has_refused and self._path.caller is not None:
+        if self._budget.this_thread.has_refused:
             self._budget.take_skipped()
-            self._path.caller.captures.is_stale = True
+            self._path.end_captures()
         self._budget.end_failed_call(has_captured)
         self._stop_if_too_many()
 

@@ -34,7 +34,7 @@ from torch._dynamo.variables import (
     VariableTracker,
 )
 
-from amp_graph.dynamo_changes.unread import class_of_unread
+from amp_graph.dynamo_changes.unread import is_read_tensor
 from amp_graph.graphs.writes import is_as_made
 
 EXACT = (torch.float32, torch.bfloat16, torch.float64)
@@ -82,21 +82,15 @@ def _names(asked: fx.Node, frame: Any) -> int:
         frames.append(around)
 
     def note(variable: Any) -> None:
-        if _is_tensor(variable) and variable.as_proxy().node is asked:
+        if is_read_tensor(variable) and variable.as_proxy().node is asked:
             found.append(variable)
 
     places = [place for f in frames for place in (*f.symbolic_locals.values(), *f.stack)]
-    places += [v for v in changes.id_to_variable.values() if not _is_tensor(v)]
+    places += [v for v in changes.id_to_variable.values() if not is_read_tensor(v)]
     places += [v for written in changes.store_attr_mutations.values() for v in written.values()]
     for place in places:
         VariableTracker.visit(note, place)
     return len(found)
-
-
-def _is_tensor(variable: Any) -> bool:
-    """Whether it is a tensor that the model has read. An input that it has not is left unread, by
-    which the graph would depend on it: the class that is asked for reads it."""
-    return class_of_unread(variable) is None and isinstance(variable, TensorVariable)
 
 
 class _Step(NamedTuple):

@@ -21,7 +21,6 @@ Private names of PyTorch used here:
     torch._dynamo.variables.ConstDictVariable, BaseListVariable .items, .is_python_constant
     ConstDictVariable.__contains__, .maybe_getitem_const         which reads nothing
     VariableTracker.is_realized                                  whether it was read
-    torch._dynamo.variables.TensorVariable                       a value of the graph
     torch._dynamo.source.DictGetItemSource, ConstDictKeySource   a key that is no number or string
     torch._dynamo.output_graph.OutputGraph._get_stack_values_to_restore        where it ends
     torch._dynamo.variables.LazyVariableTracker.realize_all      to read all in a value
@@ -38,12 +37,11 @@ from torch._dynamo.variables import (
     BaseListVariable,
     ConstDictVariable,
     LazyVariableTracker,
-    TensorVariable,
 )
 
 from amp_graph.dynamo_changes.own_guards import hold_key
 from amp_graph.dynamo_changes.replaced import Change
-from amp_graph.dynamo_changes.unread import is_unread_tensor
+from amp_graph.dynamo_changes.unread import is_read_tensor, is_unread_tensor
 from amp_graph.patching import method_inside
 
 
@@ -67,13 +65,7 @@ def _contains(method: Any, asked: Any, key: Any) -> Any:
 
 
 def _holds_tensors(items: Any) -> bool:
-    return any(map(_is_tensor, items))
-
-
-def _is_tensor(item: Any) -> bool:
-    if is_unread_tensor(item):
-        return True
-    return item.is_realized() and isinstance(item.realize(), TensorVariable)
+    return any(is_unread_tensor(item) or is_read_tensor(item) for item in items)
 
 
 def _constant(method: Any, value: Any) -> Any:

@@ -3,6 +3,7 @@
 Private names of PyTorch used here:
 
     torch._dynamo.variables.LazyVariableTracker.is_realized, .peek_type
+    torch._dynamo.variables.TensorVariable                  a value of the graph
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch._dynamo.variables import LazyVariableTracker
+from torch._dynamo.variables import LazyVariableTracker, TensorVariable
 
 
 def class_of_unread(variable: Any) -> type[Any] | None:
@@ -23,3 +24,8 @@ def is_unread_tensor(variable: Any) -> bool:
     """Whether it is a tensor that nothing has read."""
     kind = class_of_unread(variable)
     return kind is not None and issubclass(kind, Tensor)
+
+
+def is_read_tensor(variable: Any) -> bool:
+    """Whether it is a tensor of the graph. To ask for the class of an unread value reads it."""
+    return class_of_unread(variable) is None and isinstance(variable, TensorVariable)

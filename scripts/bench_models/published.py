@@ -44,12 +44,12 @@ def vit(device: str, large: bool) -> Workload:
     """ViT-B/16, or a small one."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    batch, size, patch = (64, 224, 16) if large else (8, 64, 8)
-    sizes: dict[str, Any] = {"image_size": size, "patch_size": patch} | LABELLED
-    if not large:
-        sizes |= {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
-        sizes |= {"intermediate_size": 1024}
-    return _classifier(ViTForImageClassification(ViTConfig(**sizes)), device, batch, size)
+    if large:
+        return vit_base(device, large)
+    sizes: dict[str, Any] = {"image_size": 64, "patch_size": 8, "num_hidden_layers": 4}
+    sizes |= {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}
+    model = ViTForImageClassification(ViTConfig(**sizes, **LABELLED))
+    return _classifier(model, device, 8, 64)
 
 
 def vit_base(device: str, large: bool) -> Workload:
