@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from amp_graph.backend.record import Record
-from amp_graph.capture.budget import LONG, REPAID_BY
+from amp_graph.capture.budget import REPAID_BY
+from amp_graph.capture.long_captures import LONG
 from amp_graph.errors import line_of_user
 from amp_graph.modules import below_compile
 from amp_graph.scaling.loss_scale import ScaleOutcome

@@ -60,8 +60,8 @@ class ModelGraphs:
     """The graphs that one model is called by where it is entered, built and counted."""
 
     def __init__(self, entry: Entry, compiler: Compiler):
-        self.entry = entry
-        self.budget, self.hooks = CaptureBudget(compiler.record.cost), Hooks(entry.module)
+        self.entry, self.hooks = entry, Hooks(entry.module)
+        self.budget = CaptureBudget(entry.name, compiler.record.cost)
         self._shared_policy = one_for_all(compiler.policy)
         self.policy_id = id(self._shared_policy)
         self.this_thread = CallsOfThread()

@@ -30,6 +30,7 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 from amp_graph.callers import is_pythons
 from amp_graph.capture import left_frames
 from amp_graph.capture.breaks import each_once, in_other_words
+from amp_graph.capture.long_captures import LONG, told_of
 from amp_graph.capture.pieces import PART, Pieces
 from amp_graph.dynamo_changes import breaks_inside
 from amp_graph.dynamo_changes.recapture_reasons import OF_OTHERS
@@ -39,7 +40,7 @@ from amp_graph.sums import Summable
 MAX_CAPTURES = 16  # so many calls that captured a model, and are not repaid, are too many
 LEAST = 1 / 4  # what one that captured a small part of what ran counts as
 REPAID_BY = 4  # as many calls that captured nothing repay one that did
-SOME, LONG = 8, 30.0  # so many of those, and seconds of capturing, are worth a word before that
+SOME = 8  # so many of those, if they took long, are worth a word before that
 SLOW = 15.0  # seconds of capturing that count as one of those, behind the first call
 PATIENCE, TIMES = 60.0, 2  # seconds for one capture; or so many times what all before it took
 RAISED = "Observed exception"  # so begins why Dynamo lets such a frame be
@@ -94,6 +95,7 @@ class CapturesOfThread(threading.local):
 class CaptureBudget:
     """The budget of captures for one model: what they cost, and how far calls have repaid it.
 
+    name: the model's, to be told.
     number: the model's, among all of the process.
     charged: calls that captured something; of several at once, which may have met the same, one.
     unpaid: charged calls that other calls have not repaid yet. One counts as the part of what ran
@@ -103,8 +105,8 @@ class CaptureBudget:
     sizes_take_long: whether each size is captured apart, as sizes that vary took too long.
     """
 
-    def __init__(self, cost: Cost | None = None) -> None:
-        self.number = next(_numbers)
+    def __init__(self, name: str, cost: Cost | None = None) -> None:
+        self.name, self.number = name, next(_numbers)
         self.cost = cost or Cost()
         self.this_thread = CapturesOfThread()
         self.charged = 0
@@ -125,7 +127,7 @@ class CaptureBudget:
         before = counters["frames"]["total"]
         breaks, reasons = counters["graph_break"].copy(), counters["unimplemented"].copy()
         try:
-            with patience(self._patience()):
+            with patience(self._patience()), told_of(self.name, self.cost.seconds):
                 result = capture()
             return result
         except SizesTakeLong:

@@ -74,9 +74,9 @@ class Rerun:
         self._alike: dict[str, int] = {}
         self._observer = Observer()
         self.ran: list[int] = []  # graphs of the last run, by `first_of`
-        self.budget = CaptureBudget()
         self.policy_id = 0  # converted parts run as they are
         self._entry = Entry(model)
+        self.budget = CaptureBudget(self._entry.name)
         self._call = Caller(Captures(self._entry, self.budget.number), self)
         self._handles: list[Any] = []
 
