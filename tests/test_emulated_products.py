@@ -94,6 +94,25 @@ def converted(make: Callable[[], nn.Module], emulation: str, dtype: str = "bfloa
     return amp_graph.convert(make(), policy=Policy(dtype, emulation=emulation))
 
 
+class AddsInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        halves = h.view(2, -1, 8)
+        h.addmm_(x, self.weight)
+        return halves.relu()
+
+
+def test_a_product_that_is_added_in_place_reaches_views() -> None:
+    x = torch.randn(4, 8)
+    plain, emulating = (converted(AddsInPlace, how) for how in ("native", "float32"))
+    torch.testing.assert_close(emulating(x), plain(x), rtol=2e-2, atol=2e-2)
+    assert amp_graph.compare(emulating, x).outputs < 0.02
+
+
 @pytest.mark.parametrize("name", ["autoencoder", "lstm", "gpt2", "bert", "resnet", "unet"])
 def test_errors_of_whole_models_are_those_of_the_kernels(name: str) -> None:
     (case,) = (c for c in zoo.cases() if c.name == name)

@@ -29,7 +29,7 @@ from torch.utils._pytree import (
 
 from amp_graph.cpu import emulates
 from amp_graph.dtypes import LOW
-from amp_graph.graphs.aten import arguments, tensors_of
+from amp_graph.graphs.aten import arguments, mutated_operands, tensors_of
 from amp_graph.ir import Color
 from amp_graph.oplists import OpLists
 from amp_graph.policy import Policy
@@ -47,8 +47,9 @@ def nothing_emulated(node: fx.Node) -> bool:
 
 def _is_emulated(lists: OpLists, node: fx.Node) -> bool:
     """Whether a node is a product on a CPU without kernels for its precision. Left out are nodes
-    that draw random numbers, as computed again they would draw others, and nodes whose operands an
-    autocast region of the model's own casts."""
+    that draw random numbers, as computed again they would draw others; nodes that write into an
+    operand, of which a widened copy would be written; and nodes whose operands an autocast region
+    of the model's own casts."""
     listing = lists.lookup(node.target)
     results = tensors_of(node)
     if listing is None or listing.color is not Color.ALLOW or not results:
@@ -56,7 +57,7 @@ def _is_emulated(lists: OpLists, node: fx.Node) -> bool:
     operands = (t for n in node.all_input_nodes for t in tensors_of(n) if t.is_floating_point())
     if not all(t.device.type == "cpu" and emulates(t.dtype) for t in (*results, *operands)):
         return False
-    return not _draws(node)
+    return not (_draws(node) or mutated_operands(node))
 
 
 def _draws(node: fx.Node) -> bool:
