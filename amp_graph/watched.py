@@ -156,8 +156,8 @@ class _Looking(fx.Interpreter):
     def _spelled(self, n: fx.Node) -> str:
         captured = captured_of(n, self._facts)
         facts = self._facts.get(captured.meta.get("weight_of", captured.name))
-        if facts is None:
-            return n.name
+        if facts is None:  # of what leaves early, the value is its last operand
+            return self._spelled(n.all_input_nodes[-1]) if n.all_input_nodes else n.name
         if captured.op == "placeholder":
             return facts.label
         where = [f"in module '{facts.module_path}'"] if facts.module_path else []

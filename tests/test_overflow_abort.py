@@ -90,6 +90,25 @@ def test_abort_names_the_operator_whose_gradient_was_not_finite() -> None:
     assert "gradient" in message and "test_overflow_abort.py" in message
 
 
+class ReturnsFeatures(nn.Module):
+    """A network whose features, which it returns as well, get an infinite gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+        nn.init.constant_(self.last.weight, 1e3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = torch.relu(self.first(x))
+        return features, self.last(features)
+
+
+def test_abort_names_a_result_that_leaves_the_graph_early() -> None:
+    model = ReturnsFeatures()
+    _, message = steps_until_abort(model, 20, loss=lambda results: results[1].sum())
+    assert "module 'last'" in message and "gave for aten.relu" in message
+
+
 class Masked(nn.Module):
     """Attention whose mask is infinite, and a product beyond float16 after it."""
 
