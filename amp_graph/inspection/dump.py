@@ -65,8 +65,8 @@ def dump(
         if progress is not None:
             progress(name, i, len(files))
         with writing(folder / name):
-            is_written = write(folder / name)
-        if is_written:
+            write(folder / name)
+        if (folder / name).exists():
             written.append(folder / name)
     with writing(folder):
         _remove_others(folder, written)
@@ -104,12 +104,13 @@ def _remove_others(folder: Path, written: Sequence[Path]) -> None:
             path.unlink()
 
 
-Write = Callable[[Path], bool]
+Write = Callable[[Path], object]
 
 
 def _files(model: AnnotatedModel, plans: Sequence[Plan]) -> Iterator[tuple[str, Write]]:
+    """Yield the name of each file, and what writes it at a path, if it can be written."""
     yield PAGE, _text(lambda: page(model))
-    yield PLAN, _plans(plans)
+    yield PLAN, partial(save_plan, plans)
     sides = [("before", g) for g in model.before] + [("after", g) for g in model.after]
     for side, graph in sorted(sides, key=lambda pair: pair[1].name):
         stem = f"{graph.name}.{side}"
@@ -117,25 +118,13 @@ def _files(model: AnnotatedModel, plans: Sequence[Plan]) -> Iterator[tuple[str, 
         yield f"{stem}.json", _text(partial(_json, graph))
         yield f"{stem}.dot", _text(partial(graph_dot, graph))
         if _is_drawable(graph):
-            yield f"{stem}.svg", _drawing(stem)
+            yield f"{stem}.svg", _draw
     collection = model_explorer(model.name, sides)
     yield "model_explorer.json", _text(lambda: json.dumps(collection))
 
 
 def _text(make: Callable[[], str]) -> Write:
-    def write(path: Path) -> bool:
-        path.write_text(make(), encoding="utf-8")
-        return True
-
-    return write
-
-
-def _plans(plans: Sequence[Plan]) -> Write:
-    def write(path: Path) -> bool:
-        save_plan(plans, path)
-        return True
-
-    return write
+    return lambda path: path.write_text(make(), encoding="utf-8")
 
 
 def _json(graph: AnnotatedGraph) -> str:
@@ -147,20 +136,11 @@ def _is_drawable(graph: AnnotatedGraph) -> bool:
     return shutil.which("dot") is not None and 0 < nodes <= DRAWN_NODES
 
 
-def _drawing(stem: str) -> Write:
-    def write(path: Path) -> bool:
-        command = ["dot", "-Tsvg", f"{stem}.dot", "-o", path.name]
-        try:
-            subprocess.run(
-                command,
-                cwd=path.parent,
-                check=True,
-                capture_output=True,
-                timeout=DRAWING_SECONDS,
-            )
-        except (subprocess.SubprocessError, OSError):
-            path.unlink(missing_ok=True)
-            return False
-        return True
-
-    return write
+def _draw(path: Path) -> None:
+    """Have Graphviz draw the DOT file beside it; no file is left if that fails."""
+    command = ["dot", "-Tsvg", path.with_suffix(".dot").name, "-o", path.name]
+    run = partial(subprocess.run, cwd=path.parent, check=True, capture_output=True)
+    try:
+        run(command, timeout=DRAWING_SECONDS)
+    except (subprocess.SubprocessError, OSError):
+        path.unlink(missing_ok=True)
