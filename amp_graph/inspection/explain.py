@@ -26,7 +26,7 @@ from amp_graph.inspection.report import (
 from amp_graph.inspection.source import annotated_model
 from amp_graph.inspection.spelling import byte_count, count, flop_count, graph_title, percent
 from amp_graph.inspection.template import template
-from amp_graph.inspection.terminal import Shown, columns
+from amp_graph.inspection.terminal import Shown, columns, section
 from amp_graph.plans.plain_json import encode
 
 CASTS_SHOWN = 8
@@ -89,23 +89,19 @@ def _parts(data: ReportData, depth: int) -> Iterator[RenderableType]:
     if data.nothing:
         yield Text(f"Nothing was converted: {data.nothing}.")
     if data.modules[0].figures.operators.total:
-        yield _section("On low-precision tensors, by module", _module_table(data, depth))
+        yield section("On low-precision tensors, by module", _module_table(data, depth))
     if len(data.graphs) > 1:
-        yield _section("Graphs", _graph_table(data))
+        yield section("Graphs", _graph_table(data))
     if data.casts:
-        yield _section(_cast_title(data), _cast_table(data.casts[:CASTS_SHOWN]))
+        yield section(_cast_title(data), _cast_table(data.casts[:CASTS_SHOWN]))
     for title, lines in (
         ("On no list, so in float32", data.unlisted),
         ("Graph breaks", data.breaks),
         ("Fallbacks", data.fallbacks),
     ):
         if lines:
-            yield _section(title, Text("\n".join(lines)))
-    yield _section("Most rewarding changes", _suggestions(data))
-
-
-def _section(title: str, content: RenderableType) -> RenderableType:
-    return Group(Text(), Text(title, style="bold"), Padding(content, (0, 0, 0, 2)))
+            yield section(title, Text("\n".join(lines)))
+    yield section("Most rewarding changes", _suggestions(data))
 
 
 def _in_one_line(data: ReportData) -> str:

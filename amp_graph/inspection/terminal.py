@@ -6,7 +6,7 @@ import io
 from collections.abc import Container
 from typing import Any, ClassVar
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -40,6 +40,11 @@ def without_colors(shown: RenderableType, width: int) -> str:
     )
     console.print(shown)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+def section(title: str, content: RenderableType) -> RenderableType:
+    """A part of a longer text: an empty line, its title, and its content, indented."""
+    return Group(Text(), Text(title, style="bold"), Padding(content, (0, 0, 0, 2)))
 
 
 class _Table(Table):

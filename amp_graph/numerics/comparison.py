@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +17,7 @@ from amp_graph.errors import AmpGraphError
 from amp_graph.files import as_path, writing
 from amp_graph.inspection.spelling import line_of, percent
 from amp_graph.inspection.template import template
-from amp_graph.inspection.terminal import Shown, columns
+from amp_graph.inspection.terminal import Shown, columns, section
 from amp_graph.numerics.node_numerics import NodeNumerics
 from amp_graph.numerics.statistics import Statistics
 from amp_graph.plans.plain_json import encode
@@ -130,17 +129,13 @@ def table(comparison: Comparison, width: int) -> RenderableType:
         )
     worst = [n for n in comparison.worst(SHOWN) if n.badness > (False, 0.0, 0.0)]
     if worst:
-        parts += [Text("\nWorst nodes", style="bold"), Padding(_nodes(worst, width), (0, 0, 0, 2))]
+        parts.append(section("Worst nodes", _nodes(worst, width)))
     lost = comparison.underflows(SHOWN // 2)
     if lost:
-        parts += [
-            Text("\nMost underflow", style="bold"),
-            Padding(_nodes(lost, width), (0, 0, 0, 2)),
-        ]
+        parts.append(section("Most underflow", _nodes(lost, width)))
     for title, told in (("Fallbacks", comparison.fallbacks), (BREAKS, comparison.breaks)):
         if told:
-            lines = Text("\n".join(told))
-            parts += [Text(f"\n{title}", style="bold"), Padding(lines, (0, 0, 0, 2))]
+            parts.append(section(title, Text("\n".join(told))))
     if comparison.gradient_exponents:
         parts.append(Text(f"\n{_gradients(comparison)}"))
     return Group(*parts)
