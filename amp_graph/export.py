@@ -93,8 +93,7 @@ def export(
             f"cannot export {type(model).__name__} in mixed precision: {decision.plan.fallback}. "
             f"torch.export.export has it in float32"
         )
-    if not decision.plan.converts:
-        reason = why_nothing_is_low([decision.plan])
+    if reason := why_nothing_is_low([decision.plan]):
         warn(f"nothing of {type(model).__name__} is in low precision in the program: {reason}")
     return _rewritten(exported, decision.lifted)
 

@@ -49,10 +49,12 @@ def unlisted(plan: Plan) -> list[str]:
 
 
 def why_nothing_is_low(plans: Sequence[Plan]) -> str:
-    """Return what keeps most of the allowed operators from running in low precision; "" if
-    some do."""
+    """Return what keeps most of the allowed operators of some graphs from running in low precision;
+    "" if anything of these is converted."""
     if not plans:
         return "nothing of it was captured"
+    if any(plan.converts for plan in plans):
+        return ""
     fallbacks = [plan.fallback for plan in plans if plan.fallback]
     if fallbacks:
         return "; ".join(dict.fromkeys(fallbacks))

@@ -95,15 +95,14 @@ def summary_of(model: Model) -> ModelSummary:
     if model.record is None:
         return ModelSummary(*named, converted=False, why=model.left_alone)
     plans = model.record.plans
-    is_converted = any(plan.converts for plan in plans)
     scales = (scale for scale in model.scales() if scale.is_used)
     return ModelSummary(
         *named,
-        converted=is_converted,
+        converted=any(plan.converts for plan in plans),
         dtype=dtype_name(dtype_of(plans)) if plans else "",
         ran=sum(_totals(model.record), RunTotals()),
         graph_breaks=(*each_once(model.record.breaks),),
-        why=None if is_converted else why_nothing_is_low(plans),
+        why=why_nothing_is_low(plans) or None,
         parts=model.parts or None,
         scaled=_total(ScaleSummary(scale.get_scale(), scale.skips) for scale in scales),
     )

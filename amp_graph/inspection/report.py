@@ -111,7 +111,7 @@ def report_data(model: AnnotatedModel, suggest: bool = True) -> ReportData:
             if why
         ),
         suggestions=suggestions(model) if suggest else (),
-        nothing="" if any(p.converts for p in model.plans) else why_nothing_is_low(model.plans),
+        nothing=why_nothing_is_low(model.plans),
     )
 
 

@@ -84,7 +84,7 @@ def compare(
         gradient_exponents=dict(sorted(kept.exponents.items())),
         gradient_zeros=kept.zeros,
         fallbacks=tuple(fallbacks),
-        nothing="" if any(p.converts for p in plans) else why_nothing_is_low(plans),
+        nothing=why_nothing_is_low(plans),
         not_finite=not_finite_shares(reference),
         breaks=tuple(each_once(rerun.compiler.record.breaks)),
     )
