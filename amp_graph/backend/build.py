@@ -73,55 +73,50 @@ class Built:
     executable: Executable | None
 
 
-class Builder:
-    """Builds the runnable forms of graphs under one policy."""
+def build(traced: Traced, decision: Decision, policy: Policy, lists: OpLists) -> Built:
+    """Build for one graph. Must be called under the modes in which the graph will run. Raises
+    RestartAnalysis if Dynamo is to capture the graph again."""
+    lifted = decision.lifted
+    restoring = restoring_modes if changes_modes(traced.graph) else _as_it_is
+    return Built(
+        traced.graph,
+        decision,
+        restoring(code_of(eager(traced.graph))),
+        restoring,
+        tuple(i for i, x in enumerate(traced.inputs) if isinstance(x, torch.Tensor)),
+        devices_of_inputs(traced.inputs),
+        None if lifted is None else _executable(traced, lifted, decision.plan, policy, lists),
+    )
 
-    def __init__(self, policy: Policy, lists: OpLists):
-        self._policy = policy
-        self._lists = lists
-        self._emulated = emulated_nodes(policy, lists)
 
-    def build(self, traced: Traced, decision: Decision) -> Built:
-        """Build for one graph. Must be called under the modes in which the graph will run. Raises
-        RestartAnalysis if Dynamo is to capture the graph again."""
-        lifted = decision.lifted
-        restoring = restoring_modes if changes_modes(traced.graph) else _as_it_is
-        return Built(
-            traced.graph,
-            decision,
-            restoring(code_of(eager(traced.graph))),
-            restoring,
-            tuple(i for i, x in enumerate(traced.inputs) if isinstance(x, torch.Tensor)),
-            devices_of_inputs(traced.inputs),
-            None if lifted is None else self._executable(traced, lifted, decision.plan),
-        )
-
-    def _executable(self, traced: Traced, lifted: Lifted, plan: Plan) -> Executable:
-        is_compiled = self._policy.is_compiled
-        graph, widened, early = lifted.graph, frozenset[int](), dict[int, int]()
-        if not is_compiled:  # Inductor makes one kernel of a cast and what it reads
-            graph, widened, early = let_leave_early(*lift_results(graph))
-        by_operator, compiled, uncompiled = eager(graph, self._emulated), None, ""
-        parameters = _parameters_read(lifted.graph, self._lists)
-        if is_compiled:
-            parameters = dict.fromkeys(parameters, False)
-            try:
-                settings = self._policy.inductor_settings()
-                compiled = compile_graph(lifted, by_operator.forward, traced, settings)
-            except RestartAnalysis:
-                raise
-            except Exception as error:
-                uncompiled = in_words(error)
-        interface = lifted.inside or Interface(
-            lifted.weights,
-            parameters,
-            written_inputs(plan),
-            widened,
-            early,
-            records=_records_some(lifted.graph),
-            ends_recording=mode_after(lifted.graph.graph),
-        )
-        return Executable(by_operator, interface, lifted.devices, compiled, uncompiled)
+def _executable(
+    traced: Traced, lifted: Lifted, plan: Plan, policy: Policy, lists: OpLists
+) -> Executable:
+    graph, widened, early = lifted.graph, frozenset[int](), dict[int, int]()
+    if not policy.is_compiled:  # Inductor makes one kernel of a cast and what it reads
+        graph, widened, early = let_leave_early(*lift_results(graph))
+    by_operator = eager(graph, emulated_nodes(policy, lists))
+    compiled, uncompiled = None, ""
+    parameters = _parameters_read(lifted.graph, lists)
+    if policy.is_compiled:
+        parameters = dict.fromkeys(parameters, False)
+        try:
+            settings = policy.inductor_settings()
+            compiled = compile_graph(lifted, by_operator.forward, traced, settings)
+        except RestartAnalysis:
+            raise
+        except Exception as error:
+            uncompiled = in_words(error)
+    interface = lifted.inside or Interface(
+        lifted.weights,
+        parameters,
+        written_inputs(plan),
+        widened,
+        early,
+        records=_records_some(lifted.graph),
+        ends_recording=mode_after(lifted.graph.graph),
+    )
+    return Executable(by_operator, interface, lifted.devices, compiled, uncompiled)
 
 
 def written_inputs(plan: Plan) -> frozenset[int]:

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from amp_graph.backend.assemble import Assembler, ScaleFor
-from amp_graph.backend.build import Builder, Built
+from amp_graph.backend.build import Built, build
 from amp_graph.backend.decide import Graphs, Traced, decide
 from amp_graph.backend.record import Record
 from amp_graph.capture.breaks import break_in
@@ -42,7 +42,6 @@ class Compiler:
         self.saved = saved
         self.record = Record(model)
         self.lists = policy.load_lists()
-        self._builder = Builder(policy, self.lists)
         self._assembler = Assembler(weights, self.record, scale_for)
         self._graphs: dict[int, Graphs | None] = {}
 
@@ -75,7 +74,7 @@ class Compiler:
         """Build for a graph of Dynamo's, for this model and any that is called by the graph."""
         traced = Traced(graph, example_inputs)
         decision = decide(traced, self.policy, self.lists, self.saved, names)
-        return self._builder.build(traced, decision)
+        return build(traced, decision, self.policy, self.lists)
 
     def assemble(self, built: Built) -> tuple[int, Run]:
         """Assemble a built graph in this model. Returns the index of its plan, and the function
