@@ -56,7 +56,7 @@ class _UnderAutocast:
 
 
 class _Here(threading.local):
-    run: _UnderAutocast | None = None  # in which this thread is
+    run: _UnderAutocast | None = None  # that this thread is in
 
 
 _here = _Here()

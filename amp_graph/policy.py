@@ -199,7 +199,7 @@ class Policy:
         return None
 
     def unmatched(self, paths: Collection[str]) -> list[tuple[str, str]]:
-        """Yield the globs that match none of these module paths, each after the setting it was
+        """Return the globs that match none of these module paths, each after the setting it was
         given in."""
         globs = [(f"keep_float32={glob!r}", glob) for glob in self.keep_float32]
         modules = [o.module for o in self.overrides if o.module is not None]

@@ -34,7 +34,7 @@ class CacheKey:
     model is converted. Models that have one key may be called by each other's captures.
 
     code: the class, its `forward` or the method it is entered by, and the `forward` of its parts.
-    ties: for each module, parameter and buffer, in order, which one of them it is.
+    ties: for each module, parameter and buffer, in order, the first that is the same object.
     shapes: those of its parameters.
     """
 

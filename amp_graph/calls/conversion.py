@@ -102,7 +102,8 @@ class Conversion(Entered):
     model have in its stead is in `copies`.
 
     methods: others that run in mixed precision, too.
-    policy_id: in captures of which other models it is captured with the rest; None: of none.
+    policy_id: the model is captured with the rest of any other whose captures have this policy;
+        None: with the rest of none.
     gives_way: whether its model runs its own code where somebody else's Dynamo is to raise if it
         does not: the script has not converted it by itself.
     copied_from: those whose models its model is a deep copy of, directly or by other copies.

@@ -42,9 +42,7 @@ class FirstCalls:
         self._watches = Watches(compiler.lists)
         self.are_over = False
         self.between: int | None = None
-        self._may_set_up = (
-            True  # the model itself, once, in a call that tells nothing of later ones
-        )
+        self._may_set_up = True  # the model itself, in a first call unlike later ones; once
 
     def begin(self, state: CallState) -> None:
         """Have a call watched, and what it does to the model noted, if there is need."""

@@ -68,7 +68,7 @@ class _Now(threading.local):
     """The current state of a thread.
 
     caller: the call that it is in.
-    known: how many captures there were when it looked one up.
+    known: how many captures of what a call begins with there were when its call began.
     frame: the frame that it captures.
     """
 

@@ -63,7 +63,7 @@ _carrier = _Carrier()
 
 def call_before(node: Any, hook: Callable[[Any], None]) -> None:
     """Have a node of autograd call a hook before it runs, as `node.register_prehook` does. That
-    would hand out a handle, by whose number a model is known to have got no hooks
+    would count up PyTorch's number of hooks, and models would look for new ones of theirs
     (`capture/hooks`)."""
     carrier: Any = _carrier.tensor
     carrier._backward_hooks = {0: hook}

@@ -22,7 +22,7 @@ _free_weak_ref: Any = torch.UntypedStorage._free_weak_ref
 
 
 def view_of(base: Tensor, like: Tensor) -> Tensor:
-    """The view of a tensor that `like` is of another one."""
+    """Return the view of `base` that `like` is of its own base."""
     view: Tensor = like._view_func(base)  # type: ignore[attr-defined]
     return view
 

@@ -58,8 +58,9 @@ class Outcome:
 class Rerun:
     """Plans and graphs are with the `compiler` from the first run on, which captures.
 
-    first_of: of each graph, by index, the first one that is alike. A run captures anew what its
-        call changes beside the model, such as a list that a hook fills; it is looked at as that.
+    first_of: for each graph, by index, the first that is alike, as which it is looked at. There are
+        several if a call changes something beside the model, such as a list that a hook fills: each
+        run then captures anew.
     replacement: what runs instead of an emitted graph, by index, if anything does.
     """
 

@@ -148,8 +148,12 @@ class ScaleOutcome:
     """The outcome of a loss scale, to be told when it is gone: its own tensors, read only when
     asked for, as reading waits for the device.
 
-    state, skipped: before its last round, in which an optimizer found `found_inf`; None: none
-        looked. `counts`: as in `LossScale.adjust`. `is_used`: whether any optimizer ever stepped.
+    state: the state in which its last round began.
+    skipped: in how many rounds before that one a step was skipped.
+    found_inf, counts: what optimizers found in that round, as for `LossScale.adjust`; None if none
+        stepped in it.
+    is_on: whether gradients were scaled.
+    is_used: whether any optimizer ever stepped.
     """
 
     config: LossScale

@@ -16,11 +16,9 @@ class GuardedClosure:
 
     overflows: whether the gradients of an evaluation overflowed; None if they were made under no
         loss scale.
-
-    If a step is known to begin with a call of its closure, that evaluation comes before the step,
-    which then need not begin after an overflow.
-
-    is_first: whether it is. Optimizers may move the weights first (SAM), and so may hooks.
+    is_first: whether a step is known to begin with a call of its closure, and not to move the
+        weights before, as SAM does, or hooks may. The closure is then evaluated at once: if that
+        overflows, the step need not begin.
     """
 
     def __init__(self, closure: Callable[..., Any], overflows: Overflows, is_first: bool):

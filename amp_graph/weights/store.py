@@ -83,7 +83,10 @@ def _address(parameter: Tensor) -> int:
 
 class GraphWeights:
     """The low-precision weights that one graph computes with, valid while its parameters are the
-    same: a weight in each of `dtypes`, for the first of `parameters`; the others have none.
+    same.
+
+    parameters: those of the graph. As many of the first as there are `dtypes` have a weight, each
+        in its dtype; the others have none.
     """
 
     def __init__(
