@@ -135,6 +135,11 @@ class Whole(Inside):
         return x + torch.func.grad(lambda z: (self.layer(z) ** 2).sum())(x)
 
 
+def test_a_bound_that_a_graph_left_to_autocast_does_not_meet() -> None:
+    with pytest.raises(AmpGraphError, match=r"cannot be met: .* Graph 0 runs under autocast: not"):
+        amp_graph.calibrate(Whole(), [torch.randn(4, 8)], 1e-6, policy="bfloat16")
+
+
 # Dynamo 2.11 has a function return what it saves, too, so that its result is one of several.
 SHOWN = ["aten.linear"] if torch.__version__ >= "2.13" else ["aten.linear", "getitem"]
 

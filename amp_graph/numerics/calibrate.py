@@ -121,12 +121,18 @@ def calibrate(
     if after > bound:
         raise AmpGraphError(
             f"the bound {bound:g} cannot be met: with all {len(reasons)} low-precision nodes in "
-            f"float32 the error is {after:g}. Is the model random?"
+            f"float32 the error is {after:g}. {_why_above(rerun.plans())}"
         )
     denied = tuple((n[0], _path(n[1], n[2]), reasons[n]) for n in chosen)
     places = tuple(_place(rerun.plan_at(Place(0, *node)).facts[node[2]]) for node in chosen)
     plans = search.plans(chosen, reasons)
     return Calibration(plans, denied, bound, before, after, search.trials, places)
+
+
+def _why_above(plans: Mapping[int, Plan]) -> str:
+    """Return why there may be an error though all nodes are in float32."""
+    beside = [f"Graph {i} {plan.otherwise}" for i, plan in plans.items() if plan.autocast]
+    return "; ".join(beside) or "Is the model random?"
 
 
 def _check(batches: Any, bound: float) -> None:
