@@ -247,7 +247,7 @@ def _pins(plan: Plan, saved: Pins, paints: Mapping[tuple[str, str], Paint], body
     """The decisions of the plan that the model follows, and those of `paints`."""
     own = {name: p for (path, name), p in paints.items() if path == body}
     bodies = {
-        name: _pins(inner, saved.bodies.get(name, NOTHING), paints, f"{body}/{name}".strip("/"))
+        name: _pins(inner, saved.bodies.get(name, NOTHING), paints, _path(body, name))
         for name, inner in plan.bodies.items()
     }
     return Pins({**saved.paints, **own}, False, "calibrate", bodies, is_trial=True)
@@ -263,7 +263,7 @@ def _low(plan: Plan, graph: int, body: str = "") -> list[Node]:
     inner = [
         node
         for name, plan_inside in plan.bodies.items()
-        for node in _low(plan_inside, graph, f"{body}/{name}".strip("/"))
+        for node in _low(plan_inside, graph, _path(body, name))
     ]
     return own + inner
 
