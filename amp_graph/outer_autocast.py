@@ -10,12 +10,16 @@ import torch
 
 from amp_graph.modules import Run
 
+KINDS = ("cpu", "cuda", "mps", "xpu")
+
 
 def autocast_devices() -> tuple[str, ...]:
-    """The kinds of device that code may run under autocast on; one is PyTorch's accelerator, if it
-    is registered by a package of its own."""
+    """The kinds of device that code may run under autocast on, each once; one is PyTorch's
+    accelerator, if it is registered by a package of its own."""
     accelerator = torch.accelerator.current_accelerator()
-    return ("cpu", "cuda", "mps", "xpu", *([accelerator.type] if accelerator else ()))
+    if accelerator is None or accelerator.type in KINDS:
+        return KINDS
+    return (*KINDS, accelerator.type)
 
 
 def autocast_depth() -> int:

@@ -13,6 +13,7 @@ from training import assert_same_gradients, distance, twins
 from two_layers import BFLOAT16, POLICIES, Product
 
 import amp_graph
+from amp_graph.outer_autocast import autocast_devices
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
 
@@ -106,6 +107,16 @@ def test_what_is_captured_by_itself_in_a_region_belongs_to_it(
         assert_same_gradients(model, plain, BFLOAT16)
     *first, a, b = amp_graph.plans(model)
     assert a.low and b.low and not any(plan.fallback for plan in (*first, a, b))
+
+
+@pytest.mark.parametrize("accelerator", ["cuda", "privateuseone"])
+def test_a_region_is_written_once_for_each_kind_of_device(
+    monkeypatch: pytest.MonkeyPatch, accelerator: str
+) -> None:
+    found = torch.device(accelerator)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
+    kinds = autocast_devices()
+    assert accelerator in kinds and len(kinds) == len({*kinds})
 
 
 def test_autocast_around_the_call_is_no_region() -> None:
