@@ -45,6 +45,16 @@ def test_what_runs_in_float32_is_told_of_once(function: type[Function], is_off: 
     assert warned == [warning] * (is_off and not is_made)
 
 
+@pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning")
+def test_what_runs_in_float32_is_told_of_once_though_captured_anew() -> None:
+    model = amp_graph.convert(Net(Product), policy=Policy("bfloat16"))
+    trained(model)
+    model.register_forward_hook(lambda *_: None)
+    trained(model)
+    (fallback,) = told_of(model)
+    assert fallback.count("Product in float32") == 1
+
+
 def test_what_runs_in_float32_is_told_of_where_warnings_are_errors() -> None:
     model = amp_graph.convert(Net(Product), policy=Policy("bfloat16"))
     with torch._dynamo.config.patch(disable=True), warnings.catch_warnings():

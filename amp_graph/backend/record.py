@@ -76,7 +76,8 @@ class Record:
         said = f"{function} in float32: no torch.amp.custom_fwd for the device decorates it"
         is_told = any(said in (plan.fallback or "") for plan in self.plans)
         plan = self.plans[index]
-        self.plans[index] = replace(plan, fallback=f"{plan.fallback}; {said}")
+        if said not in (plan.fallback or ""):  # the same code, captured anew
+            self.plans[index] = replace(plan, fallback=f"{plan.fallback}; {said}")
         return "" if is_told else said
 
     def not_compiled(self, index: int, reason: str) -> None:
