@@ -19,7 +19,7 @@ from amp_graph.gradients.engine import (
     look_at_,
     sent,
 )
-from amp_graph.gradients.shards import agree_, are_sharded
+from amp_graph.gradients.shards import agree_, are_sharded, raise_to_largest_
 
 _grad, _layout = attrgetter("grad"), attrgetter("layout")
 _device, _dtype = attrgetter("device"), attrgetter("dtype")
@@ -77,10 +77,10 @@ def _found_here(
         flags = _look_into(unknown, inverse, flags)
     found = any_of(flags, gradients[0].device)
     for mesh in meshes.values():
+        is_there = found.device.type == mesh.device_type
+        device = found.device if is_there else torch.device(mesh.device_type)
         for dimension in range(mesh.ndim):
-            torch.distributed.all_reduce(
-                found, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dimension)
-            )
+            raise_to_largest_(found, mesh.get_group(dimension), device)
     return found
 
 

@@ -42,10 +42,15 @@ def agree_(found: Tensor, sharded: Sequence[Tensor]) -> None:
     handles = [ref() for p in sharded if (ref := _handles[p]) is not None]
     devices = {h.process_group: h.device for h in handles if h is not None}
     for group, device in devices.items():
-        flag = sent(found, device)  # NCCL has none of the CPU, where offloaded gradients are
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
-        if flag is not found:
-            found.copy_(flag)
+        raise_to_largest_(found, group, device)
+
+
+def raise_to_largest_(found: Tensor, group: Any, device: torch.device) -> None:
+    """Set a flag to the largest that any process of a group has, which communicates on a device."""
+    flag = sent(found, device)  # NCCL has none of the CPU, where offloaded gradients are
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
+    if flag is not found:
+        found.copy_(flag)
 
 
 def _find_handles(sharded: Sequence[Tensor]) -> None:
