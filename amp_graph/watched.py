@@ -103,6 +103,7 @@ class _Looking(fx.Interpreter):
         self, module: fx.GraphModule, facts: Mapping[str, NodeFacts], found: FirstNonfinite
     ):
         super().__init__(module)
+        self.extra_traceback = False  # in the message of an error
         self._facts, self._found, self._gradients = facts, found, Gradients()
         self._places = {n: place for place, n in enumerate(module.graph.nodes)}
         self._noted: int | None = None  # where what gave the gradient that was noted is

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import torch
 
-from amp_graph.backend.build import Built, Executable, inputs_of
+from amp_graph.backend.build import Built, Executable, inputs_at_risk
 from amp_graph.backend.guarded import Guarded
 from amp_graph.backend.record import Record
 from amp_graph.boundary.inner import InnerBoundary
@@ -55,7 +55,7 @@ class Assembler:
         return Guarded(
             built.restoring(self._rewritten(index, plan, built.executable)),
             built.original,
-            _inputs_at_risk(plan),
+            inputs_at_risk(plan),
             partial(self._record.fall_back, index),
         )
 
@@ -73,7 +73,7 @@ class Assembler:
         operator if its first run fails; else the graph operator by operator."""
         fail, by_operator = partial(self._record.not_compiled, index), executable.graph.forward
         if executable.compiled is not None:
-            return Guarded(executable.compiled, by_operator, _inputs_at_risk(plan), fail)
+            return Guarded(executable.compiled, by_operator, inputs_at_risk(plan), fail)
         if executable.uncompiled:
             fail(executable.uncompiled)
         return by_operator
@@ -90,9 +90,3 @@ class Assembler:
         if scale is None:
             return run
         return Boundary(run, Interface(written=built.tensors), self._weights, scale)
-
-
-def _inputs_at_risk(plan: Plan) -> list[int]:
-    """Return the positions of inputs that a run may write into: all but parameters, since not every
-    schema tells (that of batch_norm does not)."""
-    return [i for i, f in inputs_of(plan) if f.tensors and (f.written or not f.is_parameter)]

@@ -121,10 +121,16 @@ def _executable(
 
 def written_inputs(plan: Plan) -> frozenset[int]:
     """Return the positions of the inputs that a graph writes to."""
-    return frozenset(i for i, f in inputs_of(plan) if f.written)
+    return frozenset(i for i, f in _inputs_of(plan) if f.written)
 
 
-def inputs_of(plan: Plan) -> Iterator[tuple[int, NodeFacts]]:
+def inputs_at_risk(plan: Plan) -> list[int]:
+    """Return the positions of inputs that a run may write into: all but parameters, since not every
+    schema tells (that of batch_norm does not)."""
+    return [i for i, f in _inputs_of(plan) if f.tensors and (f.written or not f.is_parameter)]
+
+
+def _inputs_of(plan: Plan) -> Iterator[tuple[int, NodeFacts]]:
     return enumerate(f for f in plan.facts.values() if f.op == "placeholder")
 
 

@@ -15,21 +15,23 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
 
-from amp_graph.backend.build import Built
+from amp_graph.backend.build import Built, inputs_at_risk
 from amp_graph.backend.compiler import Compiler
 from amp_graph.backend.emulation import emulated_nodes
+from amp_graph.backend.guarded import Guarded
 from amp_graph.batches import Batch, call_with
 from amp_graph.calls.conversion import policy_and_plans
 from amp_graph.calls.convertible import check_initialized
 from amp_graph.capture.budget import CaptureBudget
 from amp_graph.capture.captures import Assembled, Caller, Captures, captured_names
 from amp_graph.capture.dynamo import is_of_capture
-from amp_graph.errors import MISTAKES, AmpGraphError, CaptureError, ConversionWarning, in_words
+from amp_graph.errors import MISTAKES, AmpGraphError, CaptureError, ConversionWarning
 from amp_graph.ir import Plan
 from amp_graph.modules import Entry, plain_code, unwrapped
 from amp_graph.numerics.outputs import default_loss, floating
@@ -103,14 +105,13 @@ class Rerun:
                 return otherwise(*args) if self._mixed else graph.forward(*args)
             captured, emitted = graphs
             self.ran.append(first)
-            place = Place(len(self.ran), first, "", "")
-            if self._mixed and self.compiler.plans[index].fallback is None:
-                chosen = self.replacement(index) or emitted
-                try:
-                    return self._watched(chosen, place).run(*args)
-                except Exception as error:  # as in a converted model, the graph runs as captured
-                    self.compiler.record.fall_back(index, in_words(error))
-            return self._watched(captured, place).run(*args)
+            place, plan = Place(len(self.ran), first, "", ""), self.compiler.plans[index]
+            as_captured = self._watched(captured, place).run
+            if not self._mixed or plan.fallback is not None:
+                return as_captured(*args)
+            chosen = self._watched(self.replacement(index) or emitted, place).run
+            fail = partial(self.compiler.record.fall_back, index)
+            return Guarded(chosen, as_captured, inputs_at_risk(plan), fail)(*args)
 
         return Assembled(index, run)
 

@@ -65,6 +65,7 @@ class WatchedGraph(fx.Interpreter):
     ):
         super().__init__(module)
         self.place, self.show, self.emulated = place, show, emulated
+        self.extra_traceback = False  # in the message of an error
 
     def run_node(self, n: fx.Node) -> Any:
         if isinstance(n.target, OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags:
