@@ -33,13 +33,6 @@ class Statistics:
     largest: int | None
     count: int
 
-    @property
-    def bits(self) -> int:
-        """The range of the values: how many powers of two they span."""
-        if self.smallest is None or self.largest is None:
-            return 0
-        return self.largest - self.smallest + 1
-
 
 def statistics(reference: torch.Tensor, mixed: torch.Tensor) -> Statistics:
     """Compare a tensor with that of the float32 run."""
