@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,23 @@ def test_a_model_interrupted_while_it_is_captured_goes_on_in_the_next_call() -> 
         model(X)
     assert model.times == 0
     torch.testing.assert_close(model(X), expected, rtol=2e-2, atol=2e-2)
+    assert low_share(model, X) == 1
+
+
+def test_an_interrupt_waits_for_what_dynamo_imports_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported, optimize = [], torch._dynamo.optimize
+
+    def interrupted_import(*args: Any, **kwargs: Any) -> Any:
+        if not imported:
+            os.kill(os.getpid(), signal.SIGINT)
+            imported.append(True)
+        return optimize(*args, **kwargs)
+
+    monkeypatch.setattr(torch._dynamo, "optimize", interrupted_import)
+    model = amp_graph.convert(nn.Sequential(nn.Linear(8, 8)), policy="bfloat16")
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    assert imported
     assert low_share(model, X) == 1
 
 

@@ -87,6 +87,17 @@ def test_a_part_that_is_used_by_itself_in_evaluation_is_converted(start):
     assert [m.record.runs.total() for m in installation.models.seen] == [1, 3]
 
 
+def test_what_the_script_converts_is_captured_with_parts_that_were_called_before(start) -> None:
+    start(DTYPE="bfloat16")
+    model = net()
+    model[0](X)
+    assert amp_graph.is_converted(model[0])
+    amp_graph.convert(model, policy=amp_graph.Policy("bfloat16", level="safe"))(X)
+    assert not amp_graph.is_converted(model[0])
+    (plan,) = amp_graph.plans(model)
+    assert plan.has_low
+
+
 def test_parts_of_a_model_that_is_left_to_the_script_s_autocast_are_left_with_it(start) -> None:
     installation, model = start(), net().eval()
     with torch.no_grad():

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_graph.autopatch.left_alone import (
     AUTOCAST,
+    BY_SCRIPT,
     COMPILED,
     ON_META,
     is_around_converted,
@@ -220,6 +221,8 @@ class Models:
             else:
                 model.left_alone = why_not(module, inner)
                 model.is_in_other_dtypes = model.left_alone == other_dtypes(inner) != ""
+                if model.left_alone in ("", BY_SCRIPT):
+                    self._restore_parts(inner)
                 if not model.left_alone:
                     self._convert(model, inner)
         except Exception as error:
@@ -251,10 +254,13 @@ class Models:
                 model.record, model.left_alone = None, AUTOCAST
                 self._say(f"{model.name} is left as it is from now on: {AUTOCAST}")
 
-    def _convert(self, model: Model, inner: nn.Module) -> None:
-        for part in inner.modules():  # called by itself before, or a copy of a model that was
+    def _restore_parts(self, whole: nn.Module) -> None:
+        """Restore those that were called by themselves before, or are copies of such models."""
+        for part in whole.modules():
             if self._is_ours(part):
                 restore(part)
+
+    def _convert(self, model: Model, inner: nn.Module) -> None:
         convert_at_first_call(inner, self._policy)
         model.record = record_of(inner)
         if self._policy.keep_float32:

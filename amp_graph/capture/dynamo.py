@@ -197,7 +197,8 @@ def is_off() -> bool:
 
 
 def _context(compile_graph: GraphCompiler) -> Any:
-    return torch._dynamo.optimize(backend=compile_graph)
+    with signals_held():  # the first time it imports much
+        return torch._dynamo.optimize(backend=compile_graph)
 
 
 def _capture_nothing(graph: fx.GraphModule, example_inputs: list[Any]) -> Run:

@@ -2,9 +2,10 @@
 
 While Dynamo captures, PyTorch's C++ calls back into Python where it expects no error: a
 KeyboardInterrupt there ends the process (`terminate called after throwing python_error`), or leaves
-a fake mode or a library half registered behind, so that each later call fails (torch 2.13). What
-another handler raises, as that of a time limit, is taken for a capture that failed, and what one
-computes, as the last checkpoint of a job that is told to end, is computed of fake tensors.
+a fake mode or a library half registered behind, so that each later call fails (torch 2.13). So does
+one while it imports what a first capture needs. What another handler raises, as that of a time
+limit, is taken for a capture that failed, and what one computes, as the last checkpoint of a job
+that is told to end, is computed of fake tensors.
 """
 
 from __future__ import annotations
