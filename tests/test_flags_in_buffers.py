@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -76,6 +77,39 @@ def test_there_is_a_graph_for_each_answer(flag: Tensor) -> None:
         _step_beside(model, plain)
     assert len(amp_graph.plans(model)) == 2
     assert "graph break" not in str(amp_graph.explain(model))
+
+
+class Counting(ActNorm):
+    """Counts its calls in the flag, and asks a question of that number."""
+
+    def __init__(self, ask: Callable[[Tensor], Tensor | bool]) -> None:
+        super().__init__(torch.tensor(0.0))
+        self.ask = ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale if self.ask(self.flag) else -x
+        self.flag.add_(1)
+        return x
+
+
+COMPARISONS: dict[str, Callable[[Tensor], Tensor | bool]] = {
+    "equal": lambda flag: flag == 0,
+    "not equal": lambda flag: flag != 2,
+    "not greater": lambda flag: not flag > 0.0,
+    "at least": lambda flag: flag >= 3,
+    "less": lambda flag: flag < 2,
+}
+
+
+@pytest.mark.parametrize("ask", COMPARISONS.values(), ids=COMPARISONS.keys())
+def test_a_comparison_with_a_number_is_asked_as_well(ask: Callable[[Tensor], bool]) -> None:
+    plain = Normed(torch.tensor(0))
+    plain.norm = Counting(ask)
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    for _ in range(5):
+        _step_beside(model, plain)
+    assert len(amp_graph.plans(model)) == 2
+    assert "graph break" not in str(amp_graph.explain(model)).lower()
 
 
 def test_one_that_the_graph_sets_is_asked_anew() -> None:

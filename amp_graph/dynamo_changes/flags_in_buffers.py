@@ -1,7 +1,7 @@
 """A branch on a flag that a module keeps in a buffer does not end the graph.
 
     self.register_buffer("initted", torch.tensor(False))       as vector quantizers and ActNorm do
-    if self.initted: ...        if not self.initted: ...
+    if self.initted: ...        if not self.initted: ...        if self.initialized == 0: ...
 
 It depends on data, but Dynamo has the buffer that is given, and a guard can ask later ones, as the
 model does. So there is a graph for each answer. A buffer that the graph has written to is asked by
@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import opcode
+import operator
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 
 from amp_graph.dynamo_changes.captured_instructions import Capture, instructions_through
@@ -36,6 +38,14 @@ ASKING = {
     for name, number in opcode.opmap.items()
     if name in ("UNARY_NOT", "TO_BOOL")
     or (name.startswith("POP_JUMP") and name.endswith(("_IF_TRUE", "_IF_FALSE")))
+}
+COMPARISONS = {
+    operator.eq: "==",
+    operator.ne: "!=",
+    operator.lt: "<",
+    operator.le: "<=",
+    operator.gt: ">",
+    operator.ge: ">=",
 }
 
 
@@ -58,20 +68,31 @@ def _flag(variable: Any) -> bool | None:
         return None  # which Dynamo may answer without reading it
     if not isinstance(variable := variable.realize(), TensorVariable):
         return None
-    node = variable.as_proxy().node
+    node, test, numbers = _asked(variable.as_proxy().node)
     given = given_to(node)
     if given is None or not is_buffer(given.source) or not is_as_made(node):
         return None
     flag = given.example
     if not may_look(flag) or flag.numel() != 1:
         return None
-    found = bool(flag)
-    hold_while(_is_flag, given.source, f"it is {'not ' * (not found)}set", found)
+    found = bool(test(flag, *numbers))
+    what = " ".join([COMPARISONS.get(test, "set"), *map(str, numbers)])
+    hold_while(_is_flag, given.source, f"it is {'not ' * (not found)}{what}", found, test, *numbers)
     return found
 
 
-def _is_flag(expected: bool, value: Tensor) -> bool:
-    return may_look(value) and value.numel() == 1 and bool(value) is expected
+def _asked(node: fx.Node) -> tuple[fx.Node, Callable[..., Any], tuple[float, ...]]:
+    """Return the value whose truth, or that of its comparison with a number, is asked for."""
+    if node.op == "call_function" and node.target in COMPARISONS:
+        value, number = node.args
+        if isinstance(value, fx.Node) and isinstance(number, (int, float)):
+            return value, node.target, (number,)
+    return node, operator.truth, ()
+
+
+def _is_flag(expected: bool, test: Callable[..., Any], *numbers_and_value: Any) -> bool:
+    *numbers, value = numbers_and_value
+    return may_look(value) and value.numel() == 1 and bool(test(value, *numbers)) is expected
 
 
 CONTEXTS = (flags_known,)
