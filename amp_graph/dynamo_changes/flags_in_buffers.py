@@ -2,6 +2,7 @@
 
     self.register_buffer("initted", torch.tensor(False))       as vector quantizers and ActNorm do
     if self.initted: ...        if not self.initted: ...        if self.initialized == 0: ...
+    if not self.initted.item(): ...
 
 It depends on data, but Dynamo has the buffer that is given, and a guard can ask later ones, as the
 model does. So there is a graph for each answer. A buffer that the graph has written to is asked by
@@ -11,7 +12,7 @@ Private names of PyTorch used here:
 
     torch._dynamo.symbolic_convert.InstructionTranslatorBase.stack
     torch._dynamo.variables.builder.GraphArg.source, .example    behind an input of the graph
-    torch._dynamo.variables.TensorVariable.as_proxy
+    torch._dynamo.variables.TensorVariable.as_proxy, tensor.SymNodeVariable.as_proxy
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 from torch import Tensor, fx
 from torch._dynamo.variables import ConstantVariable, TensorVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
 
 from amp_graph.dynamo_changes.captured_instructions import Capture, instructions_through
 from amp_graph.dynamo_changes.grown_buffers import is_buffer
@@ -66,33 +68,46 @@ def _flag(variable: Any) -> bool | None:
     kind = class_of_unread(variable)
     if kind is not None and not issubclass(kind, Tensor):
         return None  # which Dynamo may answer without reading it
-    if not isinstance(variable := variable.realize(), TensorVariable):
+    if not isinstance(variable := variable.realize(), (TensorVariable, SymNodeVariable)):
         return None
-    node, test, numbers = _asked(variable.as_proxy().node)
+    node, test, numbers, of_item = _asked(variable.as_proxy().node)
     given = given_to(node)
     if given is None or not is_buffer(given.source) or not is_as_made(node):
         return None
     flag = given.example
     if not may_look(flag) or flag.numel() != 1:
         return None
-    found = bool(test(flag, *numbers))
+    question = test, numbers, of_item
+    found = _answer(flag, *question)
     what = " ".join([COMPARISONS.get(test, "set"), *map(str, numbers)])
-    hold_while(_is_flag, given.source, f"it is {'not ' * (not found)}{what}", found, test, *numbers)
+    hold_while(_is_flag, given.source, f"it is {'not ' * (not found)}{what}", found, *question)
     return found
 
 
-def _asked(node: fx.Node) -> tuple[fx.Node, Callable[..., Any], tuple[float, ...]]:
-    """Return the value whose truth, or that of its comparison with a number, is asked for."""
+def _asked(node: Any) -> tuple[fx.Node, Callable[..., Any], tuple[float, ...], bool]:
+    """Return the value whose truth, or that of its comparison with a number, is asked for, how, and
+    whether it is asked of its `item()`. Dynamo knows that, too, but leaves a `not` of it behind, of
+    a number that the retrace does not know."""
+    test: Callable[..., Any] = operator.truth
+    numbers: tuple[float, ...] = ()
     if node.op == "call_function" and node.target in COMPARISONS:
         value, number = node.args
         if isinstance(value, fx.Node) and isinstance(number, (int, float)):
-            return value, node.target, (number,)
-    return node, operator.truth, ()
+            node, test, numbers = value, node.target, (number,)
+    if node.op == "call_method" and node.target == "item":
+        return node.args[0], test, numbers, True
+    return node, test, numbers, False
 
 
-def _is_flag(expected: bool, test: Callable[..., Any], *numbers_and_value: Any) -> bool:
-    *numbers, value = numbers_and_value
-    return may_look(value) and value.numel() == 1 and bool(test(value, *numbers)) is expected
+def _answer(flag: Tensor, test: Callable[..., Any], numbers: Any, of_item: bool) -> bool:
+    return bool(test(flag.item() if of_item else flag, *numbers))
+
+
+def _is_flag(
+    expected: bool, test: Callable[..., Any], numbers: Any, of_item: bool, value: Tensor
+) -> bool:
+    is_one = may_look(value) and value.numel() == 1
+    return is_one and _answer(value, test, numbers, of_item) is expected
 
 
 CONTEXTS = (flags_known,)
