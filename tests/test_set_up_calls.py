@@ -69,6 +69,30 @@ def test_a_call_that_makes_parts_tells_nothing_of_later_ones(kind: type[Target])
     assert "not captured" not in str(amp_graph.explain(model))
 
 
+class ScaledByFirst(nn.Module):
+    """Gives its scale other memory in its first call, of which no graph can be made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+        self.register_buffer("is_set", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        if self.is_set == 0:
+            self.scale.data = (1 / (x.std(0) + 1)).data
+            self.is_set = torch.tensor(1.0)
+        return x * self.scale
+
+
+def test_a_call_that_gives_parameters_their_values_is_not_told_of_as_all_there_is() -> None:
+    model = amp_graph.convert(ScaledByFirst(), policy="bfloat16")
+    said = said_in(lambda: model(X).sum().backward())
+    assert said and not any(each.startswith("nothing of") for each in said)
+    assert said_in(lambda: model(X).sum().backward()) == []
+    assert amp_graph.plans(model)[-1].has_low
+
+
 class Forcing(nn.Module):
     """Which is never captured, and makes a part at its first call."""
 

@@ -67,11 +67,13 @@ class FirstCalls:
 
     def _is_unlike_later(self, watch: OutsideWatch, snapshot: ModelSnapshot | None) -> bool:
         """Whether later calls will go otherwise than this one: they find hooks that it has set up
-        or, where it is not captured, parts; or they may be without hooks for all modules, a FLOP
-        counter's."""
+        or, where it is not captured or no graph of it could be rewritten, parts and values; or they
+        may be without hooks for all modules, a FLOP counter's."""
         if watch.adds_hooks:
             return True
-        sets_up = watch.found and snapshot is not None and snapshot.was_set_up()
+        plans = self._record.plans[self._path.first_plan :]
+        is_left = watch.found or (plans and all(plan.fallback for plan in plans))
+        sets_up = is_left and snapshot is not None and snapshot.was_set_up()
         is_unlike = self._may_set_up and bool(sets_up or self._graphs.hooks.are_for_all())
         if is_unlike and sets_up:
             self._graphs.budget.take_skipped()
