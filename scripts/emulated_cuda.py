@@ -1,0 +1,65 @@
+"""Run tests on a CUDA device that is emulated: its memory is the host's, its kernels are the CPU's.
+
+    python scripts/emulated_cuda.py -m cuda tests/test_cuda.py          arguments are pytest's
+    python scripts/emulated_cuda.py -p on_cuda tests/test_spills.py     written for the CPU
+
+It needs a CUDA build of PyTorch, gcc and nm, and no GPU. PyTorch's own code for a CUDA device runs,
+such as autograd's thread for it, and so does all of this package's: what mixes devices fails, and
+numbers are right. There is nothing of cuDNN, Triton, Inductor, NCCL or CUDA graphs, and no work
+that is still under way when a call returns: tests of these fail, and no race shows.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+LIBRARIES = Path(torch.__file__).parent / "lib"
+RUNTIME = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_python.so")
+# Whether a device is in use, which PyTorch asks the driver.
+DRIVER = "int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active)"
+DRIVER += " { *flags = 0; *active = 1; return 0; }\n"
+
+
+def called(libraries: Iterable[str], prefix: str) -> set[str]:
+    """Functions of other libraries, of names that begin so, that these call."""
+    paths = [str(LIBRARIES / name) for name in libraries]
+    command = ["nm", "--dynamic", "--undefined-only", *paths]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    names = {line.split()[-1].split("@")[0] for line in lines if " U " in line}
+    return {name for name in names if name.startswith(prefix)}
+
+
+def build(source: str, names: Iterable[str], to: Path) -> None:
+    """Compile functions, and those among `names` that are not there as ones that do nothing."""
+    missing = [name for name in sorted(names) if f" {name}(" not in source.replace("*", " ")]
+    source += "".join(f"int {name}() {{ return 0; }}\n" for name in missing)
+    command = ["gcc", "-w", "-shared", "-fPIC", "-x", "c", "-", "-o", str(to)]
+    subprocess.run(command, check=True, input=source, text=True)
+
+
+def main() -> int:
+    if not torch.version.cuda:
+        print(f"PyTorch {torch.__version__} is no CUDA build", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        runtime = Path(folder) / "runtime.so"
+        build((HERE / "emulated_cuda.c").read_text(), called(RUNTIME, "cuda"), runtime)
+        driver = called(["libcaffe2_nvrtc.so"], "cu")
+        build(DRIVER, driver, Path(folder) / "libcuda.so.1")
+        tests = str(HERE.parent / "tests")
+        environment = {"PYTHONPATH": os.pathsep.join([str(HERE.parent), tests])}
+        environment |= {"LD_LIBRARY_PATH": folder, "LD_PRELOAD": str(runtime)}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "cuda_on_cpu", *sys.argv[1:]]
+        return subprocess.run(command, env=os.environ | environment).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
