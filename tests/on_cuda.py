@@ -19,3 +19,8 @@ class Generator(torch.Generator):
 
 torch.Generator = Generator  # type: ignore[misc]
 torch.set_default_device("cuda")
+
+
+def pytest_runtest_setup() -> None:
+    """A test before may have set another."""
+    torch.set_default_device("cuda")
