@@ -49,6 +49,8 @@ COMPARISONS = {
     operator.gt: ">",
     operator.ge: ">=",
 }
+# As methods: `__eq__` in torch 2.11, `eq` and the like under a mode, as of a default device.
+METHODS = {name: test for test in COMPARISONS for name in (test.__name__, f"__{test.__name__}__")}
 
 
 def flags_known() -> contextlib.AbstractContextManager[None]:
@@ -90,10 +92,11 @@ def _asked(node: Any) -> tuple[fx.Node, Callable[..., Any], tuple[float, ...], b
     a number that the retrace does not know."""
     test: Callable[..., Any] = operator.truth
     numbers: tuple[float, ...] = ()
-    if node.op == "call_function" and node.target in COMPARISONS:
+    compared = METHODS.get(node.target, node.target)
+    if node.op in ("call_function", "call_method") and compared in COMPARISONS:
         value, number = node.args
         if isinstance(value, fx.Node) and isinstance(number, (int, float)):
-            node, test, numbers = value, node.target, (number,)
+            node, test, numbers = value, compared, (number,)
     if node.op == "call_method" and node.target == "item":
         return node.args[0], test, numbers, True
     return node, test, numbers, False

@@ -97,7 +97,7 @@ def _counts_up(value: Any) -> bool:
 def _keeps_steps(node: fx.Node) -> bool:
     """Whether a result counts up if its first argument does."""
     match node.target, *node.args[1:]:
-        case operator.add, other:
+        case ((operator.add | "add"), other):  # a method under a mode, as of a default device
             value = other.meta.get("example_value") if isinstance(other, fx.Node) else other
             return not isinstance(value, Tensor) and isinstance(node.args[0], fx.Node)
         case "expand", *_, -1:
