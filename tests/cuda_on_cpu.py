@@ -118,37 +118,34 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Any, is_causal: bool, scale: Any) -> Any:
-    q, k, v = q.float(), k.float(), v.float()
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scores if bias is None else scores + bias.float()
+def _scores(q: Tensor, k: Tensor, bias: Any, is_causal: bool, factor: float) -> Tensor:
+    scores = q @ k.mT * factor
+    scores = scores if bias is None else scores + bias
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").triu(1)
         scores = scores.masked_fill(hidden, float("-inf"))
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+    return scores
 
 
 def _attended(given: Any, bias: Any, dropout: float, is_causal: bool, scale: Any) -> Any:
     assert not dropout
-    out, sums = _attend(*map(on_cpu, given), on_cpu(bias), is_causal, scale)
-    out = out.to(given[0].dtype).transpose(1, 2).contiguous().transpose(1, 2)  # as CUDA lays it out
-    return on_cuda(out), on_cuda(sums)
+    q, k, v, bias = (None if t is None else on_cpu(t).float() for t in (*given, bias))
+    scores = _scores(q, k, bias, is_causal, q.shape[-1] ** -0.5 if scale is None else scale)
+    out = (scores.softmax(-1) @ v).to(given[0].dtype)
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # as CUDA lays it out
+    return on_cuda(out), on_cuda(scores.logsumexp(-1))
 
 
 def _attend_backward(grad: Tensor, given: Any, is_causal: bool, scale: Any) -> list[Any]:
-    q, k, v, *bias = (on_cpu(t).float() for t in given if t is not None)
-    grad, (out, sums) = on_cpu(grad).float(), _attend(q, k, v, *(bias or [None]), is_causal, scale)
+    given = [t for t in given if t is not None]
+    grad, q, k, v, *bias = (on_cpu(t).float() for t in (grad, *given))
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = q @ k.mT * factor + (bias[0] if bias else 0)
-    if is_causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").triu(1)
-        scores = scores.masked_fill(hidden, float("-inf"))
-    weights = (scores - sums.unsqueeze(-1)).exp().nan_to_num()
-    inner = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True))
+    weights = _scores(q, k, bias[0] if bias else None, is_causal, factor).softmax(-1)
+    towards = grad @ v.mT
+    inner = weights * (towards - (weights * towards).sum(-1, keepdim=True))
     found = [inner @ k * factor, inner.mT @ q * factor, weights.mT @ grad]
     found += [inner.sum_to_size(b.shape) for b in bias]
-    kinds = [t for t in given if t is not None]
-    return [on_cuda(g.to(t.dtype)) for g, t in zip(found, kinds, strict=True)]
+    return [on_cuda(g.to(t.dtype)) for g, t in zip(found, given, strict=True)]
 
 
 def _efficient(q, k, v, attn_bias, lse=False, dropout_p=0.0, is_causal=False, *, scale=None):

@@ -30,6 +30,10 @@ from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch.utils._device import DeviceContext, _device_constructors
 
+from amp_graph.dynamo_changes.replaced import with_entries
+
+ENABLED = "torch_function_mode_enabled"
+
 
 def _make(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
     device = _default_in(frame.symbolic_torch_function_state)
@@ -41,19 +45,15 @@ def _make(method: Any, function: Any, frame: Any, args: Any, kwargs: Any) -> Any
 
 
 def _default_in(state: Any) -> torch.device | None:
-    if not state.torch_function_mode_enabled:
+    if not vars(state)[ENABLED]:
         return None
     modes = [mode.value for mode in state.mode_stack]
     return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 def _as_tensor(method: Any, number: Any, frame: Any, dtype: Any) -> Any:
-    state = frame.symbolic_torch_function_state
-    before, state.torch_function_mode_enabled = state.torch_function_mode_enabled, False
-    try:
+    with with_entries(vars(frame.symbolic_torch_function_state), {ENABLED: False}):
         return method(number, frame, dtype)
-    finally:
-        state.torch_function_mode_enabled = before
 
 
 AROUND = () if torch.__version__ >= "2.13" else (_make,)

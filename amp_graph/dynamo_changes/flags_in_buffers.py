@@ -21,7 +21,7 @@ import contextlib
 import opcode
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 from torch._dynamo.variables import ConstantVariable, TensorVariable
@@ -72,45 +72,51 @@ def _flag(variable: Any) -> bool | None:
         return None  # which Dynamo may answer without reading it
     if not isinstance(variable := variable.realize(), (TensorVariable, SymNodeVariable)):
         return None
-    node, test, numbers, of_item = _asked(variable.as_proxy().node)
+    node, question = _asked(variable.as_proxy().node)
     given = given_to(node)
     if given is None or not is_buffer(given.source) or not is_as_made(node):
         return None
     flag = given.example
     if not may_look(flag) or flag.numel() != 1:
         return None
-    question = test, numbers, of_item
-    found = _answer(flag, *question)
-    what = " ".join([COMPARISONS.get(test, "set"), *map(str, numbers)])
-    hold_while(_is_flag, given.source, f"it is {'not ' * (not found)}{what}", found, *question)
+    found = question.of(flag)
+    hold_while(_is_flag, given.source, f"it is {'not ' * (not found)}{question}", found, question)
     return found
 
 
-def _asked(node: Any) -> tuple[fx.Node, Callable[..., Any], tuple[float, ...], bool]:
-    """Return the value whose truth, or that of its comparison with a number, is asked for, how, and
-    whether it is asked of its `item()`. Dynamo knows that, too, but leaves a `not` of it behind, of
-    a number that the retrace does not know."""
+class _Question(NamedTuple):
+    """A question about the number in a tensor: whether it is one, or how it compares with another.
+
+    of_item: whether it is asked of the tensor's `item()`. Dynamo knows that, too, but leaves a
+        `not` of it behind, of a number that the retrace does not know.
+    """
+
     test: Callable[..., Any] = operator.truth
     numbers: tuple[float, ...] = ()
+    of_item: bool = False
+
+    def of(self, flag: Tensor) -> bool:
+        return bool(self.test(flag.item() if self.of_item else flag, *self.numbers))
+
+    def __str__(self) -> str:
+        return " ".join([COMPARISONS.get(self.test, "set"), *map(str, self.numbers)])
+
+
+def _asked(node: Any) -> tuple[fx.Node, _Question]:
+    """Return the value that a question is about, and the question."""
+    question = _Question()
     compared = METHODS.get(node.target, node.target)
     if node.op in ("call_function", "call_method") and compared in COMPARISONS:
-        value, number = node.args
-        if isinstance(value, fx.Node) and isinstance(number, (int, float)):
-            node, test, numbers = value, compared, (number,)
+        match node.args:
+            case fx.Node() as value, int() | float() as number:
+                node, question = value, _Question(compared, (number,))
     if node.op == "call_method" and node.target == "item":
-        return node.args[0], test, numbers, True
-    return node, test, numbers, False
+        return node.args[0], question._replace(of_item=True)
+    return node, question
 
 
-def _answer(flag: Tensor, test: Callable[..., Any], numbers: Any, of_item: bool) -> bool:
-    return bool(test(flag.item() if of_item else flag, *numbers))
-
-
-def _is_flag(
-    expected: bool, test: Callable[..., Any], numbers: Any, of_item: bool, value: Tensor
-) -> bool:
-    is_one = may_look(value) and value.numel() == 1
-    return is_one and _answer(value, test, numbers, of_item) is expected
+def _is_flag(expected: bool, question: _Question, value: Tensor) -> bool:
+    return may_look(value) and value.numel() == 1 and question.of(value) is expected
 
 
 CONTEXTS = (flags_known,)
