@@ -74,6 +74,12 @@ def why_nothing_is_low(plans: Sequence[Plan]) -> str:
     return f"its operators on the allow list are not ({reason})"
 
 
+def why_inexact(plans: Mapping[int, Plan]) -> str:
+    """Return why a model may differ from its float32 code though no node of a graph is low."""
+    beside = [f"Graph {i} {plan.otherwise}" for i, plan in plans.items() if plan.autocast]
+    return "; ".join(beside) or "Is the model random?"
+
+
 class Chains:
     """The reasons for the precision of each node of a plan, its own first. `listings` has the list
     entries of the nodes, `spelled` the names to show."""

@@ -115,6 +115,16 @@ def test_what_is_asked_of_the_number_is_asked_as_well(ask: Callable[[Tensor], bo
     assert "graph break" not in str(amp_graph.explain(model)).lower()
 
 
+def test_what_is_asked_in_another_way_is_left_to_python() -> None:
+    plain = Normed(torch.tensor(0))
+    plain.norm = Counting(lambda flag: flag.eq(other=0))
+    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+    with torch.device("cpu"):  # by whose mode the question is captured as a method
+        for _ in range(3):
+            _step_beside(model, plain)
+    assert amp_graph.plans(model)[0].fallback is None
+
+
 def test_one_that_the_graph_sets_is_asked_anew() -> None:
     plain = Normed(torch.tensor(False), times=3)
     model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")

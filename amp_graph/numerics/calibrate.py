@@ -39,6 +39,7 @@ from amp_graph.numerics.watched_graph import Observer, Place
 from amp_graph.plans.pins import Pins
 from amp_graph.plans.plan_file import PlanSource, save_plan
 from amp_graph.policy import PolicySource
+from amp_graph.reasons import why_inexact
 from amp_graph.rules import Rule
 
 NEEDED = "needed to meet the bound"
@@ -121,18 +122,12 @@ def calibrate(
     if after > bound:
         raise AmpGraphError(
             f"the bound {bound:g} cannot be met: with all {len(reasons)} low-precision nodes in "
-            f"float32 the error is {after:g}. {_why_above(rerun.plans())}"
+            f"float32 the error is {after:g}. {why_inexact(rerun.plans())}"
         )
     denied = tuple((n[0], _path(n[1], n[2]), reasons[n]) for n in chosen)
     places = tuple(_place(rerun.plan_at(Place(0, *node)).facts[node[2]]) for node in chosen)
     plans = search.plans(chosen, reasons)
     return Calibration(plans, denied, bound, before, after, search.trials, places)
-
-
-def _why_above(plans: Mapping[int, Plan]) -> str:
-    """Return why there may be an error though all nodes are in float32."""
-    beside = [f"Graph {i} {plan.otherwise}" for i, plan in plans.items() if plan.autocast]
-    return "; ".join(beside) or "Is the model random?"
 
 
 def _check(batches: Any, bound: float) -> None:
