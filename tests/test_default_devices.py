@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import amp_graph
+from amp_graph.convert import record_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -82,3 +85,33 @@ def test_a_number_that_leaves_a_graph_is_that_number() -> None:
         for step in range(1, 6):
             assert model(torch.randn(4, 8))[1] == pytest.approx(math.exp(-step), rel=1e-14)
     assert len(amp_graph.plans(model)) <= 3
+
+
+CALLED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "unflatten": lambda layer, x: layer(x).unflatten(-1, (2, -1)),
+    "unflatten, by name": lambda layer, x: layer(x).unflatten(dim=-1, sizes=(2, 4)),
+    "nn.Unflatten": lambda layer, x: nn.Unflatten(-1, (2, 4))(layer(x)),
+    "a layer to a device": lambda layer, x: layer.float().to(x.device)(x),
+    "NumPy compares": lambda layer, x: layer(x) if np.log(x.shape[0]) > 0.5 else x,
+}
+
+
+class Calls(nn.Module):
+    def __init__(self, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.call = nn.Linear(8, 8), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.layer, x)
+
+
+@pytest.mark.parametrize("call", CALLED.values(), ids=CALLED.keys())
+def test_what_is_captured_without_one_is_captured_under_it(call: Callable) -> None:
+    with torch.device("cpu"):
+        plain, x = Calls(call), torch.randn(4, 8)
+        model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = plain(x)
+        torch.testing.assert_close(model(x), expected.float())
+    (plan,) = amp_graph.plans(model)
+    assert plan.has_low and not record_of(model).breaks
