@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 OURS, PYTORCHS = (f"{Path(file).parent}{os.sep}" for file in (__file__, str(torch.__file__)))
+IMPORTING = "<frozen importlib._bootstrap"
 PYTHONS = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
 
@@ -44,8 +45,9 @@ def first_argument(frame: FrameType) -> Any:
 
 def depth_of_user(frame: FrameType) -> int:
     """Return how many frames above this one the user's first frame is; the outermost if there is
-    none."""
+    none. Those of the import system do not count, nor do they for `warnings.warn`."""
     files = [caller.f_code.co_filename for caller in calling(frame)]
+    files = [file for file in files if not file.startswith(IMPORTING)]
     return next((i for i, file in enumerate(files) if is_users(file)), len(files) - 1)
 
 

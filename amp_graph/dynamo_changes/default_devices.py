@@ -28,7 +28,8 @@ Private names of PyTorch used here:
 
     torch._dynamo.symbolic_convert.InstructionTranslatorBase.symbolic_torch_function_state:
     .mode_stack, .torch_function_mode_enabled
-    torch._dynamo.variables.BuiltinVariable._handle_insert_op_in_graph, NumpyNdarrayVariable
+    torch._dynamo.variables.BuiltinVariable._handle_insert_op_in_graph, NumpyNdarrayVariable,
+    TensorVariable
     torch._dynamo.variables.functions.PolyfilledFunctionVariable.hash_impl, .fn (or
     .is_python_hashable and .get_python_hash)
     torch._dynamo.variables.misc.SuperVariable.call_method, .typevar, .objvar
@@ -55,7 +56,7 @@ from torch._dynamo.variables.misc import SuperVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch.utils._device import DeviceContext, _device_constructors
 
-from amp_graph.dynamo_changes.replaced import with_entries
+from amp_graph.dynamo_changes.replaced import existing, with_entries
 
 ENABLED = "torch_function_mode_enabled"
 
@@ -112,9 +113,5 @@ CHANGES = (
     (SymNodeVariable, "as_tensor", _as_tensor),
     (BuiltinVariable, "_handle_insert_op_in_graph", _operate),
     (SuperVariable, "call_method", _below_tensor),
-    *(
-        (PolyfilledFunctionVariable, name, change)
-        for name, change in _HASHES.items()
-        if hasattr(PolyfilledFunctionVariable, name)
-    ),
+    *existing(*((PolyfilledFunctionVariable, name, change) for name, change in _HASHES.items())),
 )

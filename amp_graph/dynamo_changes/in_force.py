@@ -10,6 +10,9 @@ The files of this folder say what to change, in tables:
     CHANGES    what its methods do
     CONTEXTS   context managers around the capture of a frame, for what needs more
 
+A PyTorch that is newer than `NEWEST` may lack private names of some files, which are left out then,
+with a warning: each is of use by itself.
+
 Private names of PyTorch used here:
 
     torch._dynamo.variables.TorchInGraphFunctionVariable    a function that becomes an operator
@@ -21,26 +24,66 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch._dynamo.variables import BuiltinVariable, TorchInGraphFunctionVariable
 
 from amp_graph.dynamo_changes.known_calls import by_name
 from amp_graph.dynamo_changes.replaced import Change, Entries, by_function, with_entries
+from amp_graph.errors import warn
 from amp_graph.patching import method_inside
+
+NEWEST = "2.15"  # with which all of this was seen to work
+IS_KNOWN = torch.__version__ < "2.16"
+TABLES = ("ENTRIES", "CHANGES", "CONTEXTS")
+Context = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def _parts() -> Iterator[ModuleType]:
-    """Return the files of this folder."""
+    """Return the files of this folder; of a newer PyTorch than `NEWEST` those that still fit."""
     for each in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if (name := f"{__package__}.{each.name}") != __name__:
-            yield importlib.import_module(name)
+        if (name := f"{__package__}.{each.name}") == __name__:
+            continue
+        try:
+            part = importlib.import_module(name)
+            if not IS_KNOWN:
+                with _in_force(*[getattr(part, table, ()) for table in TABLES]):
+                    pass
+        except (ImportError, AttributeError):  # a private name that there is no more
+            if IS_KNOWN:
+                raise
+            left_out.append(each.name)
+        else:
+            yield part
 
 
+@contextlib.contextmanager
+def _in_force(
+    entries: Iterable[Entries], changes: Iterable[Change], contexts: Iterable[Context]
+) -> Iterator[None]:
+    with contextlib.ExitStack() as inside:
+        for table, own in entries:
+            inside.enter_context(with_entries(table(), own))
+        for kind, name, around in changes:
+            inside.enter_context(method_inside(kind, name, around))
+        for context in contexts:
+            inside.enter_context(context())
+        yield
+
+
+left_out: list[str] = []
 PARTS = (*_parts(),)
+if left_out:
+    warn(
+        f"torch {torch.__version__} is newer than {NEWEST}, the newest that amp_graph was tried "
+        f"with, and {len(left_out)} of its changes to how Dynamo captures do not fit "
+        f"({', '.join(left_out)}): models may be captured in more graphs. Look for a newer "
+        f"amp_graph"
+    )
 
 
 def _all(table: str) -> Iterator[Any]:
@@ -64,17 +107,11 @@ CHANGES: tuple[Change, ...] = (  # in any order: of one method, no two are about
     by_name(FINDS),
     *_all("CHANGES"),
 )
-CONTEXTS: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (*_all("CONTEXTS"),)
+CONTEXTS: tuple[Context, ...] = (*_all("CONTEXTS"),)
 
 
 @contextlib.contextmanager
 def changes_in_force() -> Iterator[None]:
     """Within, all of these are made. They are the process's: one thread at a time."""
-    with contextlib.ExitStack() as inside:
-        for table, own in ENTRIES:
-            inside.enter_context(with_entries(table(), own))
-        for kind, name, around in CHANGES:
-            inside.enter_context(method_inside(kind, name, around))
-        for context in CONTEXTS:
-            inside.enter_context(context())
+    with _in_force(ENTRIES, CHANGES, CONTEXTS):
         yield
