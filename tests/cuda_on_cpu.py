@@ -2,7 +2,7 @@
 
 For `scripts/emulated_cuda.py`, whose CUDA device has the host's memory. Each operator that has a
 CUDA kernel gets one that hands CPU tensors over the same memory to the CPU's kernel. Kernels that
-only CUDA has, for attention and LSTM cells, are written here.
+only CUDA has, for attention and recurrent cells, are written here.
 """
 
 from __future__ import annotations
@@ -195,11 +195,35 @@ def _lstm_cell_backward(grad_hy, grad_cy, cx, cy, workspace, has_bias):
     return tuple(on_cuda(t.to(workspace.dtype)) for t in (gates, of_c * f, of_bias))
 
 
+def _gru_cell(input_gates, hidden_gates, hx, input_bias=None, hidden_bias=None):
+    of_input, of_hidden = (
+        (on_cpu(gates).float() + (0 if bias is None else on_cpu(bias).float())).chunk(3, -1)
+        for gates, bias in ((input_gates, input_bias), (hidden_gates, hidden_bias))
+    )
+    reset, update = ((of_input[i] + of_hidden[i]).sigmoid() for i in range(2))
+    new, state = (of_input[2] + reset * of_hidden[2]).tanh(), on_cpu(hx).float()
+    workspace = torch.cat([reset, update, new, state, of_hidden[2]], -1)
+    hy = new + update * (state - new)
+    return tuple(on_cuda(t.to(input_gates.dtype)) for t in (hy, workspace))
+
+
+def _gru_cell_backward(grad_hy, workspace, has_bias):
+    reset, update, new, state, hidden = on_cpu(workspace).float().chunk(5, -1)
+    of_h = on_cpu(grad_hy).float()
+    of_new = of_h * (1 - update) * (1 - new * new)
+    of_gates = [of_new * hidden * reset * (1 - reset), of_h * (state - new) * update * (1 - update)]
+    gates = [torch.cat([*of_gates, last], -1) for last in (of_new, of_new * reset)]
+    biases = [g.sum(0) if has_bias else torch.empty(0, device="cpu") for g in gates]
+    return tuple(on_cuda(t.to(workspace.dtype)) for t in (*gates, of_h * update, *biases))
+
+
 OWN: dict[str, Kernel] = {
     "_scaled_dot_product_efficient_attention": _efficient,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "_scaled_dot_product_flash_attention": _flash,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "_thnn_fused_gru_cell": _gru_cell,
+    "_thnn_fused_gru_cell_backward": _gru_cell_backward,
     "_thnn_fused_lstm_cell": _lstm_cell,
     "_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
 }
