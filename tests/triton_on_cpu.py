@@ -1,0 +1,41 @@
+"""As a plugin of pytest: what Triton's interpreter, which runs kernels on the CPU, lacks.
+
+For `scripts/emulated_cuda.py`, where Inductor's kernels are interpreted (`TRITON_INTERPRET=1`).
+Functions of CUDA's library of mathematics have no meaning to the interpreter, which returns None.
+Here they are PyTorch's of the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.language.extra import libdevice
+from triton.runtime.interpreter import TensorHandle
+
+NAMES = """
+acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh erf erfc erfinv exp exp2 expm1 floor
+fmod hypot isinf isnan lgamma log log10 log1p log2 nextafter pow rsqrt signbit sin sinh sqrt tan
+tanh trunc
+""".split()
+OTHER = {"nearbyint": torch.round, "rint": torch.round, "fabs": torch.abs, "div_rn": torch.div}
+
+
+def interpreted(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """A function of PyTorch's, of the values of Triton's interpreter."""
+
+    def call(*args: Any) -> Any:
+        values = torch.broadcast_tensors(*(torch.from_numpy(a.handle.data) for a in args))
+        found = function(*values)
+        scalar = tl.int1 if found.dtype is torch.bool else args[0].type.scalar
+        of = args[0].type
+        kind = tl.block_type(scalar, of.shape) if of.is_block() else scalar
+        return tl.core.tensor(TensorHandle(found.numpy(), scalar), kind)
+
+    return call
+
+
+for _name, _function in ({n: getattr(torch, n) for n in NAMES} | OTHER).items():
+    setattr(libdevice, _name, interpreted(_function))
