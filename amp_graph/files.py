@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from amp_graph.errors import AmpGraphError, in_brief
 
@@ -42,6 +44,43 @@ def check_folder(folder: str | Path) -> Path:
     if not os.access(existing, os.W_OK):
         raise AmpGraphError(f"{path}: may not be written; give another folder")
     return path
+
+
+def write_whole(
+    file: str | Path, content: str | bytes, kind: type[AmpGraphError] = AmpGraphError
+) -> None:
+    """Write a file, which stays as it was if that fails: it is written beside and then moved.
+
+    Behind a link the file itself is written. What cannot be moved to is written in place: a device
+    or a pipe, a file that is mounted, or one in a folder that takes no new ones. Raises `kind`.
+    """
+    path = as_path(file, kind)
+    data = content.encode() if isinstance(content, str) else content
+    with writing(path, kind):
+        if path.is_dir():
+            raise kind(f"{path}: is a folder; give the path of a file")
+        exists = path.exists()
+        whole = path.resolve()
+        if exists and not (path.is_file() and os.access(whole.parent, os.W_OK)):
+            path.write_bytes(data)
+            return
+        beside = whole.with_name(f".{uuid4().hex}.part")
+        try:
+            beside.write_bytes(data)
+            if exists:
+                shutil.copymode(whole, beside)
+            _move(beside, whole)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def _move(beside: Path, whole: Path) -> None:
+    try:
+        os.replace(beside, whole)
+    except OSError:
+        if not whole.exists():
+            raise
+        shutil.copyfile(beside, whole)
 
 
 @contextlib.contextmanager

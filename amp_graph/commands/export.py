@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
+from io import BytesIO
 
 import torch
 from rich.text import Text
@@ -22,6 +23,7 @@ from amp_graph.commands.command import (
 from amp_graph.commands.factory import subject
 from amp_graph.errors import AmpGraphError
 from amp_graph.export import export
+from amp_graph.files import write_whole
 from amp_graph.inspection.spelling import byte_count
 
 
@@ -41,7 +43,8 @@ def _export(args: Namespace) -> int:
         batch = arguments_of(made.batches[0])
         with torch.no_grad():
             program = export(made.model.eval(), *batch, policy=policy_of(args), plan=args.plan)
-        torch.export.save(program, args.output)
+        torch.export.save(program, data := BytesIO())  # on a full disk it ends the process
+    write_whole(args.output, data.getvalue())
     before, after = map(_size, (made.model.state_dict(), program.state_dict))
     told = f"{args.output}: weights of {after}, {before} in the model"
     out.print(Text(told), soft_wrap=True)

@@ -23,7 +23,7 @@ from torch import nn
 from amp_graph.calls.conversion import conversion_of
 from amp_graph.convert import plans
 from amp_graph.errors import AmpGraphError
-from amp_graph.files import check_folder, writing
+from amp_graph.files import check_folder, write_whole, writing
 from amp_graph.inspection.annotated import AnnotatedGraph
 from amp_graph.inspection.formats import graph_dot, graph_json, model_explorer
 from amp_graph.inspection.graph_text import graph_text
@@ -124,7 +124,7 @@ def _files(model: AnnotatedModel, plans: Sequence[Plan]) -> Iterator[tuple[str, 
 
 
 def _text(make: Callable[[], str]) -> Write:
-    return lambda path: path.write_text(make(), encoding="utf-8")
+    return lambda path: write_whole(path, make())
 
 
 def _json(graph: AnnotatedGraph) -> str:

@@ -15,7 +15,7 @@ from rich.text import Text
 from torch import nn
 
 from amp_graph.errors import AmpGraphError
-from amp_graph.files import as_path, writing
+from amp_graph.files import write_whole
 from amp_graph.inspection.report import (
     CastFigures,
     Figures,
@@ -46,8 +46,7 @@ class Report(Shown):
 
     def save(self, path: str | Path) -> None:
         """Write all figures as JSON. Raises AmpGraphError if the file cannot be written."""
-        with writing(file := as_path(path)):
-            file.write_text(json.dumps(encode(self.data), indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(encode(self.data), indent=1) + "\n")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from _parts(self.data, self.depth)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from amp_graph.errors import AmpGraphError
-from amp_graph.files import as_path, writing
+from amp_graph.files import as_path, write_whole
 from amp_graph.inspection.spelling import line_of, percent
 from amp_graph.inspection.template import template
 from amp_graph.inspection.terminal import Shown, columns, section
@@ -86,15 +86,13 @@ class Comparison(Shown):
     def save(self, path: str | Path) -> None:
         """Write all figures as JSON. Raises AmpGraphError if the file cannot be written."""
         table = {"format": FORMAT, "schema": SCHEMA, **encode(self)}
-        with writing(file := as_path(path)):
-            file.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(table, indent=1) + "\n")
 
     def plot(self, path: str | Path) -> None:
         """Draw the histogram of gradient exponents as SVG, with float16's range marked. Raises
         AmpGraphError for a file of another kind, or that cannot be written."""
         check_drawing(path)
-        with writing(file := as_path(path)):
-            file.write_text(histogram(self), encoding="utf-8")
+        write_whole(path, histogram(self))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield table(self, options.max_width)

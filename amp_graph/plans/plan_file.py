@@ -14,7 +14,6 @@ and are worked out again. `docs/plan.schema.json` is the schema.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -25,7 +24,7 @@ import torch
 
 from amp_graph.dtypes import LOW_DTYPES, dtype_name
 from amp_graph.errors import PlanError
-from amp_graph.files import as_path, writing
+from amp_graph.files import as_path, write_whole
 from amp_graph.ir import Plan
 from amp_graph.plans.matching import fingerprint
 from amp_graph.plans.pins import Saved
@@ -42,7 +41,7 @@ PlanSource: TypeAlias = str | Path | Plan | Sequence[Plan]
 def save_plan(plan: Plan | Sequence[Plan], path: str | Path) -> None:
     """Write one plan, or all plans of a model (`save_plan(plans(model), path)`), as JSON.
 
-    The file is complete or not there at all: it is written beside `path` and then moved. Raises
+    The file is complete or stays as it was: it is written beside `path` and then moved. Raises
     PlanError if it cannot be.
     """
     table = {
@@ -51,13 +50,7 @@ def save_plan(plan: Plan | Sequence[Plan], path: str | Path) -> None:
         "torch": str(torch.__version__),
         "plans": [encode_plan(p) for p in as_plans(plan).plans],
     }
-    path = as_path(path, PlanError)
-    if path.is_dir():
-        raise PlanError(f"{path}: is a folder; give the path of a file")
-    beside = path.with_name(f"{path.name}.part")
-    with writing(path, PlanError):
-        beside.write_text(_lines(table) + "\n", encoding="utf-8")
-        os.replace(beside, path)
+    write_whole(path, _lines(table) + "\n", PlanError)
 
 
 def load_plan(path: str | Path) -> tuple[Plan, ...]:
