@@ -97,6 +97,21 @@ def test_an_overflow_in_backward() -> None:
     assert found.module == "layers.3"
 
 
+def test_an_infinite_loss_is_explained_by_the_value_that_made_it() -> None:
+    class LogOfZero(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mask = (torch.arange(8) < 4).float().log()  # does no harm
+            return self.fc(x * (x + mask).softmax(-1)).relu().log()
+
+    found = amp_graph.find_nonfinite(LogOfZero(), torch.randn(4, 8), policy="bfloat16")
+    assert found is not None and found.in_float32
+    assert (found.phase, found.node, found.kind) == ("forward", "log_1", "-inf")
+
+
 def test_a_custom_backward_is_named() -> None:
     found = find("backward")
     assert found is not None

@@ -3,7 +3,8 @@
 A node is where it begins if its value has an infinity or a NaN that none of its operands has, and
 that is not a number of its own (a mask value of -inf). Infinities that the float32 run has at the
 same node are the model's intent, unless nothing else explains the outcome; a NaN, an infinite
-gradient or an infinite parameter never is.
+gradient or an infinite parameter never is. What explains a loss that is not finite are infinities
+that lead to an output, rather than the gradients that the loss then gives.
 """
 
 from __future__ import annotations
@@ -101,6 +102,9 @@ def find_nonfinite(
     for finding in mixed.found:
         faults = (k for k in finding.kinds if k == NAN or finding.is_never_meant)
         kind = next((k for k in finding.kinds if not plain.has(finding, k)), next(faults, None))
+        if finding.phase == "backward" and kind is not None and plain.has(finding, kind):
+            if mixed.led and outcome.loss is not None and kinds(outcome.loss):
+                return _told(rerun, mixed.led[0], mixed.led[0].kinds[0], True)
         if kind is not None:
             return _told(rerun, finding, kind, plain.has(finding, kind))
     return _told(rerun, mixed.found[0], mixed.found[0].kinds[0], True)
@@ -126,13 +130,16 @@ class _Finding:
 
 @dataclass
 class _Flags(Observer):
-    """The values and gradients that are not finite, by place; `found`: in order of appearance."""
+    """The values and gradients that are not finite, by place; `found`: in order of appearance;
+    `led`: those among them that lead to an output."""
 
     values: dict[Place, frozenset[str]] = field(default_factory=dict)
     gradients: dict[Place, frozenset[str]] = field(default_factory=dict)
     runs: dict[Place, Gradients] = field(default_factory=lambda: defaultdict(Gradients))
     nodes: dict[Place, fx.Node] = field(default_factory=dict)
     found: list[_Finding] = field(default_factory=list)
+    origins: dict[Place, tuple[_Finding, ...]] = field(default_factory=dict)
+    led: tuple[_Finding, ...] = ()
 
     def value(self, place: Place, node: fx.Node, value: Any) -> None:
         tensors = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
@@ -142,9 +149,16 @@ class _Flags(Observer):
         self.values[place] = found
         before = [self.values.get(place.at(o), frozenset()) for o in node.all_input_nodes]
         new = found.difference(*before, own_numbers(node))
-        if new and node.op != "output":
-            dtype = floats[0].dtype
-            self.found.append(_Finding("forward", place, node, node, _in_order(new), dtype))
+        operands = (self.origins.get(place.at(o), ()) for o in node.all_input_nodes)
+        origins = tuple(dict.fromkeys(finding for each in operands for finding in each))
+        if node.op == "output":
+            self.led += origins
+        elif new:
+            finding = _Finding("forward", place, node, node, _in_order(new), floats[0].dtype)
+            self.found.append(finding)
+            origins += (finding,)
+        if found:
+            self.origins[place] = origins
 
     def gradient(self, place: Place, gradient: torch.Tensor) -> None:
         node, run = self.nodes[place], replace(place, name="")
