@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -24,11 +25,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_is_piped_has_no_progress_in_it() -> None:
+def test_what_is_piped_has_no_progress_in_it_and_no_spaces_that_fill_tables() -> None:
     for arguments in (["explain", "models_piped:factory"], ["compare", "models_piped:factory"]):
         command = [sys.executable, "-m", "amp_graph", *arguments, "--dtype", "bfloat16"]
         ran = subprocess.run(command, capture_output=True, text=True, check=True)
         assert ran.stdout and not ran.stderr
+        assert [line for line in ran.stdout.splitlines() if line.endswith(" ")] == []
 
 
 def test_a_factory_that_takes_arguments(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,6 +39,12 @@ def test_a_factory_that_takes_arguments(folder: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr().err
     assert "cannot be called without arguments: missing a required argument: 'size'" in said
     assert "Traceback" not in said
+
+
+def test_an_output_that_is_closed() -> None:
+    command = f"{shlex.quote(sys.executable)} -m amp_graph lists aten.gelu >&-"
+    ran = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")

@@ -24,11 +24,16 @@ from amp_graph.snapshots import unchanged
 
 
 class Out(Console):
-    """Standard output. Raises AmpGraphError if it cannot be written to."""
+    """Standard output, which may be closed. Raises AmpGraphError if it cannot be written to."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         try:
-            super().print(*objects, **options)
+            if self.is_terminal:
+                super().print(*objects, **options)
+            else:  # without spaces at the ends of lines, by which Rich fills tables
+                with self.capture() as told:
+                    super().print(*objects, **options)
+                self.file.writelines(f"{line.rstrip()}\n" for line in told.get().splitlines())
             self.file.flush()
         except BrokenPipeError:  # whoever read it has seen enough
             raise
@@ -39,7 +44,7 @@ class Out(Console):
             ) from error
 
 
-out = Out(width=None if sys.stdout.isatty() else 120)
+out = Out(width=None if sys.stdout and sys.stdout.isatty() else 120)
 progress_out = Console(stderr=True)
 
 
