@@ -4,7 +4,10 @@ that a script which never needs torch does not wait for it.
 """
 
 import atexit
+import os
 import sys
+
+OFF = ("", "0", "false", "no", "off")
 
 
 class _AfterTorch:
@@ -63,7 +66,9 @@ def _start():
         )
 
 
-if "torch" in sys.modules:
+if os.environ.get("AMP_GRAPH_ENABLE", "").strip().lower() in OFF:
+    pass
+elif "torch" in sys.modules:
     _start()
 else:
     sys.meta_path.insert(0, _AfterTorch())

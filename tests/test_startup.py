@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from running import Run, python, run, run_plain
 
+from amp_graph.autopatch.install import NO
+
 ROOT = Path(__file__).parent.parent
 PIP = "-m pip -q --disable-pip-version-check install --no-deps --no-build-isolation"
 PIP += " --ignore-installed --prefix"  # else pip takes this environment's own install out
@@ -95,15 +97,17 @@ print(nn.Module.__dict__["_compiled_call_impl"])
 
 
 def test_a_script_that_needs_no_torch_waits_for_no_import():
-    code = "import sys; before = {*sys.modules}; import _amp_graph_startup; "
+    code = "import os, sys; before = {*sys.modules}; import _amp_graph_startup; "
     code += "print(*sorted({*sys.modules} - before))"
     ended = run(python("-S", "-c", code), cwd=ROOT, AMP_GRAPH_ENABLE="1", PYTHONPATH=str(ROOT))
     assert ended.out.split() == ["_amp_graph_startup", "atexit"]
 
 
-def test_no_and_off_leave_everything_alone_too(script):
-    done = run(python(script()), AMP_GRAPH_ENABLE="off", AMP_GRAPH_DTYPE="float8")
-    assert (done.code, done.err, done.out) == (0, "", "trained True\n")
+@pytest.mark.parametrize("off", [*NO[2:], "False", " OFF "])
+def test_off_leaves_everything_alone_and_imports_nothing(script, off):
+    ending = "print([name for name in sys.modules if name.startswith('amp_graph')])\n"
+    done = run(python(script(ending)), AMP_GRAPH_ENABLE=off, AMP_GRAPH_DTYPE="float8")
+    assert (done.code, done.err, done.out) == (0, "", "trained False\n[]\n")
 
 
 @pytest.mark.parametrize(
