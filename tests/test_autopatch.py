@@ -13,7 +13,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import amp_graph
-from amp_graph.autopatch.install import COLORS, SLOT, VARIABLES, Settings, install
+from amp_graph.autopatch.install import SLOT, install
+from amp_graph.autopatch.settings import COLORS, VARIABLES, Settings
 from amp_graph.autopatch.summary import summary_of
 from amp_graph.errors import AmpGraphError, PolicyError
 from amp_graph.levels import Level
@@ -57,6 +58,21 @@ def test_undo_takes_back_what_is_its_own_and_no_more():
     assert amp_graph.is_converted(own) and torch.equal(own(X), expected[1])
     for each in copies:
         assert torch.equal(each(X), model(X))
+
+
+def test_settings_take_what_convert_takes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = Settings("bfloat16", "folder")
+    assert settings.policy == Policy("bfloat16") and settings.dump == tmp_path / "folder"
+    assert Settings.read({"AMP_GRAPH_DUMP": "folder"}).dump == tmp_path / "folder"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"policy": 3}, {"policy": Policy(lists="none.toml")}, {"dump": 3}, {"verbose": "no"}]
+)
+def test_wrong_settings(wrong):
+    with pytest.raises(amp_graph.AmpGraphError):
+        Settings(**wrong)
 
 
 def test_models_of_a_script_are_compiled_if_asked(start, traced):

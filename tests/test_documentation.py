@@ -10,7 +10,7 @@ import pytest
 from running import TESTS, python, run
 
 import amp_graph
-from amp_graph.autopatch.install import VARIABLES
+from amp_graph.autopatch.settings import VARIABLES
 
 ROOT = TESTS.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from running import Run, python, run, run_plain
 
-from amp_graph.autopatch.install import NO
+from amp_graph.autopatch.settings import NO
 
 ROOT = Path(__file__).parent.parent
 PIP = "-m pip -q --disable-pip-version-check install --no-deps --no-build-isolation"

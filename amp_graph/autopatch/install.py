@@ -1,4 +1,4 @@
-"""The patch of PyTorch, and the variables that say how models are converted.
+"""The patch of PyTorch by which models of scripts are converted.
 
 Private name of PyTorch patched here: `nn.Module._compiled_call_impl`, a class attribute that
 `module(...)` looks at before anything else, and that is None where `nn.Module.compile` was not
@@ -16,8 +16,7 @@ import fnmatch
 import multiprocessing
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
 from typing import Any
@@ -29,27 +28,14 @@ from amp_graph.autopatch.exit_report import write_report
 from amp_graph.autopatch.first_call import Models
 from amp_graph.autopatch.patches import children_heard, scales_are_loaded
 from amp_graph.autopatch.script_models import Model
+from amp_graph.autopatch.settings import Settings, asks_to_convert
 from amp_graph.calls.compiled_by_others import CALLING
 from amp_graph.capture.captures import other_captures_heard
-from amp_graph.errors import (
-    AmpGraphError,
-    PolicyError,
-    did_you_mean,
-    in_brief,
-    in_words,
-    say,
-    telling,
-)
-from amp_graph.files import check_folder
-from amp_graph.ir import COLORS
-from amp_graph.levels import LEVELS
+from amp_graph.errors import AmpGraphError, PolicyError, in_brief, in_words, say, telling
 from amp_graph.optimizers.guards import scales_expected
-from amp_graph.policy import COMPILERS, EMULATION, REFRESH, Policy
 from amp_graph.uncaptured import capturing, passed_over
 
 SLOT = "_compiled_call_impl"
-SCALES = "dynamic, none or a finite number above 0"
-YES, NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 LAUNCHERS = (
     "torch.distributed.*",
     "torchrun",
@@ -57,98 +43,6 @@ LAUNCHERS = (
     "accelerate",
     "torch._inductor.*",  # its compile workers
 )
-
-VARIABLES = {
-    "AMP_GRAPH_ENABLE": "1, true, yes or on converts, 0 or nothing leaves everything alone",
-    "AMP_GRAPH_DTYPE": "float16 or bfloat16 (float16 on CUDA and MPS, else bfloat16)",
-    "AMP_GRAPH_LISTS": f"operator lists to put on top: TOML files, separated by '{os.pathsep}'",
-    **{
-        f"AMP_GRAPH_{color.upper()}LIST_{change}": f"operators to {verb} that list, by commas"
-        for color in COLORS
-        for change, verb in (("ADD", "put on"), ("REMOVE", "take off"))
-    },
-    "AMP_GRAPH_LOSS_SCALE": f"{SCALES}, for a static scale (dynamic)",
-    "AMP_GRAPH_DUMP": "a folder for annotated graphs and the report",
-    "AMP_GRAPH_LEVEL": f"how far tensors are narrowed: {' or '.join(LEVELS)}",
-    "AMP_GRAPH_REFRESH_WEIGHTS": f"low-precision weights are made anew {' or '.join(REFRESH)}",
-    "AMP_GRAPH_EMULATION": f"what a CPU without kernels computes by: {' or '.join(EMULATION)}",
-    "AMP_GRAPH_COMPILER": f"what runs the graphs: {' or '.join(COMPILERS)}",
-    "AMP_GRAPH_SKIP": "module paths that stay in float32, with * and ?, by commas",
-    "AMP_GRAPH_VERBOSE": "1 says what is converted, when it is",
-}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings in the environment."""
-
-    policy: Policy = field(default_factory=Policy)
-    dump: Path | None = None
-    verbose: bool = False
-
-    @classmethod
-    def read(cls, environment: Mapping[str, str]) -> Settings:
-        """Raises PolicyError or ListError for a wrong value, in words that say what is legal."""
-        given = {k: v.strip() for k, v in environment.items() if k.startswith("AMP_GRAPH_")}
-        unknown = sorted(given.keys() - VARIABLES.keys())
-        if unknown:
-            hint = did_you_mean(unknown[0], VARIABLES)
-            raise PolicyError(f"{unknown[0]} is not known; there are {', '.join(VARIABLES)}.{hint}")
-        lists = _items(given, "AMP_GRAPH_LISTS", os.pathsep)
-        added = {c: _group(given, f"AMP_GRAPH_{c.upper()}LIST_ADD") for c in COLORS}
-        removed = {c: _items(given, f"AMP_GRAPH_{c.upper()}LIST_REMOVE") for c in COLORS}
-        policy = Policy(
-            dtype=_choice(given, "AMP_GRAPH_DTYPE", ("", "float16", "bfloat16")) or None,
-            lists=[*lists, *([added] if any(added.values()) else [])] or None,
-            removed=tuple((c, op) for c in COLORS for op in removed[c]),
-            keep_float32=tuple(_items(given, "AMP_GRAPH_SKIP")),
-            loss_scale=_loss_scale(given.get("AMP_GRAPH_LOSS_SCALE", "")),
-            level=_choice(given, "AMP_GRAPH_LEVEL", ("", *LEVELS)) or "balanced",
-            refresh_weights=_choice(given, "AMP_GRAPH_REFRESH_WEIGHTS", ("", *REFRESH)) or "always",
-            emulation=_choice(given, "AMP_GRAPH_EMULATION", ("", *EMULATION)) or "native",
-            compiler=_choice(given, "AMP_GRAPH_COMPILER", ("", *COMPILERS)) or "eager",
-        )
-        policy.load_lists()
-        verbose = _choice(given, "AMP_GRAPH_VERBOSE", YES + NO) in YES
-        return cls(policy, _folder(given, "AMP_GRAPH_DUMP"), verbose)
-
-
-def _choice(given: Mapping[str, str], name: str, legal: tuple[str, ...]) -> str:
-    value = given.get(name, "").lower()
-    if value not in legal:
-        raise PolicyError(f"{name}={given[name]}: choose one of {', '.join(v for v in legal if v)}")
-    return value
-
-
-def _folder(given: Mapping[str, str], name: str) -> Path | None:
-    try:
-        return check_folder(given[name]) if given.get(name) else None
-    except AmpGraphError as error:
-        raise PolicyError(f"{name}={error}") from error
-
-
-def _items(given: Mapping[str, str], name: str, separator: str = ",") -> list[str]:
-    return [item.strip() for item in given.get(name, "").split(separator) if item.strip()]
-
-
-def _group(given: Mapping[str, str], name: str) -> dict[str, Any]:
-    """The operators in a variable as a group of a list, which has the variable's name."""
-    ops = _items(given, name)
-    return {name: {"why": f"Listed in {name}.", "ops": ops}} if ops else {}
-
-
-def _loss_scale(value: str) -> float | str | None:
-    if value.lower() in ("", "dynamic"):
-        return "dynamic"
-    if value.lower() == "none":
-        return None
-    try:
-        scale = float(value)
-    except ValueError:
-        scale = 0.0
-    if not 0 < scale < float("inf"):
-        raise PolicyError(f"AMP_GRAPH_LOSS_SCALE={value}: choose {SCALES}")
-    return scale
 
 
 class Installation:
@@ -271,9 +165,8 @@ def enable() -> None:
 def start() -> None:
     """Install what the environment asks for, and report when the process ends. Ends the process
     with one line and exit code 2 if a variable is wrong."""
-    enabled = os.environ.get("AMP_GRAPH_ENABLE", "").strip().lower()
     try:
-        if _choice({"AMP_GRAPH_ENABLE": enabled}, "AMP_GRAPH_ENABLE", YES + NO) in NO:
+        if not asks_to_convert(os.environ):
             return
         settings = Settings.read(os.environ)
     except AmpGraphError as error:

@@ -14,7 +14,7 @@ from argparse import REMAINDER, ArgumentParser, Namespace, RawDescriptionHelpFor
 from pathlib import Path
 
 from amp_graph import autopatch
-from amp_graph.autopatch.install import VARIABLES
+from amp_graph.autopatch.settings import VARIABLES
 from amp_graph.commands.command import Command
 from amp_graph.errors import AmpGraphError
 
