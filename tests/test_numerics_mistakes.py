@@ -95,6 +95,10 @@ def test_a_bound_that_cannot_be_met() -> None:
 def test_a_bound_is_a_number_that_is_not_negative(bound: Any) -> None:
     with pytest.raises(AmpGraphError, match=f"not {bound!r}"):
         amp_graph.calibrate(Net(), [torch.randn(4, 8)], bound)
+    compared = amp_graph.compare(Net(), torch.randn(4, 8), policy="bfloat16")
+    for ask in (compared.within, compared.first_above):
+        with pytest.raises(AmpGraphError, match=f"not {bound!r}"):
+            ask(bound)
 
 
 @pytest.mark.parametrize("batch", [torch.randn(4, 8), {"x": torch.randn(4, 8)}, 5])

@@ -32,7 +32,7 @@ from amp_graph.inspection.terminal import Shown
 from amp_graph.ir import Color, NodeFacts, Paint, Plan
 from amp_graph.numerics.compare import Beside, Reference, check_reference, outcome_errors
 from amp_graph.numerics.node_numerics import NodeNumerics
-from amp_graph.numerics.outputs import check_loss
+from amp_graph.numerics.outputs import check_bound, check_loss
 from amp_graph.numerics.rerun import Loss, Outcome, Rerun, rerun_of
 from amp_graph.numerics.smallest import smallest
 from amp_graph.numerics.watched_graph import Observer, Place
@@ -131,8 +131,7 @@ def calibrate(
 
 
 def _check(batches: Any, bound: float) -> None:
-    if not isinstance(bound, (int, float)) or not bound >= 0:
-        raise AmpGraphError(f"the bound must be a number that is not negative, not {bound!r}")
+    check_bound(bound)
     if isinstance(batches, (torch.Tensor, Mapping)) or not isinstance(batches, Iterable):
         raise AmpGraphError(
             f"calibrate takes a list of batches, not one {type(batches).__name__}; give [batch]"

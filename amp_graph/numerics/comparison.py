@@ -19,6 +19,7 @@ from amp_graph.inspection.spelling import line_of, percent
 from amp_graph.inspection.template import template
 from amp_graph.inspection.terminal import Shown, columns, section
 from amp_graph.numerics.node_numerics import NodeNumerics
+from amp_graph.numerics.outputs import check_bound
 from amp_graph.numerics.statistics import Statistics
 from amp_graph.plans.plain_json import encode
 
@@ -64,7 +65,9 @@ class Comparison(Shown):
 
     def within(self, bound: float) -> bool:
         """Whether the errors of outputs and gradients, as far as there are any, are at most
-        `bound`. Not if there are none, or float32 itself has gradients that are not finite."""
+        `bound`. Not if there are none, or float32 itself has gradients that are not finite. Raises
+        AmpGraphError for a bound that is negative or not a number."""
+        check_bound(bound)
         sides = {"outputs": self.outputs, "gradients": self.gradients}
         errors = [e for side, e in sides.items() if side in self.not_finite or not math.isnan(e)]
         is_sound = bool(errors) and "gradients" not in self.not_finite
@@ -80,7 +83,9 @@ class Comparison(Shown):
         return tuple(sorted(lost, key=lambda n: n.underflow, reverse=True)[:count])
 
     def first_above(self, bound: float) -> NodeNumerics | None:
-        """The first node in order of execution whose value is off by more than `bound`."""
+        """The first node in order of execution whose value is off by more than `bound`. Raises
+        AmpGraphError for a bound that is negative or not a number."""
+        check_bound(bound)
         return next((n for n in self.nodes if n.forward.error > bound), None)
 
     def save(self, path: str | Path) -> None:

@@ -31,6 +31,11 @@ def check_loss(loss: Any, scale: Any) -> None:
         raise AmpGraphError(f"loss_scale is a number above 0, not {in_brief(scale)}")
 
 
+def check_bound(bound: Any) -> None:
+    if not isinstance(bound, (int, float)) or not bound >= 0:
+        raise AmpGraphError(f"the bound must be a number that is not negative, not {bound!r}")
+
+
 def floating(output: Any) -> list[torch.Tensor]:
     """The floating tensors of an output, whatever holds them, with complex ones as pairs."""
     if isinstance(output, Mapping):
