@@ -42,3 +42,15 @@ def test_a_model_that_was_never_captured_hides_no_other(start, tmp_path, capsys)
     assert "cannot write" not in capsys.readouterr().err
     assert len(json.loads((tmp_path / "report.json").read_text())["models"]) == 2
     assert (tmp_path / "1-Sequential" / "index.html").is_file()
+
+
+def test_graphs_that_an_earlier_run_has_left_of_a_model_are_removed(start, tmp_path):
+    installation, model = start(), net()
+    for i in range(4):
+        (tmp_path / f"0-Sequential-{i}.txt").write_text("of an earlier run")
+    (tmp_path / "1-Other-0.txt").write_text("of another model")
+    model(X)
+    write_report(installation.models.seen, tmp_path)
+    texts = {path.name for path in tmp_path.glob("*.txt")}
+    assert texts == {"0-Sequential-0.txt", "1-Other-0.txt"}
+    assert "aten.linear" in (tmp_path / "0-Sequential-0.txt").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -36,11 +37,11 @@ def write_report(
     has_children: bool = False,
 ) -> None:
     """Print the report; with a folder also write report.json and the annotated graphs there: a
-    text for each plan and, of models that still live, all that `dump` writes. `process` names one
-    of several that report: it begins each line, and its files have a folder of that name. `missed`
-    has the globs that match no module of a converted model, with what comes close. `compiles`:
-    whether the script compiles something by itself. `has_children`: whether it has started
-    processes that report, too."""
+    text for each plan, without those that an earlier run has left of a model, and, of models that
+    still live, all that `dump` writes. `process` names one of several that report: it begins each
+    line, and its files have a folder of that name. `missed` has the globs that match no module of a
+    converted model, with what comes close. `compiles`: whether the script compiles something by
+    itself. `has_children`: whether it has started processes that report, too."""
     models = folded(models)
     summaries = [summary_of(m) for m in models]
     breaks = [*dict.fromkeys(b for s in summaries for b in s.graph_breaks or ())]
@@ -67,9 +68,13 @@ def _write(models: Sequence[Model], report: dict[str, Any], folder: Path) -> Non
         (folder / "report.json").write_text(json.dumps(report, indent=2), encoding="utf-8")
         for number, model in enumerate(models):
             stem = f"{number}-{re.sub(r'[^A-Za-z0-9_.-]', '_', model.name)}"
-            for graph, plan in enumerate(model.record.plans if model.record else ()):
-                text = render(plan)
-                (folder / f"{stem}-{graph}.txt").write_text(text, encoding="utf-8")
+            plans = model.record.plans if model.record else ()
+            for graph, plan in enumerate(plans):
+                (folder / f"{stem}-{graph}.txt").write_text(render(plan), encoding="utf-8")
+            for graph in itertools.count(len(plans)):
+                if not (left := folder / f"{stem}-{graph}.txt").exists():
+                    break
+                left.unlink()
             module = model.module()
             conversion = None if module is None else found_conversion(module)
             if conversion is not None and conversion.places_in_force():
