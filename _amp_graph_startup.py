@@ -66,9 +66,8 @@ def _start():
         )
 
 
-if os.environ.get("AMP_GRAPH_ENABLE", "").strip().lower() in OFF:
-    pass
-elif "torch" in sys.modules:
-    _start()
-else:
-    sys.meta_path.insert(0, _AfterTorch())
+if os.environ.get("AMP_GRAPH_ENABLE", "").strip().lower() not in OFF:
+    if "torch" in sys.modules:
+        _start()
+    else:
+        sys.meta_path.insert(0, _AfterTorch())

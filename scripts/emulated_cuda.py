@@ -18,10 +18,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-import triton
 
 HERE = Path(__file__).resolve().parent
 LIBRARIES = Path(torch.__file__).parent / "lib"
@@ -47,7 +47,9 @@ def called(libraries: Iterable[str], prefix: str) -> set[str]:
 
 def called_by_triton() -> set[str]:
     """Functions of the driver that Triton's own code names, which it compiles when it is used."""
-    files = [*Path(triton.__file__).parent.glob("backends/nvidia/*.c")]
+    triton = find_spec("triton")
+    folder = Path(triton.origin).parent if triton and triton.origin else HERE
+    files = folder.glob("backends/nvidia/*.c")
     return {name for file in files for name in re.findall(r"\bcu[A-Z]\w+", file.read_text())}
 
 
