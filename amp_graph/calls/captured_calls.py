@@ -78,7 +78,8 @@ class CapturedCalls:
         except BaseException as error:
             if watch is not None:
                 self._first.begin_again()
-            if not may_be_ours(error, watch is not None, before.snapshot is not None):
+            is_new, was_told = before.snapshot is not None, self._budget.was_told
+            if not may_be_ours(error, watch is not None, is_new, was_told):
                 is_of_model = isinstance(error, Exception)  # and no interrupt
                 self._begin_again(is_of_model and self._budget.this_thread.begun != before.begun)
                 raise

@@ -143,10 +143,16 @@ def _has_float32(args: Any) -> bool:
     return any(isinstance(x, torch.Tensor) and x.dtype is torch.float32 for x in tree_leaves(args))
 
 
-def may_be_ours(error: BaseException, is_watched: bool, is_new: bool) -> TypeGuard[Exception]:
+def may_be_ours(
+    error: BaseException, is_watched: bool, is_new: bool, was_told: bool
+) -> TypeGuard[Exception]:
     """Whether an error of a call may be ours: the model's own code may not raise it, or may catch
-    it."""
+    it. It may take another way if it `was_told` that it is compiled, which is so in captures
+    alone: then operators may refuse what it comes to."""
     if not isinstance(error, Exception):
         return False
     is_of_watching = is_watched and OutsideWatch.breaks(error)
-    return is_of_capture(error) or is_of_watching or (is_new and is_of_graph(error))
+    is_of_answer = was_told and isinstance(error, RuntimeError)
+    if is_of_capture(error) or is_of_watching:
+        return True
+    return is_new and (is_of_answer or is_of_graph(error))

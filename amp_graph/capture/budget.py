@@ -35,6 +35,7 @@ from amp_graph.capture.pieces import PART, Pieces
 from amp_graph.dynamo_changes import breaks_inside
 from amp_graph.dynamo_changes.recapture_reasons import OF_OTHERS
 from amp_graph.dynamo_changes.slow_sizes import SizesTakeLong, patience
+from amp_graph.dynamo_changes.told_compiling import take_told
 from amp_graph.sums import Summable
 
 MAX_CAPTURES = 16  # so many calls that captured a model, and are not repaid, are too many
@@ -103,6 +104,7 @@ class CaptureBudget:
     failed: calls in a row that raised, in which something was to be captured.
     cost: of all captures so far.
     sizes_take_long: whether each size is captured apart, as sizes that vary took too long.
+    was_told: whether the model asked if it is compiled, and was told so.
     """
 
     def __init__(self, name: str, cost: Cost | None = None) -> None:
@@ -114,7 +116,7 @@ class CaptureBudget:
         self._most = 1  # operators that a call captured
         self._pieces, self._leaves_any = Pieces(), False
         self.failed = 0
-        self.sizes_take_long = False
+        self.sizes_take_long = self.was_told = False
         self._is_told = False  # that it takes long
         self.skipped: list[str] = []  # frames that run uncaptured, and why
         self.said = ""  # what Dynamo said last of what it cannot capture
@@ -138,6 +140,7 @@ class CaptureBudget:
             self.cost.seconds += time.perf_counter() - began
             self.cost.work += work
             self.this_thread.work += work
+            self.was_told |= take_told()
             is_left = result is not None and result.guarded_code is None
             if counters["frames"]["total"] != before:
                 self.this_thread.begun += 1
