@@ -132,8 +132,12 @@ def _attended(given: Any, bias: Any, dropout: float, is_causal: bool, scale: Any
     q, k, v, bias = (None if t is None else on_cpu(t).float() for t in (*given, bias))
     scores = _scores(q, k, bias, is_causal, q.shape[-1] ** -0.5 if scale is None else scale)
     out = (scores.softmax(-1) @ v).to(given[0].dtype)
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # as CUDA lays it out
-    return on_cuda(out), on_cuda(scores.logsumexp(-1))
+    return on_cuda(_laid_out(out)), on_cuda(scores.logsumexp(-1))
+
+
+def _laid_out(value: Tensor) -> Tensor:
+    """Of (batch, heads, places, features), as CUDA's attention lays it out."""
+    return value.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _attend_backward(grad: Tensor, given: Any, is_causal: bool, scale: Any) -> list[Any]:
@@ -143,7 +147,7 @@ def _attend_backward(grad: Tensor, given: Any, is_causal: bool, scale: Any) -> l
     weights = _scores(q, k, bias[0] if bias else None, is_causal, factor).softmax(-1)
     towards = grad @ v.mT
     inner = weights * (towards - (weights * towards).sum(-1, keepdim=True))
-    found = [inner @ k * factor, inner.mT @ q * factor, weights.mT @ grad]
+    found = [_laid_out(g) for g in (inner @ k * factor, inner.mT @ q * factor, weights.mT @ grad)]
     found += [inner.sum_to_size(b.shape) for b in bias]
     return [on_cuda(g.to(t.dtype)) for g, t in zip(found, given, strict=True)]
 

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import get_compilation_metrics
 
 import amp_graph
 from amp_graph import ConversionWarning
@@ -117,3 +118,15 @@ def test_captures_that_pay_are_forgiven() -> None:
         for _ in range(1 + REPAID_BY):
             model(X, choice)
     assert {plan.fallback for plan in amp_graph.plans(model)} == {None}
+
+
+def test_who_asked_is_not_told_to_be_this_package() -> None:
+    class Branches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.shape[0] > 5 else x
+
+    model = amp_graph.convert(nn.Sequential(nn.Linear(8, 8), Branches()), policy="bfloat16")
+    for n in (3, 4, 9):
+        model(torch.randn(n, 8))
+    told = get_compilation_metrics()[-1].recompile_reason
+    assert "test_budget.py" in told and "amp_graph/" not in told

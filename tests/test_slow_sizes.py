@@ -74,7 +74,7 @@ def work(seconds: float) -> None:
 
 
 def ask() -> bool:
-    [(_, _, around)] = slow_sizes.CHANGES
+    [around] = [change for _, name, change in slow_sizes.CHANGES if name == "evaluate_expr"]
     return around(lambda _: True, None)
 
 

@@ -2,7 +2,8 @@
 
 For `scripts/emulated_cuda.py`, where Inductor's kernels are interpreted (`TRITON_INTERPRET=1`).
 Functions of CUDA's library of mathematics have no meaning to the interpreter, which returns None.
-Here they are PyTorch's of the same name.
+Here they are PyTorch's of the same name. Numbers that it makes bfloat16 it cuts off, where a GPU
+rounds them to the nearest.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import triton.language as tl
 from triton.language.extra import libdevice
+from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
 NAMES = """
@@ -37,5 +40,14 @@ def interpreted(function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     return call
 
 
+def _convert(values: Any, given: Any, wanted: Any, rounding: Any) -> Any:
+    """Convert numbers between types; of bfloat16 there are the bits, in NumPy."""
+    if (given, wanted) == (tl.float32, tl.bfloat16):
+        rounded = torch.from_numpy(np.ascontiguousarray(values)).bfloat16()
+        return rounded.view(torch.uint16).numpy().reshape(values.shape)
+    return _convert_other(values, given, wanted, rounding)
+
+
+_convert_other, interpreter._convert_float = interpreter._convert_float, _convert
 for _name, _function in ({n: getattr(torch, n) for n in NAMES} | OTHER).items():
     setattr(libdevice, _name, interpreted(_function))

@@ -6,23 +6,29 @@
 To Dynamo such a size is a long expression in those of the image, rounded in each level. Whatever
 the model does with it asks for something of that, which SymPy is to simplify: minutes of it, where
 a capture of numbers takes seconds. There is nothing to see by how often it asks, and it asks again
-soon. Here the question raises once time is up.
+soon. Here the question raises once time is up. Where PyTorch tells who asked, as in the log of
+`recompiles`, it is not this file.
 
 Private names of PyTorch used here:
 
     torch.fx.experimental.symbolic_shapes.ShapeEnv.evaluate_expr    such a question
+    torch.fx.experimental.symbolic_shapes.uninteresting_files       whose frames do not ask it
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from amp_graph import patching
 
 
 class SizesTakeLong(BaseException):
@@ -66,4 +72,12 @@ def _ask(method: Any, sizes: Any, *args: Any, **kwargs: Any) -> Any:
     return method(sizes, *args, **kwargs)
 
 
-CHANGES = ((ShapeEnv, "evaluate_expr", _ask),)
+@functools.cache
+def _passed_over(method: Callable[[], set[str]]) -> set[str]:
+    return method() | {__file__, patching.__file__}
+
+
+CHANGES = (
+    (ShapeEnv, "evaluate_expr", _ask),
+    (symbolic_shapes, "uninteresting_files", _passed_over),
+)
