@@ -3,7 +3,7 @@
 For `scripts/emulated_cuda.py`, where Inductor's kernels are interpreted (`TRITON_INTERPRET=1`).
 Functions of CUDA's library of mathematics have no meaning to the interpreter, which returns None.
 Here they are PyTorch's of the same name. Numbers that it makes bfloat16 it cuts off, where a GPU
-rounds them to the nearest.
+rounds them to the nearest, and of bfloat16 matrices it multiplies the bits.
 """
 
 from __future__ import annotations
@@ -48,6 +48,19 @@ def _convert(values: Any, given: Any, wanted: Any, rounding: Any) -> Any:
     return _convert_other(values, given, wanted, rounding)
 
 
+def _widened(value: Any) -> Any:
+    if value.dtype.scalar != tl.bfloat16:
+        return value
+    numbers = torch.from_numpy(value.data).view(torch.bfloat16).float()
+    return TensorHandle(numbers.numpy(), tl.float32)
+
+
+def _multiply(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+    return _multiply_other(builder, _widened(a), _widened(b), *rest)
+
+
+BUILDER = interpreter.InterpreterBuilder
+_multiply_other, BUILDER.create_dot = BUILDER.create_dot, _multiply
 _convert_other, interpreter._convert_float = interpreter._convert_float, _convert
 for _name, _function in ({n: getattr(torch, n) for n in NAMES} | OTHER).items():
     setattr(libdevice, _name, interpreted(_function))
