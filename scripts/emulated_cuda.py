@@ -5,9 +5,10 @@
 
 It needs a CUDA build of PyTorch, gcc and nm, and no GPU. PyTorch's own code for a CUDA device runs,
 such as autograd's thread for it, and so does all of this package's: what mixes devices fails, and
-numbers are right. Inductor compiles for CUDA, and Triton's interpreter runs its kernels; with NumPy
-before 2.4 `flex_attention` too, in float16. There is nothing of cuDNN, NCCL or CUDA graphs, and no
-work that is still under way when a call returns: tests of these fail, and no race shows.
+numbers are right. Inductor compiles for CUDA, and Triton's interpreter runs its kernels (some only
+with NumPy before 2.4); CUDA graphs are kernels that are run again. There is nothing of cuDNN, NCCL
+or Inductor's own CUDA graphs, and no work that is still under way when a call returns: tests of
+these fail, and no race shows.
 """
 
 from __future__ import annotations

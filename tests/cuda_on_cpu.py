@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from cuda_graphs_on_cpu import recorded
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -250,4 +251,4 @@ LIBRARY = torch.library.Library("aten", "IMPL")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that a kernel takes the place of another is meant
     for _name, _kernel in kernels():
-        LIBRARY.impl(_name, _kernel, "CUDA", allow_override=True)
+        LIBRARY.impl(_name, recorded(_name, _kernel), "CUDA", allow_override=True)
