@@ -38,7 +38,7 @@ from amp_graph.errors import warn
 from amp_graph.patching import method_inside
 
 NEWEST = "2.15"  # with which all of this was seen to work
-IS_KNOWN = torch.__version__ < "2.16"
+IS_KNOWN = torch.__version__ < "2.16.dev0"
 TABLES = ("ENTRIES", "CHANGES", "CONTEXTS")
 Context = Callable[[], contextlib.AbstractContextManager[None]]
 
