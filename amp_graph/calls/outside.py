@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.dynamo import is_of_capture, is_of_graph
 from amp_graph.capture.surroundings import can_watch, dispatch_modes
+from amp_graph.errors import NO_FAILURES
 from amp_graph.gradients.engine import OUTSIDE, backward_pass
 from amp_graph.ir import Color
 from amp_graph.oplists import OpLists, load_lists
@@ -148,8 +149,9 @@ def may_be_ours(
 ) -> TypeGuard[Exception]:
     """Whether an error of a call may be ours: the model's own code may not raise it, or may catch
     it. It may take another way if it `was_told` that it is compiled, which is so in captures
-    alone: then operators may refuse what it comes to."""
-    if not isinstance(error, Exception):
+    alone: then operators may refuse what it comes to. Memory that ran out is no fault: the next
+    batch may be smaller."""
+    if not isinstance(error, Exception) or isinstance(error, NO_FAILURES):
         return False
     is_of_watching = is_watched and OutsideWatch.breaks(error)
     is_of_answer = was_told and isinstance(error, RuntimeError)
