@@ -122,7 +122,7 @@ class CapturedCalls:
         if (why := self._budget.why_too_many()) is not None:
             self._fall_back(why, "is no longer captured")
         elif (too_small := self._graphs.why_too_small(runs, self._first.between)) is not None:
-            self._leave_small_graphs(too_small)
+            self._leave_small_graphs(too_small, runs)
         elif (slow := self._budget.why_so_slow()) is not None:
             warn(f"{self._entry.name} {slow}")
 
@@ -133,8 +133,12 @@ class CapturedCalls:
         self._path.end_with(self.fallback.run(index), at_once)
         warn(f"{self._entry.name} {what} and {self._record.plans[index].otherwise}{advice}")
 
-    def _leave_small_graphs(self, why: str) -> None:
-        """Run the model's own code, until autocast fails in it: the graphs work."""
+    def _leave_small_graphs(self, why: str, runs: int) -> None:
+        """Leave the graphs that are in float32, if the others are worth it. Else run the model's
+        own code, until autocast fails in it: the graphs work."""
+        if self._graphs.leave_smallest(runs):
+            self._path.capture_anew()
+            return
         index, again = self.fallback.stand_in(why), weak_method(self._run_small_graphs)
         told = partial(weak_method(self._stay_with_small_graphs), index)
         self._path.leave_for(self.fallback.run_or_else(index, again, told))

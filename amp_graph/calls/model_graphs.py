@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -66,7 +67,8 @@ class ModelGraphs:
         self.policy_id = id(self._shared_policy)
         self.this_thread = CallsOfThread()
         self._compiler = compiler
-        self._were_too_small = False
+        self._runs_before: Counter[int] = Counter()  # of graphs, when they were last judged
+        self._may_be_too_small = True
 
     @property
     def module(self) -> nn.Module:
@@ -105,24 +107,42 @@ class ModelGraphs:
             nothing is low there nor in a graph, the model is in float32 for a reason, and is left
             as it is.
 
-        Told once, since they are entered for all that where the model's own code fails under
-        autocast; and not told where hooks would have that code run in float32.
+        Not told where hooks would have that code run in float32.
         """
         policy = self._compiler.policy
         if policy.names_parts or policy.lists or policy.removed:  # which autocast knows nothing of
             return None
-        if runs < MANY or self._were_too_small:
+        if runs < MANY or not self._may_be_too_small:
             return None
-        counts, plans = self._compiler.record.runs, self._compiler.plans
-        entered = counts.total()
-        total = sum(n * plans[i].operators for i, n in counts.items())
-        low = sum(n * plans[i].operators for i, n in counts.items() if plans[i].has_low)
-        is_low_between = between is not None and plans[between].autocast
-        is_worth_it = total >= FEW * entered and low >= FEW_LOW * entered
+        (entered, operators), (_, low) = self._work()
+        is_low_between = between is not None and self._compiler.plans[between].autocast
+        is_worth_it = operators >= FEW * entered and low >= FEW_LOW * entered
         if is_worth_it or not (low or is_low_between) or has_backward_hooks(self.module):
             return None
-        self._were_too_small = True
         return f"to enter {runs} graphs takes longer than it saves: {_how_few(low / entered)}"
+
+    def _work(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return how many graphs ran, and operators in them, since that was last judged; and of how
+        many of each something is low."""
+        runs, plans = self._compiler.record.runs - self._runs_before, self._compiler.plans
+        low = {index: count for index, count in runs.items() if plans[index].has_low}
+        of_all, of_low = (
+            (sum(counts.values()), sum(n * plans[i].operators for i, n in counts.items()))
+            for counts in (runs, low)
+        )
+        return of_all, of_low
+
+    def leave_smallest(self, runs: int) -> bool:
+        """Leave to Python those graphs in which nothing is low, if without them the graphs of a
+        call, of which `runs` were too small, are worth entering. Returns whether that is so. If
+        not, it is not asked again whether they are too small: they may be entered for all that,
+        where the model's own code fails under autocast."""
+        (entered, _), (low_entered, low) = self._work()
+        are_few, are_large = low_entered * runs < MANY * entered, low >= FEW * low_entered
+        self._runs_before = self._compiler.record.runs.copy()
+        is_worth_it = low > 0 and (are_few or are_large)
+        self._may_be_too_small = is_worth_it and self.budget.leave_pieces_in_float32()
+        return self._may_be_too_small
 
     def build(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Graph:
         self.hooks.guard_new()

@@ -19,7 +19,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -172,7 +172,13 @@ class CaptureBudget:
     def _leave_pieces(self) -> bool:
         """Leave pieces of the model to Python that were captured anew: those that are in float32,
         and any others once captures were too many. Returns whether there were some."""
-        left = self._pieces.leave(PART * self._most if self._leaves_any else 0)
+        return self._are_left(self._pieces.leave(PART * self._most if self._leaves_any else 0))
+
+    def leave_pieces_in_float32(self) -> bool:
+        """Leave all of these, however often they were captured. Returns whether there were some."""
+        return self._are_left(self._pieces.leave_those_in_float32())
+
+    def _are_left(self, left: Mapping[CodeType, str]) -> bool:
         self.skipped += [left_frames.told(code, why) for code, why in left.items()]
         return bool(left)
 

@@ -5,6 +5,9 @@ What is left runs as it is, with all that follows in its function; what it calls
 piece of a function in float32, such as one that reads texts, or a part of a loss, may be left at
 once, which changes no number. Any other may be left, under autocast, before all of the model is:
 one over a list that is another in each call, say, behind a network that always is the same.
+
+Those in float32 are left also where all graphs together are too small to be worth entering: what a
+hook logs of each parameter, say.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import re
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -73,19 +77,38 @@ class Pieces:
     def leave(self, operators: float) -> dict[CodeType, str]:
         """Leave those to Python, from their next call on, that were captured anew again and again,
         and are in float32 or have no more operators than so many. Returns why, for each."""
-        told = {}
+        return {
+            code: self._left(
+                piece, f"captured anew again and again, the last time for {piece.guard}"
+            )
+            for code, piece, function in self._not_left()
+            if piece.times >= AGAIN
+            and (not function.is_converted or function.operators <= operators)
+        }
+
+    def leave_those_in_float32(self) -> dict[CodeType, str]:
+        """Leave all of functions in which nothing is converted. Returns why, for each."""
+        return {
+            code: self._left(
+                piece, "in float32, in graphs that take longer to enter than they save"
+            )
+            for code, piece, function in self._not_left()
+            if not function.is_converted
+        }
+
+    def _not_left(self) -> Iterator[tuple[CodeType, Piece, Piece]]:
+        """Yield each piece, and all those of its function in one: they are left with it."""
         with self._changing:
             known = [*self._known.items()]
-        functions: dict[Any, list[Piece]] = {}
+        functions: dict[Any, Piece] = {}
         for code, piece in known:
-            functions.setdefault(_function(code), []).append(piece)
+            function = functions.setdefault(_function(code), Piece())
+            function.operators += piece.operators
+            function.is_converted |= piece.is_converted
         for code, piece in known:
-            function = functions[_function(code)]  # all that is left with it
-            is_converted = any(part.is_converted for part in function)
-            is_small = sum(part.operators for part in function) <= operators
-            if piece.times >= AGAIN and (is_small or not is_converted) and not piece.is_left:
-                piece.is_left = True
-                told[code] = (
-                    f"it was captured anew again and again, the last time for {piece.guard}"
-                )
-        return told
+            if not piece.is_left:
+                yield code, piece, functions[_function(code)]
+
+    def _left(self, piece: Piece, why: str) -> str:
+        piece.is_left = True
+        return f"it was {why}"
