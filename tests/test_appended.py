@@ -1,0 +1,214 @@
+"""Lists that a model only appends to are not read: it is captured once, however long they are."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import amp_graph
+from amp_graph.convert import record_of
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    """`use` is what the model does with its lists."""
+
+    def __init__(self, use: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.body, self.head, self.use = nn.Linear(8, 8), nn.Linear(8, 2), use
+        self.kept, self.other = [], []  # type: list[Any], list[Any]
+        self.alias = self.kept
+        self.last = deque[Any](maxlen=3)
+        self.by_name = defaultdict[str, list[Any]](list)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        h = self.body(x).relu()
+        found = self.use(self, h)
+        return self.head(h) if found is None else (self.head(h), found)
+
+
+def two(net: Net, h: Tensor) -> None:
+    net.kept.append(h.mean())
+    net.kept.append(net.calls)
+
+
+def by_name(net: Net, h: Tensor) -> None:
+    net.by_name["body"].append(h.detach().max().item())
+
+
+def in_turn(net: Net, h: Tensor) -> None:
+    for values in (net.kept, net.last, net.kept):
+        values.append(h.sum())
+
+
+def made_anew(net: Net, h: Tensor) -> None:
+    net.kept.append(h.mean())
+    net.kept = []
+    net.kept.append(h.sum())
+
+
+def handed_out(net: Net, h: Tensor) -> Any:
+    net.kept.append(h.mean())
+    return net.kept
+
+
+def behind_a_break(net: Net, h: Tensor) -> None:
+    net.kept.append(h.mean())
+    print(end="")
+    net.kept.append(h.sum())
+
+
+ALONE: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a number": lambda net, h: net.kept.append(h.mean().item()),
+    "a tensor": lambda net, h: net.kept.append(h.detach()),
+    "a parameter": lambda net, h: net.kept.append(net.body.bias),
+    "the last three": lambda net, h: net.last.append(h.detach().mean()),
+    "two": two,
+    "by name": by_name,
+    "in turn": in_turn,
+}
+
+
+def length(net: Net, h: Tensor) -> Any:
+    net.kept.append(h.mean())
+    return len(net.kept)
+
+
+def through_another(net: Net, h: Tensor) -> Any:
+    net.kept.append(h.mean())
+    return net.alias[-1] * 2
+
+
+def stacked(net: Net, h: Tensor) -> Any:
+    net.kept.clear()
+    for factor in (1, 2, 3):
+        net.kept.append(h.mean() * factor)
+    return torch.stack(net.kept)
+
+
+def read_behind_a_break(net: Net, h: Tensor) -> Any:
+    net.kept.append(h.mean())
+    print(end="")
+    return net.kept[-1] + 1
+
+
+def of_many(net: Net, h: Tensor) -> Any:
+    lists = [net.by_name[name] for name in "abcdefgh"]
+    for values in lists:
+        values.append(h.mean())
+    return sum(values[-1] for values in lists)
+
+
+def recomputed(net: Net, h: Tensor) -> Any:
+    def part(h: Tensor) -> Tensor:
+        net.kept.append(1)
+        return h.sin()
+
+    return checkpoint(part, h, use_reentrant=False)
+
+
+def a_list_of_lists(net: Net, h: Tensor) -> Any:
+    part = [h.mean()]
+    net.kept.append(part)
+    part.append(h.sum())
+    return None
+
+
+READ: dict[str, Callable[[Any, Tensor], Any]] = {
+    "made anew": made_anew,
+    "handed out": handed_out,
+    "behind a break": behind_a_break,
+    "its length": length,
+    "through another name": through_another,
+    "stacked": stacked,
+    "read behind a break": read_behind_a_break,
+    "many": of_many,
+    "recomputed": recomputed,
+    "a list of lists": a_list_of_lists,
+    "whether it is empty": lambda net, h: net.kept.append(1) if net.kept else net.kept.append(0),
+    "by a keyword": lambda net, h: net.kept.extend([h.mean()]),
+}
+
+
+def pair(use: Callable[[Any, Tensor], Any], policy: Any = "bfloat16") -> tuple[Net, Net]:
+    torch.manual_seed(0)
+    plain = Net(use)
+    return plain, amp_graph.convert(copy.deepcopy(plain), policy=policy)
+
+
+def assert_alike(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs) and len(ours) == len(theirs)
+    torch.testing.assert_close([*ours], [*theirs], rtol=0.05, atol=0.05)
+
+
+def call(plain: Net, model: Net, times: int) -> None:
+    for _ in range(times):
+        ours, theirs = model(X), plain(X)
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+        for each in (ours, theirs):
+            (each[0] if isinstance(each, tuple) else each).sum().backward()
+        for name in ("kept", "last"):
+            assert_alike(getattr(model, name), getattr(plain, name))
+        assert model.by_name.keys() == plain.by_name.keys()
+        for name, values in model.by_name.items():
+            assert_alike(values, plain.by_name[name])
+
+
+@pytest.mark.parametrize("use", ALONE.values(), ids=ALONE.keys())
+def test_it_is_captured_for_all_lengths(use: Callable[[Any, Tensor], Any]) -> None:
+    plain, model = pair(use)
+    call(plain, model, 3)
+    captured = len(amp_graph.plans(model))
+    call(plain, model, 6)
+    assert len(amp_graph.plans(model)) == captured
+    assert not record_of(model).breaks
+
+
+@pytest.mark.parametrize("use", READ.values(), ids=READ.keys())
+@pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning")
+def test_what_the_model_reads_is_what_it_would_read(use: Callable[[Any, Tensor], Any]) -> None:
+    call(*pair(use), 5)
+
+
+def test_one_that_is_emptied_in_each_call_ends_no_graph() -> None:
+    plain, model = pair(stacked)
+    call(plain, model, 4)
+    assert len(amp_graph.plans(model)) == 2  # it was empty, or it was not
+    assert not record_of(model).breaks
+
+
+def test_another_thing_in_its_place_is_captured_anew() -> None:
+    plain, model = pair(two)
+    call(plain, model, 2)
+    for net in (plain, model):
+        net.kept = deque[Any]()
+    call(plain, model, 2)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_hooks_may_keep_what_they_see(compiler: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.ReLU())))
+    model, seen = copy.deepcopy(plain), []  # type: Any, list[list[Any]]
+    for net in (plain, model):
+        values: list[Any] = []
+        seen.append(values)
+        for layer in net:
+            layer.register_forward_hook(lambda m, a, y, to=values: to.append(y.mean().item()))
+    policy = amp_graph.Policy("bfloat16", compiler=compiler)
+    model = amp_graph.convert(model, policy=policy)
+    for _ in range(5):
+        model(X).sum().backward(), plain(X).sum().backward()
+    assert_alike(*seen)
+    assert len(amp_graph.plans(model)) <= 2
