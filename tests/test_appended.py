@@ -29,7 +29,7 @@ class Net(nn.Module):
         self.alias = self.kept
         self.last = deque[Any](maxlen=3)
         self.by_name = defaultdict[str, list[Any]](list)
-        self.calls = 0
+        self.calls, self.held = 0, [2, 1]
 
     def forward(self, x: Tensor) -> Any:
         self.calls += 1
@@ -72,6 +72,7 @@ def behind_a_break(net: Net, h: Tensor) -> None:
 ALONE: dict[str, Callable[[Any, Tensor], Any]] = {
     "a number": lambda net, h: net.kept.append(h.mean().item()),
     "a tensor": lambda net, h: net.kept.append(h.detach()),
+    "what is held": lambda net, h: net.kept.append(net.held),
     "a parameter": lambda net, h: net.kept.append(net.body.bias),
     "the last three": lambda net, h: net.last.append(h.detach().mean()),
     "two": two,
@@ -212,3 +213,19 @@ def test_hooks_may_keep_what_they_see(compiler: str) -> None:
         model(X).sum().backward(), plain(X).sum().backward()
     assert_alike(*seen)
     assert len(amp_graph.plans(model)) <= 2
+
+
+def test_what_was_given_is_kept_and_not_read() -> None:
+    class Named(nn.Linear):
+        names: list[str]
+
+        def forward(self, x: Tensor, name: str = "") -> Tensor:
+            self.names.append(name)
+            return super().forward(x)
+
+    model = amp_graph.convert(Named(8, 8), policy="bfloat16")
+    model.names = []
+    for number in range(5):
+        model(X, f"sample {number}")
+    assert model.names == [f"sample {number}" for number in range(5)]
+    assert len(amp_graph.plans(model)) == 1

@@ -39,12 +39,9 @@ from torch._dynamo.variables.tensor import SymNodeVariable
 from amp_graph.dynamo_changes.unread import class_of_unread
 
 KINDS = (list, deque)
-# What stays the same until the graph ends.
 ITEMS = (TensorVariable, ConstantVariable, SymNodeVariable)
 # Lists by their ids, as attributes of what Dynamo keeps for an attempt, and for all of a frame.
 APPENDED, READ = "_amp_graph_appended", "_amp_graph_read"
-
-
 MOST = 4  # such lists in a frame, for each of which its capture begins anew
 
 
@@ -62,14 +59,21 @@ class _Append(DebuggingVariable):
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         output = tx.output
-        is_known = class_of_unread(self.held) is None  # it was read meanwhile
-        is_plain = len(args) == 1 and not kwargs and isinstance(args[0].realize(), ITEMS)
-        if is_known or not is_plain or output.current_tracer is not output.root_tracer:
+        is_read = class_of_unread(self.held) is None  # meanwhile
+        is_plain = len(args) == 1 and not kwargs and _stays(args[0])
+        if is_read or not is_plain or output.current_tracer is not output.root_tracer:
             return self.held.realize().call_method(tx, "append", [*args], kwargs)
         install_guard(self.held.source.make_guard(GuardBuilder.TYPE_MATCH))
         _ids(output, APPENDED).add(id(self.held.peek_value()))
-        output.root_tx.debug_locals.append((self, [args[0].realize()]))
+        output.root_tx.debug_locals.append((self, [*args]))
         return ConstantVariable.create(None)
+
+
+def _stays(item: Any) -> bool:
+    """Whether an item is the same at the end of the graph: what was given, and not read, too."""
+    if class_of_unread(item) is not None:
+        return item.source is not None
+    return isinstance(item.realize(), ITEMS)
 
 
 def _look_up(method: Any, frame: Any, name: str) -> Any:
