@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import warnings
 from collections.abc import Callable
@@ -258,36 +257,3 @@ def test_an_argument_that_an_operator_refuses_is_no_verdict(
         warnings.simplefilter("error", amp_graph.ConversionWarning)
         for each in (model, alike, amp_graph.convert(make(), policy="bfloat16")):
             assert low_share(each, GOOD) == 1
-
-
-class AsksWhetherCompiled(Net):
-    """Leaves a step out where it is compiled, and takes a gradient that needs it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            x.requires_grad_()
-        if x.shape[0] != len(GOOD):
-            print(end="")
-            raise RuntimeError("the wrong length")
-        energy = super().forward(x).sum()
-        return torch.autograd.grad(energy, x, create_graph=True)[0]
-
-
-def test_a_step_that_is_left_out_where_compiled_leaves_the_model_to_its_own_code() -> None:
-    plain = AsksWhetherCompiled()
-    model = amp_graph.convert(copy.deepcopy(plain), policy="bfloat16")
-    with pytest.warns(amp_graph.ConversionWarning, match="AsksWhetherCompiled runs under") as told:
-        results = [model(GOOD.clone()) for _ in range(3)]
-    assert len(told) == 1
-    for each in results:
-        torch.testing.assert_close(each, plain(GOOD.clone()), rtol=0.05, atol=0.05)
-
-
-@pytest.mark.filterwarnings("error::amp_graph.ConversionWarning")
-def test_an_error_of_its_own_is_no_verdict_on_one_that_asks_whether_it_is_compiled() -> None:
-    model = amp_graph.convert(AsksWhetherCompiled(), policy="bfloat16")
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="the wrong length"):
-            model(GOOD[1:].clone())
-    model(GOOD.clone().requires_grad_())
-    assert all(plan.fallback is None for plan in amp_graph.plans(model))

@@ -4,10 +4,12 @@
         positions.requires_grad_()
 
 Some models leave out a step that way, and rely on whoever compiles them to take it before. Nobody
-does here, so the code behind that step may raise where the model's own would not.
+does here, so the code behind that step may raise where the model's own would not. The stand-ins
+of converted parts ask, too, which is no matter of the model's.
 
 Private names of PyTorch used here:
 
+    torch._dynamo.symbolic_convert.InstructionTranslatorBase.f_code
     torch._dynamo.external_utils.is_compiling, torch._utils.is_compiling    deprecated
 """
 
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 from torch._dynamo import external_utils
 
+from amp_graph.callers import is_ours
 from amp_graph.dynamo_changes.replaced import those_of
 
 
@@ -37,9 +40,9 @@ def take_told() -> bool:
     return is_told
 
 
-def _tell(method: Any, function: Any, *called: Any) -> Any:
-    _told.is_told = True
-    return method(function, *called)
+def _tell(method: Any, function: Any, frame: Any, *called: Any) -> Any:
+    _told.is_told |= not is_ours(frame.f_code.co_filename)
+    return method(function, frame, *called)
 
 
 ASKS = [
