@@ -7,7 +7,7 @@ import atexit
 import os
 import sys
 
-OFF = ("", "0", "false", "no", "off")
+OFF = ("", "0", "false", "no", "off")  # as `NO` in amp_graph.autopatch.settings
 
 
 class _AfterTorch:

@@ -4,64 +4,23 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import logging
 import types
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from alike_models import Branching, Net, X, captured, step
 from torch import Tensor, distributed, nn
-from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
-from torch.nn.utils.parametrizations import weight_norm
 
 import amp_graph
 from amp_graph.calls import capture_cache
 from amp_graph.ir import Color
 
-X = torch.linspace(-1, 1, 32).reshape(4, 8)
-
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-class Net(nn.Module):
-    def __init__(self, slope: float = 0.1, tied: bool = False) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LeakyReLU(slope))
-        self.head = nn.Linear(8, 8)
-        if tied:
-            self.head.weight = self.body[0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
-
-
-class Branching(Net):
-    """Several graphs, of which data decides the second."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.body(x)
-        return self.head(h) if h.sum() > 0 else self.head(-h)
-
-
-def captured(run: Callable[[], Any]) -> int:
-    """How many frames Dynamo captures in it."""
-    before = counters["frames"]["total"]
-    run()
-    return counters["frames"]["total"] - before
-
-
-def step(model: nn.Module, x: Tensor = X) -> list[Tensor]:
-    """What a training step gives: the output, gradients, buffers."""
-    model.zero_grad()
-    output = model(x)
-    output.square().mean().backward()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return [t.detach().clone() for t in (output, *gradients, *model.buffers())]
 
 
 def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
@@ -232,27 +191,6 @@ def test_what_is_heard_since_is_captured(caplog: pytest.LogCaptureFixture) -> No
         step(other)
     heard = [record.message for record in caplog.records if record.name == logger.name]
     assert heard == ["called"]
-
-
-@pytest.mark.parametrize("kind", [Net, Branching, lambda: weight_norm(nn.Linear(8, 8))])
-def test_no_tensor_of_a_model_that_is_gone_is_kept(kind: Callable[[], nn.Module]) -> None:
-    model = amp_graph.convert(kind(), policy="bfloat16")
-    step(model)
-    kept = [weakref.ref(t) for t in (*model.parameters(), *model.buffers())]
-    del model
-    classes = getattr(inspect, "_shadowed_dict_from_mro_tuple", None)
-    if classes is not None:  # Python 3.12.1 keeps the classes of parametrized layers
-        classes.cache_clear()
-    gc.collect()
-    assert not any(tensor() is not None for tensor in kept)
-
-
-def test_not_more_are_kept_than_so_many() -> None:
-    for slope in range(capture_cache.SIZE + 2):
-        step(amp_graph.convert(Net(slope / 10 + 0.01), policy="bfloat16"))
-    assert len(capture_cache._cache) == capture_cache.SIZE
-    last = amp_graph.convert(Net(slope / 10 + 0.01), policy="bfloat16")
-    assert captured(lambda: step(last)) == 0
 
 
 class Counting(Net):

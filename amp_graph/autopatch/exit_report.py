@@ -21,6 +21,7 @@ from amp_graph.autopatch.summary import (
 )
 from amp_graph.calls.conversion import found_conversion
 from amp_graph.errors import say
+from amp_graph.files import write_whole
 from amp_graph.inspection import render
 from amp_graph.inspection.dump import dump
 from amp_graph.inspection.spelling import byte_count, plural
@@ -65,12 +66,12 @@ def write_report(
 def _write(models: Sequence[Model], report: dict[str, Any], folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.json").write_text(json.dumps(report, indent=2), encoding="utf-8")
+        write_whole(folder / "report.json", json.dumps(report, indent=2))
         for number, model in enumerate(models):
             stem = f"{number}-{re.sub(r'[^A-Za-z0-9_.-]', '_', model.name)}"
             plans = model.record.plans if model.record else ()
             for graph, plan in enumerate(plans):
-                (folder / f"{stem}-{graph}.txt").write_text(render(plan), encoding="utf-8")
+                write_whole(folder / f"{stem}-{graph}.txt", render(plan))
             for graph in itertools.count(len(plans)):
                 if not (left := folder / f"{stem}-{graph}.txt").exists():
                     break

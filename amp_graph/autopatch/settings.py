@@ -85,8 +85,8 @@ class Settings:
 
 def asks_to_convert(environment: Mapping[str, str]) -> bool:
     """Raises PolicyError for a wrong value of AMP_GRAPH_ENABLE."""
-    given = {k: v.strip() for k, v in environment.items() if k == "AMP_GRAPH_ENABLE"}
-    return _choice(given, "AMP_GRAPH_ENABLE", YES + NO) in YES
+    name = "AMP_GRAPH_ENABLE"
+    return _choice({name: environment.get(name, "").strip()}, name, YES + NO) in YES
 
 
 def _choice(given: Mapping[str, str], name: str, legal: tuple[str, ...]) -> str:

@@ -114,30 +114,26 @@ class ModelGraphs:
             return None
         if runs < MANY or not self._may_be_too_small:
             return None
-        (entered, operators), (_, low) = self._work()
+        (entered, operators), (_, low) = self._work(), self._work(in_low=True)
         is_low_between = between is not None and self._compiler.plans[between].autocast
         is_worth_it = operators >= FEW * entered and low >= FEW_LOW * entered
         if is_worth_it or not (low or is_low_between) or has_backward_hooks(self.module):
             return None
         return f"to enter {runs} graphs takes longer than it saves: {_how_few(low / entered)}"
 
-    def _work(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return how many graphs ran, and operators in them, since that was last judged; and of how
-        many of each something is low."""
-        runs, plans = self._compiler.record.runs - self._runs_before, self._compiler.plans
-        low = {index: count for index, count in runs.items() if plans[index].has_low}
-        of_all, of_low = (
-            (sum(counts.values()), sum(n * plans[i].operators for i, n in counts.items()))
-            for counts in (runs, low)
-        )
-        return of_all, of_low
+    def _work(self, in_low: bool = False) -> tuple[int, int]:
+        """Return how many graphs ran since they were last judged, and how many operators in them;
+        `in_low`: only those graphs in which something is low."""
+        ran, plans = self._compiler.record.runs - self._runs_before, self._compiler.plans
+        counted = {i: n for i, n in ran.items() if plans[i].has_low or not in_low}
+        return sum(counted.values()), sum(n * plans[i].operators for i, n in counted.items())
 
     def leave_smallest(self, runs: int) -> bool:
         """Leave to Python those graphs in which nothing is low, if without them the graphs of a
         call, of which `runs` were too small, are worth entering. Returns whether that is so. If
         not, it is not asked again whether they are too small: they may be entered for all that,
         where the model's own code fails under autocast."""
-        (entered, _), (low_entered, low) = self._work()
+        (entered, _), (low_entered, low) = self._work(), self._work(in_low=True)
         are_few, are_large = low_entered * runs < MANY * entered, low >= FEW * low_entered
         self._runs_before = self._compiler.record.runs.copy()
         is_worth_it = low > 0 and (are_few or are_large)

@@ -51,6 +51,10 @@ class Piece:
     guard: str = ""
     is_left: bool = False
 
+    def leave(self, why: str) -> str:
+        self.is_left = True
+        return f"it was {why}"
+
 
 class Pieces:
     """The pieces of one model that were captured."""
@@ -78,9 +82,7 @@ class Pieces:
         """Leave those to Python, from their next call on, that were captured anew again and again,
         and are in float32 or have no more operators than so many. Returns why, for each."""
         return {
-            code: self._left(
-                piece, f"captured anew again and again, the last time for {piece.guard}"
-            )
+            code: piece.leave(f"captured anew again and again, the last time for {piece.guard}")
             for code, piece, function in self._not_left()
             if piece.times >= AGAIN
             and (not function.is_converted or function.operators <= operators)
@@ -89,9 +91,7 @@ class Pieces:
     def leave_those_in_float32(self) -> dict[CodeType, str]:
         """Leave all of functions in which nothing is converted. Returns why, for each."""
         return {
-            code: self._left(
-                piece, "in float32, in graphs that take longer to enter than they save"
-            )
+            code: piece.leave("in float32, in graphs that take longer to enter than they save")
             for code, piece, function in self._not_left()
             if not function.is_converted
         }
@@ -108,7 +108,3 @@ class Pieces:
         for code, piece in known:
             if not piece.is_left:
                 yield code, piece, functions[_function(code)]
-
-    def _left(self, piece: Piece, why: str) -> str:
-        piece.is_left = True
-        return f"it was {why}"

@@ -110,8 +110,6 @@ CHANGES: tuple[Change, ...] = (  # in any order: of one method, no two are about
 CONTEXTS: tuple[Context, ...] = (*_all("CONTEXTS"),)
 
 
-@contextlib.contextmanager
-def changes_in_force() -> Iterator[None]:
+def changes_in_force() -> contextlib.AbstractContextManager[None]:
     """Within, all of these are made. They are the process's: one thread at a time."""
-    with _in_force(ENTRIES, CHANGES, CONTEXTS):
-        yield
+    return _in_force(ENTRIES, CHANGES, CONTEXTS)

@@ -102,11 +102,12 @@ def find_nonfinite(
     for finding in mixed.found:
         faults = (k for k in finding.kinds if k == NAN or finding.is_never_meant)
         kind = next((k for k in finding.kinds if not plain.has(finding, k)), next(faults, None))
-        if finding.phase == "backward" and kind is not None and plain.has(finding, kind):
-            if mixed.led and outcome.loss is not None and kinds(outcome.loss):
-                return _told(rerun, mixed.led[0], mixed.led[0].kinds[0], True)
-        if kind is not None:
-            return _told(rerun, finding, kind, plain.has(finding, kind))
+        if kind is None:
+            continue
+        is_in_float32 = plain.has(finding, kind)
+        if finding.phase == "backward" and is_in_float32 and mixed.led and kinds(outcome.loss):
+            finding, kind = mixed.led[0], mixed.led[0].kinds[0]
+        return _told(rerun, finding, kind, is_in_float32)
     return _told(rerun, mixed.found[0], mixed.found[0].kinds[0], True)
 
 
@@ -131,7 +132,7 @@ class _Finding:
 @dataclass
 class _Flags(Observer):
     """The values and gradients that are not finite, by place; `found`: in order of appearance;
-    `led`: those among them that lead to an output."""
+    `origins`: which of these each value comes from; `led`: those that lead to an output."""
 
     values: dict[Place, frozenset[str]] = field(default_factory=dict)
     gradients: dict[Place, frozenset[str]] = field(default_factory=dict)
