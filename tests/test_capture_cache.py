@@ -193,6 +193,14 @@ def test_what_is_heard_since_is_captured(caplog: pytest.LogCaptureFixture) -> No
     assert heard == ["called"]
 
 
+def test_not_more_are_kept_than_so_many() -> None:
+    for slope in range(capture_cache.SIZE + 2):
+        step(amp_graph.convert(Net(slope / 10 + 0.01), policy="bfloat16"))
+    assert len(capture_cache._cache) == capture_cache.SIZE
+    last = amp_graph.convert(Net(slope / 10 + 0.01), policy="bfloat16")
+    assert captured(lambda: step(last)) == 0
+
+
 class Counting(Net):
     """It counts its calls, as those that are given to a solver of differential equations."""
 
