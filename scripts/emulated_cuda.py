@@ -2,6 +2,7 @@
 
     python scripts/emulated_cuda.py -m cuda tests/test_cuda.py          arguments are pytest's
     python scripts/emulated_cuda.py -p on_cuda tests/test_spills.py     written for the CPU
+    python scripts/emulated_cuda.py run scripts/model_report.py --device cuda   a script
 
 It needs a CUDA build of PyTorch, gcc and nm, and no GPU. PyTorch's own code for a CUDA device runs,
 such as autograd's thread for it, and so does all of this package's: what mixes devices fails, and
@@ -34,6 +35,15 @@ int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
     return 0;
 }
 int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = 32; return 0; }
+"""
+
+# Of a script, as pytest's plugins are of tests.
+RUN = """
+import os, runpy, sys
+import cuda_on_cpu, triton_on_cpu
+del sys.argv[0]
+sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -71,13 +81,19 @@ def main() -> int:
         build((HERE / "emulated_cuda.c").read_text(), called(RUNTIME, "cuda"), runtime)
         driver = called(["libcaffe2_nvrtc.so"], "cu") | called_by_triton()
         build(DRIVER, driver, Path(folder) / "libcuda.so.1")
-        tests = str(HERE.parent / "tests")
-        environment = {"PYTHONPATH": os.pathsep.join([str(HERE.parent), tests])}
+        paths = [str(HERE.parent), str(HERE.parent / "tests"), os.environ.get("PYTHONPATH")]
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         environment |= {"LD_LIBRARY_PATH": folder, "LD_PRELOAD": str(runtime)}
         environment |= {"TRITON_INTERPRET": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        plugins = ["-p", "cuda_on_cpu", "-p", "triton_on_cpu"]
-        command = [sys.executable, "-m", "pytest", "-q", *plugins, *sys.argv[1:]]
+        command = [sys.executable, *arguments(sys.argv[1:])]
         return subprocess.run(command, env=os.environ | environment).returncode
+
+
+def arguments(given: list[str]) -> list[str]:
+    """What Python is given to run a script, or tests, on the emulated device."""
+    if given[:1] == ["run"] and given[1:]:
+        return ["-c", RUN, *given[1:]]
+    return ["-m", "pytest", "-q", "-p", "cuda_on_cpu", "-p", "triton_on_cpu", *given]
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     found = load_digits()
     x = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
     y = torch.tensor(found.target)
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(len(y), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     x, y = x[order], y[order]
     return x[:1400], y[:1400], x[1400:], y[1400:]
 

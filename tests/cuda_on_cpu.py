@@ -27,9 +27,10 @@ KEPT = set(
     _efficientzerotensor
     """.split()
 )
-ALSO = ["aten::copy_"]  # whose kernel is found by the tensors' device
+# Whose kernels are found by the tensors' device.
+ALSO = ["aten::copy_", "aten::convolution", "aten::convolution_backward"]
 # They may be given tensors on the CPU beside others.
-MIXED = ("copy_", "index", "_to_copy", "embedding")
+MIXED = ("copy_", "index", "_index_put", "_to_copy", "embedding")
 # CUDA's kernels raise versions themselves, where the CPU's leave it to what they are made of.
 RAISE_VERSIONS = ("_foreach", "_fused_adam", "_fused_sgd")
 CpuGenerator, AnyGenerator = torch.Generator, torch._C.Generator
@@ -128,9 +129,15 @@ def _scores(q: Tensor, k: Tensor, bias: Any, is_causal: bool, factor: float) -> 
     return scores
 
 
+def _for_each_query(value: Tensor, heads: int) -> Tensor:
+    """Keys or values of few heads, once for each head that asks for them."""
+    return value.repeat_interleave(heads // value.shape[1], 1)
+
+
 def _attended(given: Any, bias: Any, dropout: float, is_causal: bool, scale: Any) -> Any:
     assert not dropout
     q, k, v, bias = (None if t is None else on_cpu(t).float() for t in (*given, bias))
+    k, v = (_for_each_query(t, q.shape[1]) for t in (k, v))
     scores = _scores(q, k, bias, is_causal, q.shape[-1] ** -0.5 if scale is None else scale)
     out = (scores.softmax(-1) @ v).to(given[0].dtype)
     return on_cuda(_laid_out(out)), on_cuda(scores.logsumexp(-1))
@@ -143,12 +150,15 @@ def _laid_out(value: Tensor) -> Tensor:
 
 def _attend_backward(grad: Tensor, given: Any, is_causal: bool, scale: Any) -> list[Any]:
     given = [t for t in given if t is not None]
-    grad, q, k, v, *bias = (on_cpu(t).float() for t in (grad, *given))
+    grad, q, few_k, few_v, *bias = (on_cpu(t).float() for t in (grad, *given))
+    k, v = (_for_each_query(t, q.shape[1]) for t in (few_k, few_v))
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     weights = _scores(q, k, bias[0] if bias else None, is_causal, factor).softmax(-1)
     towards = grad @ v.mT
     inner = weights * (towards - (weights * towards).sum(-1, keepdim=True))
-    found = [_laid_out(g) for g in (inner @ k * factor, inner.mT @ q * factor, weights.mT @ grad)]
+    of_k, of_v = inner.mT @ q * factor, weights.mT @ grad
+    of_k, of_v = (t.unflatten(1, (few_k.shape[1], -1)).sum(2) for t in (of_k, of_v))
+    found = [_laid_out(g) for g in (inner @ k * factor, of_k, of_v)]
     found += [inner.sum_to_size(b.shape) for b in bias]
     return [on_cuda(g.to(t.dtype)) for g, t in zip(found, given, strict=True)]
 
@@ -222,11 +232,29 @@ def _gru_cell_backward(grad_hy, workspace, has_bias):
     return tuple(on_cuda(t.to(workspace.dtype)) for t in (*gates, of_h * update, *biases))
 
 
+def _histogram(self, bins=100, min=0, max=0):
+    counts = on_cpu(self).double().histc(bins, float(min), float(max))
+    return on_cuda(counts.to(self.dtype))
+
+
+def _without_library(*args: Any) -> bool:
+    return False
+
+
+LIBRARY_ASKED_FOR = [
+    f"_use_{library}_ctc_loss{overload}"
+    for library in ("cudnn", "miopen")
+    for overload in ("", ".Tensor")
+]
+
+
 OWN: dict[str, Kernel] = {
     "_scaled_dot_product_efficient_attention": _efficient,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "_scaled_dot_product_flash_attention": _flash,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
+    **dict.fromkeys(LIBRARY_ASKED_FOR, _without_library),
+    "histc": _histogram,
     "_thnn_fused_gru_cell": _gru_cell,
     "_thnn_fused_gru_cell_backward": _gru_cell_backward,
     "_thnn_fused_lstm_cell": _lstm_cell,
