@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
@@ -52,6 +54,19 @@ def in_turn(net: Net, h: Tensor) -> None:
         values.append(h.sum())
 
 
+def asked(net: Net, h: Tensor) -> None:
+    if net.kept is not None and hasattr(net, "kept") and isinstance(net.kept, list):
+        net.kept.append(h.mean())
+    if not (isinstance(net.last, list | tuple) or None is net.last):
+        net.last.append(h.sum())
+
+
+def a_list_of_lists(net: Net, h: Tensor) -> None:
+    part = [h.mean()]
+    net.kept.append(part)
+    part.append(h.sum())
+
+
 def made_anew(net: Net, h: Tensor) -> None:
     net.kept.append(h.mean())
     net.kept = []
@@ -78,6 +93,12 @@ ALONE: dict[str, Callable[[Any, Tensor], Any]] = {
     "two": two,
     "by name": by_name,
     "in turn": in_turn,
+    "asked for": asked,
+    "a pair": lambda net, h: net.kept.append((h.mean(), h.std().item(), net.calls)),
+    "a dictionary": lambda net, h: net.kept.append({"mean": h.mean(), "shape": h.shape}),
+    "text": lambda net, h: net.kept.append(f"{h.mean().item():.1f}"),
+    "several": lambda net, h: net.kept.extend([h.mean(), h.sum()]),
+    "a list of lists": a_list_of_lists,
 }
 
 
@@ -119,11 +140,35 @@ def recomputed(net: Net, h: Tensor) -> Any:
     return checkpoint(part, h, use_reentrant=False)
 
 
-def a_list_of_lists(net: Net, h: Tensor) -> Any:
+def handed_out_as_well(net: Net, h: Tensor) -> Any:
+    part = {"mean": h.mean()}
+    net.kept.append(part)
+    part["is it"] = part is net.alias[-1]
+    return part
+
+
+def kept_behind_a_break(net: Net, h: Tensor) -> Any:
     part = [h.mean()]
     net.kept.append(part)
+    print(end="")
     part.append(h.sum())
-    return None
+    return part
+
+
+def emptied(net: Net, h: Tensor) -> Any:
+    if net.kept is None:
+        net.kept = []
+    net.kept.append(h.mean())
+    if net.calls % 2:
+        net.kept = None  # type: ignore[assignment]
+
+
+def removed(net: Net, h: Tensor) -> Any:
+    if not hasattr(net, "kept"):
+        net.kept = []
+    net.kept.append(h.mean())
+    if net.calls % 2:
+        del net.kept
 
 
 READ: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -136,9 +181,14 @@ READ: dict[str, Callable[[Any, Tensor], Any]] = {
     "read behind a break": read_behind_a_break,
     "many": of_many,
     "recomputed": recomputed,
-    "a list of lists": a_list_of_lists,
+    "handed out as well": handed_out_as_well,
+    "kept behind a break": kept_behind_a_break,
+    "None in turn": emptied,
+    "not there in turn": removed,
+    "more of its own": lambda net, h: net.kept.extend([*net.kept[-2:], h.mean()]),
+    "itself": lambda net, h: net.last.append(len(net.last)) or net.last.extend(net.last),
     "whether it is empty": lambda net, h: net.kept.append(1) if net.kept else net.kept.append(0),
-    "by a keyword": lambda net, h: net.kept.extend([h.mean()]),
+    "from the generator of it": lambda net, h: net.kept.extend(h.mean() for _ in range(2)),
 }
 
 
@@ -149,21 +199,25 @@ def pair(use: Callable[[Any, Tensor], Any], policy: Any = "bfloat16") -> tuple[N
 
 
 def assert_alike(ours: Any, theirs: Any) -> None:
-    assert type(ours) is type(theirs) and len(ours) == len(theirs)
-    torch.testing.assert_close([*ours], [*theirs], rtol=0.05, atol=0.05)
+    leaves, structure = tree_flatten(ours)
+    expected, expected_structure = tree_flatten(theirs)
+    assert structure == expected_structure
+    for found, leaf in zip(leaves, expected, strict=True):
+        if isinstance(leaf, Tensor | float):
+            torch.testing.assert_close(found, leaf, rtol=0.05, atol=0.05)
+        else:
+            assert found == leaf
 
 
 def call(plain: Net, model: Net, times: int) -> None:
     for _ in range(times):
         ours, theirs = model(X), plain(X)
-        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+        assert_alike(ours, theirs)
         for each in (ours, theirs):
             (each[0] if isinstance(each, tuple) else each).sum().backward()
         for name in ("kept", "last"):
-            assert_alike(getattr(model, name), getattr(plain, name))
-        assert model.by_name.keys() == plain.by_name.keys()
-        for name, values in model.by_name.items():
-            assert_alike(values, plain.by_name[name])
+            assert_alike(getattr(model, name, 0), getattr(plain, name, 0))
+        assert_alike(dict(model.by_name), dict(plain.by_name))
 
 
 @pytest.mark.parametrize("use", ALONE.values(), ids=ALONE.keys())
@@ -176,10 +230,24 @@ def test_it_is_captured_for_all_lengths(use: Callable[[Any, Tensor], Any]) -> No
     assert not record_of(model).breaks
 
 
+def test_it_is_also_where_the_item_ends_a_graph() -> None:
+    plain, model = pair(lambda net, h: net.kept.append((time.perf_counter() > 0, h.mean())))
+    call(plain, model, 3)
+    captured = len(amp_graph.plans(model))
+    call(plain, model, 6)
+    assert len(amp_graph.plans(model)) == captured
+
+
 @pytest.mark.parametrize("use", READ.values(), ids=READ.keys())
 @pytest.mark.filterwarnings("ignore::amp_graph.ConversionWarning")
 def test_what_the_model_reads_is_what_it_would_read(use: Callable[[Any, Tensor], Any]) -> None:
     call(*pair(use), 5)
+
+
+@pytest.mark.parametrize("use", [handed_out_as_well, kept_behind_a_break])
+def test_what_is_kept_is_what_is_handed_out(use: Callable[[Any, Tensor], Any]) -> None:
+    _, model = pair(use)
+    assert all(model(X)[1] is model.kept[-1] for _ in range(3))
 
 
 def test_one_that_is_emptied_in_each_call_ends_no_graph() -> None:

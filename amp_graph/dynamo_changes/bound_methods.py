@@ -22,6 +22,7 @@ from torch._dynamo.source import AttrSource, LocalSource
 from torch._dynamo.variables import GetAttrVariable, VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 
+from amp_graph.dynamo_changes.appended import growth_of
 from amp_graph.dynamo_changes.own_guards import hold_while
 from amp_graph.snapshots import CONTAINERS
 
@@ -34,7 +35,8 @@ def _wrap(method: Any, builder: Any, value: Any) -> Any:
     name = value.__name__
     hold_while(_is_named, source, f"it is a method {name!r}", name)
     owner = VariableTracker.build(builder.tx, value.__self__, AttrSource(source, "__self__"))
-    return GetAttrVariable(owner, name, py_type=type(value))
+    growth = growth_of(owner, name, builder.tx)
+    return growth or GetAttrVariable(owner, name, py_type=type(value))
 
 
 def _is_named(name: str, asked: Any) -> bool:

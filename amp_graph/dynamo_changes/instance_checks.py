@@ -3,7 +3,8 @@
     isinstance(hidden, Variable)    True of all tensors, as in scripts of PyTorch's first years
 
 Dynamo goes by the class of a tensor alone, and answers False. Here PyTorch's own checks see the
-fake tensor, and an `__instancecheck__` of somebody else's is captured as any function is.
+fake tensor, and an `__instancecheck__` of somebody else's is captured as any function is. A list
+that nothing has read is not read for it.
 
 Private names of PyTorch used here:
 
@@ -12,8 +13,9 @@ Private names of PyTorch used here:
 
 from __future__ import annotations
 
-from types import FunctionType
-from typing import Any
+from inspect import isclass
+from types import FunctionType, UnionType
+from typing import Any, get_args
 
 from torch._dynamo.variables import (
     ConstantVariable,
@@ -24,6 +26,7 @@ from torch._dynamo.variables import (
 
 from amp_graph.dynamo_changes.ended_graphs import end_graph
 from amp_graph.dynamo_changes.known_values import fake_of
+from amp_graph.dynamo_changes.unread import class_of_list
 
 # Where the checks are defined that Dynamo gives an answer of its own to.
 KNOWN = {"abc", "typing", "typing_extensions", "torch.nn.parameter"}
@@ -32,6 +35,9 @@ KNOWN = {"abc", "typing", "typing_extensions", "torch.nn.parameter"}
 def _ask(method: Any, builtin: Any, frame: Any, args: Any, kwargs: Any) -> Any:
     classes = _classes(args[1].realize()) if len(args) == 2 else ()
     if not any(map(_own_check, classes)):
+        kind = class_of_list(args[0]) if classes and all(map(isclass, classes)) else None
+        if kind is not None:
+            return ConstantVariable.create(issubclass(kind, classes))
         return method(builtin, frame, args, kwargs)
     value = args[0].realize()
     if not isinstance(value, TensorVariable):
@@ -58,6 +64,8 @@ def _classes(asked: Any) -> tuple[Any, ...]:
     if not asked.is_python_constant():
         return ()
     found = asked.as_python_constant()
+    if isinstance(found, UnionType):
+        return get_args(found)
     return found if isinstance(found, tuple) else (found,)
 
 

@@ -2,16 +2,21 @@
 
 Private names of PyTorch used here:
 
-    torch._dynamo.variables.LazyVariableTracker.is_realized, .peek_type
+    torch._dynamo.variables.LazyVariableTracker.is_realized, .peek_type, .source
     torch._dynamo.variables.TensorVariable                  a value of the graph
+    torch._dynamo.guards.install_guard, GuardBuilder.TYPE_MATCH
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from torch import Tensor
+from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.variables import LazyVariableTracker, TensorVariable
+
+LISTS = (list, deque)
 
 
 def class_of_unread(variable: Any) -> type[Any] | None:
@@ -29,3 +34,13 @@ def is_unread_tensor(variable: Any) -> bool:
 def is_read_tensor(variable: Any) -> bool:
     """Whether it is a tensor of the graph. To ask for the class of an unread value reads it."""
     return class_of_unread(variable) is None and isinstance(variable, TensorVariable)
+
+
+def class_of_list(variable: Any) -> type[Any] | None:
+    """Return the class of a list that nothing has read, on which the graph depends from now on, in
+    place of what is in the list; None of any other value."""
+    kind = class_of_unread(variable)
+    if kind not in LISTS or variable.source is None:
+        return None
+    install_guard(variable.source.make_guard(GuardBuilder.TYPE_MATCH))
+    return kind
