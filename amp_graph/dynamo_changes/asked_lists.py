@@ -11,6 +11,7 @@ Private names of PyTorch used here:
     torch._dynamo.symbolic_convert.compare_op_handlers      how `is` and `is not` are captured
     torch._dynamo.variables.UserDefinedObjectVariable.call_obj_hasattr, .source, .value
     .output.side_effects.has_pending_mutation_of_attr
+    torch._dynamo.source.AttrSource
 """
 
 from __future__ import annotations
