@@ -109,13 +109,13 @@ class Lstm(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, alphabet: int, width: int = 32):
+    def __init__(self, alphabet: int, width: int = 32, depth: int = 2):
         super().__init__()
         self.table = nn.Embedding(alphabet, width)
         self.places = nn.Parameter(torch.randn(LENGTH, width) * 0.1)
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(width, 4, 64, 0.0, F.gelu, batch_first=True, norm_first=True)
-            for _ in range(2)
+            for _ in range(depth)
         )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, alphabet)
 
@@ -127,12 +127,14 @@ class Transformer(nn.Module):
         return self.head(self.norm(h))
 
 
-def train_reader(make: Callable[[int], nn.Module], convert: Convert, steps: int) -> float:
+def train_reader(
+    make: Callable[[int], nn.Module], convert: Convert, steps: int, rate: float = 0.01
+) -> float:
     """Nats per character of text held out."""
     train, test, alphabet = text()
     model = make(alphabet)
-    optimizer = AdamW(model.parameters(), lr=0.01)
-    scheduler = OneCycleLR(optimizer, 0.01, total_steps=steps)
+    optimizer = AdamW(model.parameters(), lr=rate)
+    scheduler = OneCycleLR(optimizer, rate, total_steps=steps)
     convert(model, optimizer)
 
     def loss_of(codes: Tensor) -> Tensor:
@@ -245,6 +247,12 @@ TASKS = {
     "lstm": Task(functools.partial(train_reader, Lstm), 3000, "nats per character", ("bfloat16",)),
     "transformer": Task(
         functools.partial(train_reader, Transformer), 3000, "nats per character", ("bfloat16",)
+    ),
+    "deep transformer": Task(
+        functools.partial(train_reader, functools.partial(Transformer, depth=12), rate=0.004),
+        1000,
+        "nats per character",
+        ("bfloat16",),
     ),
     "gan": Task(train_gan, 3000, "distance of moments", ("bfloat16", "float16")),
     "detector": Task(train_detector, 2000, "sum of losses", ("bfloat16",)),

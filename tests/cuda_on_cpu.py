@@ -97,7 +97,11 @@ def kernel_of(operator: Any) -> Kernel:
                 low[argument.name] = torch.tensor(low[argument.name], device="cpu")
         if low.get("half_to_float"):
             low |= {"self": low["self"].float(), "half_to_float": False}
+        narrow = low.get("input_dtype")  # of what the gradient, which is wider, is for
+        if narrow is not None:
+            low["input_dtype"] = low["grad_output"].dtype
         result = operator(**low)
+        result = result if narrow is None else result.to(narrow)
         for tensor, alias in zip(
             _tensors([given.get(n) for n in written]),
             _tensors([low.get(n) for n in written]),

@@ -21,7 +21,7 @@ STEPS = {"convnet": 150, "lstm": 150, "transformer": 100, "gan": 150, "detector"
 
 
 @pytest.mark.filterwarnings("error::amp_graph.ConversionWarning")
-@pytest.mark.parametrize("name", parity.TASKS)
+@pytest.mark.parametrize("name", STEPS)
 def test_the_final_metric_is_within_float32_s_seeds(name: str) -> None:
     task = parity.TASKS[name]
     steps = STEPS[name]
