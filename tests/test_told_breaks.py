@@ -164,10 +164,10 @@ def test_no_break_is_told_of_in_names_of_dynamo(kind: type[TwoLayers]) -> None:
 
 
 def test_that_it_depends_on_data_is_told_where_nothing_of_a_model_is_captured() -> None:
-    counts = nn.Sequential(nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 8))
-    model = amp_graph.convert(counts, policy="bfloat16")
+    looks = nn.AdaptiveLogSoftmaxWithLoss(8, 20, cutoffs=[5, 10])
+    model = amp_graph.convert(looks, policy="bfloat16")
     with pytest.warns(ConversionWarning, match=r"nothing is captured .*: Python branches on a num"):
-        model(torch.randn(4, 8))
+        model(torch.randn(4, 8), torch.tensor([0, 1, 2, 3]))
     assert amp_graph.plans(model)[0].autocast
 
 
