@@ -216,6 +216,18 @@ def penalty_of_weights(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return loss + sum(gradient.square().sum() for gradient in found)
 
 
+def test_a_second_derivative_is_not_said_to_be_0(traced) -> None:
+    """PyTorch knows of no way from a compiled backward pass to what it saved in low precision."""
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model = amp_graph.convert(plain, policy=Policy("bfloat16", compiler="inductor"))
+    with pytest.raises(AmpGraphError, match='set compiler="eager"'):
+        torch.autograd.functional.hessian(lambda x: model(x).sum(), X8)
+    bias = model[0].bias
+    (gradient,) = torch.autograd.grad(model(X8).sum(), bias, create_graph=True)
+    with pytest.raises(AmpGraphError, match='set compiler="eager"'):
+        torch.autograd.grad(gradient.sum(), bias, allow_unused=True)
+
+
 @pytest.mark.parametrize("penalty", [penalty_of_input, penalty_of_weights])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_second_derivative_is_an_error_that_says_what_to_set(dtype, penalty, traced) -> None:

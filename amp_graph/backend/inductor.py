@@ -29,12 +29,13 @@ Names of PyTorch used here that are not documented:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
+from torch.autograd import Function
 from torch.autograd.graph import Node
 
 from amp_graph.backend.decide import Lifted, Traced
@@ -120,19 +121,42 @@ def _differentiable_once(run: Run) -> Run:
 
 def _refusing_another(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return the backward pass of a compiled function. What it returns, if recorded, raises when it
-    is differentiated."""
+    is differentiated, also by leaves to which PyTorch knows no way: it would say that the
+    derivative is 0."""
 
     def differentiable_once(ctx: Any, *gradients: Any) -> Any:
         found = backward(ctx, *gradients)
-        if torch.is_grad_enabled() and (node := _compiled_node(found)) is not None:
-            node.register_prehook(_raise_no_derivative)
-        return found
+        if not torch.is_grad_enabled():
+            return found
+        leaves = [*_leaves_behind(ctx)]
+        apply: Any = _Once.apply
+        return tuple(apply(g, *leaves) if isinstance(g, Tensor) else g for g in found)
 
     return differentiable_once
 
 
-def _raise_no_derivative(_: Any) -> None:
-    raise DerivativeError(NO_SECOND_DERIVATIVE)
+class _Once(Function):
+    """A gradient that has no derivative. It depends on `leaves`."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *leaves: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise DerivativeError(NO_SECOND_DERIVATIVE)
+
+
+def _leaves_behind(node: Any) -> Iterator[Tensor]:
+    """Yield the leaves at which gradients end that go on from an autograd node."""
+    waiting, seen = [node], set()
+    while waiting:
+        for before, _ in waiting.pop().next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                waiting.append(before)
+                if (leaf := getattr(before, "variable", None)) is not None:
+                    yield leaf
 
 
 def _compiled_node(tensors: Iterable[Any]) -> Node | None:
