@@ -182,6 +182,23 @@ class Counts(Remembering):
         return self.kept.calls
 
 
+class OfClass(Remembering):
+    """On a class, which has no gain until then."""
+
+    def begin(self) -> Any:
+        return type("Options", (), {})
+
+    def change(self, call: int, late: bool) -> None:
+        if late:
+            self.kept.gain = 5.0
+
+    def gain(self, x: Tensor) -> Any:
+        try:
+            return self.kept.gain
+        except AttributeError:
+            return 1.0
+
+
 class Forwards(Remembering):
     """Names that it does not have are those of its options."""
 
@@ -238,7 +255,7 @@ class Features(Remembering):
 
 KINDS = [
     Window, Left, Recent, Pops, PopsOrdered, Late, LateModule, LateVariable, Truth, TruthOfDefaults,
-    Counts, Forwards, SetsDefaults, Draws, Features,
+    Counts, OfClass, Forwards, SetsDefaults, Draws, Features,
 ]  # fmt: skip
 
 

@@ -18,9 +18,10 @@ from amp_graph.calls.fallback import Fallback
 from amp_graph.calls.first_report import tell_of_first_call
 from amp_graph.calls.model_graphs import ModelGraphs
 from amp_graph.calls.or_else import or_else
-from amp_graph.calls.outside import OutsideWatch, Watches
+from amp_graph.calls.outside import OutsideWatch
 from amp_graph.capture.captures import Caller
 from amp_graph.capture.dynamo import DYNAMO_ERRORS
+from amp_graph.capture.surroundings import can_watch
 from amp_graph.errors import warn
 from amp_graph.modes import BeginAt
 from amp_graph.modules import Run
@@ -39,7 +40,10 @@ class FirstCalls:
     def __init__(self, graphs: ModelGraphs, compiler: Compiler, path: CallPath, fallback: Fallback):
         self._graphs, self._path, self._fallback = graphs, path, fallback
         self._entry, self._policy, self._record = graphs.entry, compiler.policy, compiler.record
-        self._watches = Watches(compiler.lists)
+        # Of several calls at once one takes the watch, and one ends all: `dict.pop` is one step.
+        self._next_watch: dict[str, OutsideWatch] = {}
+        self._watches_for = {"lists": compiler.lists} if can_watch() else {}  # until they are over
+        self.begin_again()
         self.are_over = False
         self.between: int | None = None
         self._may_set_up = True  # the model itself, in a first call unlike later ones; once
@@ -47,12 +51,13 @@ class FirstCalls:
     def begin(self, state: CallState) -> None:
         """Have a call watched, and what it does to the model noted, if there is need."""
         state.snapshot = None if self.are_over else ModelSnapshot(self._entry.module)
-        state.watch = self._watches.take()
+        state.watch = self._next_watch.pop("call", None)
 
     def begin_again(self) -> None:
         """Have another call watched in place of one that has ended with an error, has captured
-        something, or tells nothing of later ones."""
-        self._watches.add()
+        something, or tells nothing of later ones; unless watches are over."""
+        if (lists := self._watches_for.get("lists")) is not None:
+            self._next_watch["call"] = OutsideWatch(lists)
 
     def conclude(self, state: CallState) -> bool:
         """Draw conclusions from a call that has ended. Returns whether it tells of later ones."""
@@ -61,7 +66,7 @@ class FirstCalls:
         if watch is not None and tells:
             self._judge(watch)
         is_of_first = watch is not None or self._path.state in ENDED
-        if tells and (is_of_first or self.are_over or self._watches.are_over()):
+        if tells and (is_of_first or self.are_over or not self._watches_for):
             self._tell()
         return tells
 
@@ -112,7 +117,7 @@ class FirstCalls:
         under autocast may ask for a low precision, as `x.to(y.dtype)`, which the model does not.
         """
         knows_more = self._policy.names_parts or watch.takes_off  # than autocast
-        if not watch.found or knows_more or not self._watches.end():
+        if not watch.found or knows_more or self._watches_for.pop("lists", None) is None:
             return
         found = ", ".join(sorted(watch.found))
         reason = f"code between graphs ({found}) is not captured"

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.dynamo import is_of_capture, is_of_graph
-from amp_graph.capture.surroundings import can_watch, dispatch_modes
+from amp_graph.capture.surroundings import dispatch_modes
 from amp_graph.errors import NO_FAILURES
 from amp_graph.gradients.engine import OUTSIDE, backward_pass
 from amp_graph.ir import Color
@@ -107,33 +107,6 @@ def _is_taken_apart(name: str) -> bool:
     found = getattr(getattr(torch.ops, namespace), packet, None)  # of a library not loaded, none
     overloads: list[str] = getattr(found, "overloads", list)()  # nor of a higher-order operator
     return any(getattr(found, each).has_kernel_for_dispatch_key(TAKEN_APART) for each in overloads)
-
-
-class Watches:
-    """The watches over a model's calls: over the first, and over one after each that captured
-    something or raised under a watch, until something is found. Of several calls at once one takes
-    the watch, and one ends all watches: `dict.pop` is one step."""
-
-    def __init__(self, lists: OpLists):
-        self._next: dict[str, OutsideWatch] = {}
-        self._open = {"lists": lists} if can_watch() else {}
-        self.add()
-
-    def add(self) -> None:
-        """Watch the next call, unless watches are over."""
-        if (lists := self._open.get("lists")) is not None:
-            self._next["call"] = OutsideWatch(lists)
-
-    def take(self) -> OutsideWatch | None:
-        """Return the watch for the call that begins now, if there is one."""
-        return self._next.pop("call", None)
-
-    def end(self) -> bool:
-        """End all watches. Returns whether there were any until now."""
-        return self._open.pop("lists", None) is not None
-
-    def are_over(self) -> bool:
-        return not self._open
 
 
 def _has_sparse(args: Any) -> bool:

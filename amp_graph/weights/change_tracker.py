@@ -1,10 +1,12 @@
 """Traces that writing to parameters leaves, by which they may have changed.
 
-Seen are - versions: in-place operators, `load_state_dict`, optimizers that are not fused raise
-them; - other memory: `parameter.data = x`. Where it begins `GraphWeights` asks; here, whether what
-was read is still there, or was freed and has given way to other memory in its place; - steps of a
-`torch.optim.Optimizer`, whatever it does in them, by the hooks PyTorch has for all; - another
-stream: what another one was given to write need not be there yet.
+Seen are
+
+- versions: in-place operators, `load_state_dict`, optimizers that are not fused raise them;
+- other memory: `parameter.data = x`. Where it begins `GraphWeights` asks; here, whether what was
+  read is still there, or was freed and has given way to other memory in its place;
+- steps of a `torch.optim.Optimizer`, whatever it does in them, by the hooks PyTorch has for all;
+- another stream: what another one was given to write need not be there yet.
 
 Not seen, outside of an optimizer's step, are writes in place through `parameter.data`, by
 collectives, by other processes, and by kernels that raise no version. After one of those,
