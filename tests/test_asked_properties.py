@@ -61,3 +61,29 @@ def test_a_getter_runs_as_often_as_it_is_asked() -> None:
         torch.testing.assert_close(result, expected, rtol=5e-2, atol=1e-1)
     assert model.runs == plain.runs == 4
     assert model.kept is None and not any(plan.fallback for plan in amp_graph.plans(model))
+
+
+class Options:
+    def __init__(self) -> None:
+        self.runs = 0
+
+    @property
+    def doubles(self) -> bool:
+        self.runs += 1
+        return True
+
+
+class Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.options = nn.Linear(4, 4), Options()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * 2 if hasattr(self.options, "doubles") else self.layer(x)
+
+
+def test_a_getter_runs_once_for_whether_it_is_there() -> None:
+    model = amp_graph.convert(Asks(), policy="bfloat16")
+    for _ in range(4):
+        model(torch.ones(2, 4))
+    assert model.options.runs == 4
