@@ -152,6 +152,28 @@ def test_methods_called_by_others_are_part_of_their_graph() -> None:
     assert sum("linear" in facts.op for facts in plan.facts.values()) == 3
 
 
+@torch.compiler.disable
+def encoded(model: Coder, x: Tensor) -> Tensor:
+    return model.encode(x)[0]
+
+
+class EntersAgain(Coder):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(encoded(self, x.sin()))
+
+
+def test_gradients_of_inputs_are_finite_where_a_model_enters_itself_again() -> None:
+    """Those of an input are wanted in all of the call around it: 1 times 2^16 is no float16."""
+    x, found = X.clone().requires_grad_(), []
+    plain, model = EntersAgain(), EntersAgain()
+    model.load_state_dict(plain.state_dict())
+    amp_graph.convert(model, torch.optim.SGD(model.parameters()), policy="float16", methods=METHODS)
+    for each in (plain, model):
+        each(X).square().mean().backward()
+        found += torch.autograd.grad(each(x).sum(), x)
+    torch.testing.assert_close(found[1], found[0], rtol=0.01, atol=0.001)
+
+
 def test_code_between_graphs_of_a_method_runs_under_autocast() -> None:
     _, model = converted(methods=("in_pieces",))
     model.in_pieces(X)

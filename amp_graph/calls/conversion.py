@@ -18,7 +18,7 @@ from amp_graph.calls.compiled_by_others import AROUND, come_to, is_left, tell_of
 from amp_graph.calls.copies import StandIn, put_in, take_out
 from amp_graph.calls.tracebacks import without_ours
 from amp_graph.calls.uncalled import await_call
-from amp_graph.capture.captures import captured_module_id, captured_policy_id
+from amp_graph.capture.captures import captured_module_id, captured_policy_id, in_a_call
 from amp_graph.capture.dynamo import is_forced_eager
 from amp_graph.capture.surroundings import (
     can_capture,
@@ -224,7 +224,7 @@ class Conversion(Entered):
             result = self._calls[method].fallback.run_told_of(FORCED_EAGER, *args, **kwargs)
         else:
             if self.scale is not None and torch.is_grad_enabled():
-                self.scale.begin_forward(module.training)
+                self.scale.begin_forward(module.training, is_inside=in_a_call(module))
             try:
                 result = self._calls[method](*args, **kwargs)
             except BaseException as error:

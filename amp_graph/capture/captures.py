@@ -103,9 +103,10 @@ def captured_names(entry: Entry) -> Names:
     return Names.of(entry.module, entry.entered if _now.frame.is_entry else None)
 
 
-def in_a_call() -> bool:
-    """Whether this thread is inside a call by captures of this package."""
-    return _now.caller is not None
+def in_a_call(of: nn.Module | None = None) -> bool:
+    """Whether this thread is inside a call by captures of this package; of this model, if given."""
+    caller = _now.caller
+    return caller is not None and (of is None or caller.called.module is of)
 
 
 @contextlib.contextmanager
@@ -213,8 +214,7 @@ class Captures:
         called = caller.called
         if called.budget.leaves(code):
             return LEFT_ALONE
-        before = _now.frame
-        ids = called.policy_id, id(called.module)
+        before, ids = _now.frame, (called.policy_id, id(called.module))
         _now.frame = Frame(*ids, is_first, autocast_regions.is_in_region())
         try:
             try:

@@ -154,15 +154,17 @@ class GraphScale:
         self._rounds.step(found_inf, by, counts)
         self.checked.were_judged()
 
-    def begin_forward(self, is_training: bool) -> None:
-        """Begin a forward that autograd records. In evaluation mode, after training in the other,
+    def begin_forward(self, is_training: bool, is_inside: bool = False) -> None:
+        """Begin a forward that autograd records; `is_inside`: of another one of the model, in which
+        gradients of inputs may be wanted. In evaluation mode, after training in the other,
         gradients are looked at (Grad-CAM), and no step skips them."""
         note_forward(self)
         if not self._looked_around:
             self._looked_around = True
             self.driven_by_grad_scaler = is_grad_scaler_around()
         self._was_in_training |= is_training
-        self._is_in_evaluation = self._is_exposed = self._was_in_training and not is_training
+        self._is_in_evaluation = self._was_in_training and not is_training
+        self._is_exposed = self._is_in_evaluation or (is_inside and self._is_exposed)
         if is_captured(self._rounds.device):
             self._forget_factors()  # replayed, they are those of then
         self.end_round()
