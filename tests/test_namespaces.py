@@ -53,6 +53,12 @@ class WritesByDict(Reads):
     def forward(self, x):
         globals()["SCALE"] = SCALE + 1.0
         return super().forward(x)
+
+class WritesBehindBreak(Reads):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        globals()["SCALE"] = SCALE + 1.0
+        return self.a(x) * SCALE
 """
 Namespace = dict[str, Any]
 Load = Callable[[Path], Namespace]
@@ -190,9 +196,10 @@ def test_and_those_that_it_writes(load: Load, tmp_path: Path) -> None:
     assert any(plan.low for plan in amp_graph.plans(model))
 
 
+@pytest.mark.parametrize("kind", ["WritesByDict", "WritesBehindBreak"])
 @pytest.mark.parametrize("load", [registered, unregistered])
-def test_a_write_that_does_not_say_global_is_read(load: Load, tmp_path: Path) -> None:
-    _, result, plain = both(load, "WritesByDict", tmp_path)
+def test_a_write_that_does_not_say_global_is_read(load: Load, kind: str, tmp_path: Path) -> None:
+    _, result, plain = both(load, kind, tmp_path)
     torch.testing.assert_close(result.outputs, plain.outputs, rtol=0.05, atol=0.05)
 
 
