@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ class Network(nn.Module):
     def loss(self, y: Tensor, given: Any) -> Tensor:
         torch._dynamo.graph_break()
         for boxes in given.values() if isinstance(given, dict) else given:
-            y = y + boxes.sum()
+            y = y + (boxes(2) if callable(boxes) else boxes).sum()
         return y.square().mean()
 
 
@@ -46,6 +47,7 @@ PASS_ON: dict[str, Callable[[Any, Tensor], Any]] = {
     "its values": lambda batch, x: list(batch.values()),
     "its values, twice": lambda batch, x: (*batch.values(), *batch.values()),
     "what iterates over them": lambda batch, x: iter([*batch.values(), x * 2]),
+    "a function of them": lambda batch, x: [partial(torch.mul, batch["boxes"])],
 }
 
 
@@ -63,3 +65,18 @@ def test_what_comes_in_front_is_not_captured_for_the_sizes_of_what_it_hands_on(n
         loss.backward()
     layers = [plan for plan in amp_graph.plans(model) if "linear" in str(plan.paints)]
     assert len(layers) == 1
+
+
+def test_what_is_kept_by_a_key_that_is_asked_for_is_not_read() -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.layer(batch["x"]) * (2 if "boxes" in batch else 1)
+
+    model = amp_graph.convert(Asks(), policy="bfloat16")
+    for boxes in (3, 4, 1, 0, 5):
+        model({"x": X, "boxes": torch.rand(boxes, 4)})
+    assert len(amp_graph.plans(model)) == 1
