@@ -195,6 +195,29 @@ def test_a_choice_of_kernels_in_the_model_is_kept(
     assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
 
 
+@pytest.mark.filterwarnings("ignore:.*sdp_kernel.. is deprecated:FutureWarning")
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES.keys())
+def test_kernels_are_put_back_that_were_enabled_before_a_call(
+    choice: Callable[[], AbstractContextManager[None]], request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(partial(torch.backends.cuda.enable_flash_sdp, True))
+
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(E))
+
+        def forward(self, query: torch.Tensor) -> torch.Tensor:
+            with choice():
+                return whole(query @ self.weight, query, query)
+
+    model = amp_graph.convert(Chosen(), policy="bfloat16")
+    for is_enabled in (True, False, True):
+        torch.backends.cuda.enable_flash_sdp(is_enabled)
+        model(operands()[0])
+        assert torch.backends.cuda.flash_sdp_enabled() is is_enabled
+
+
 class Attention(nn.Module):
     """Attention with a learned bias, as in T5, BEiT and Swin."""
 

@@ -182,6 +182,18 @@ class Counts(Remembering):
         return self.kept.calls
 
 
+class Own(Remembering):
+    """Among its own attributes."""
+
+    def change(self, call: int, late: bool) -> None:
+        self.__dict__.pop("late", None)
+        if late:
+            self.late = True
+
+    def gain(self, x: Tensor) -> Any:
+        return 5.0 if "late" in self.__dict__ else 1.0
+
+
 class OfClass(Remembering):
     """On a class, which has no gain until then."""
 
@@ -255,7 +267,7 @@ class Features(Remembering):
 
 KINDS = [
     Window, Left, Recent, Pops, PopsOrdered, Late, LateModule, LateVariable, Truth, TruthOfDefaults,
-    Counts, OfClass, Forwards, SetsDefaults, Draws, Features,
+    Own, Counts, OfClass, Forwards, SetsDefaults, Draws, Features,
 ]  # fmt: skip
 
 

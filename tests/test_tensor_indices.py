@@ -135,3 +135,21 @@ def test_one_out_of_range_is_an_error_and_the_next_call_is_not() -> None:
     with pytest.raises(IndexError, match="out of range"):
         model(X, torch.tensor([2]))
     assert model(X, torch.tensor([0])).shape == X.shape
+
+
+def test_other_numbers_in_a_list_that_is_written_at_are_captured_once_more() -> None:
+    class Clears(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, rows: list[int]) -> Tensor:
+            result = self.layer(x) + 0
+            result[[row - 1 for row in rows]] = 0
+            return result
+
+    model = amp_graph.convert(Clears(), policy="bfloat16")
+    for rows in ([1, 2], [2, 3], [1, 3], [3, 4]):
+        is_clear = model(torch.rand(5, 4), rows).eq(0).all(1)
+        assert is_clear.tolist() == [row + 1 in rows for row in range(5)]
+    assert len(amp_graph.plans(model)) == 2
