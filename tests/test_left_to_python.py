@@ -137,8 +137,20 @@ class Asynchronous(nn.Module):
         return self.layer(asyncio.run(begin()))
 
 
-def test_coroutines_run_as_in_python() -> None:
-    plain = Asynchronous()
+class Begins(Asynchronous):
+    """Makes a coroutine before it runs."""
+
+    async def encode(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        begun = self.encode(x)
+        return self.layer(x) + asyncio.run(begun)
+
+
+@pytest.mark.parametrize("kind", [Asynchronous, Begins])
+def test_coroutines_run_as_in_python(kind: type[nn.Module]) -> None:
+    plain = kind()
     expected = plain(X)
     model = amp_graph.convert(plain, policy="bfloat16")
     for _ in range(3):

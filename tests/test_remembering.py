@@ -243,7 +243,7 @@ class Draws(Remembering):
         return random.Random(3)
 
     def gain(self, x: Tensor) -> Any:
-        return self.kept.randint(1, 9) + self.kept.uniform(0, 1)
+        return x * self.kept.random() + self.kept.randint(1, 9) + self.kept.uniform(0, 1)
 
     def seen(self) -> Any:
         return self.kept.getstate()
