@@ -90,6 +90,16 @@ class AsksForAnInputs(Layer):
         return linear(x.float().tanh().to(weight.dtype), weight)
 
 
+class AsksInARegionWithout(Layer):
+    """As norms and quantisers do, which compute in float32 and return what they were given."""
+
+    def part(self, x: Tensor) -> Tensor:
+        weight = self.a @ self.b
+        with torch.autocast("cpu", enabled=False):
+            x = x.float().tanh().to(weight.dtype)
+        return linear(x, weight)
+
+
 class OfAFunction(Layer):
     def part(self, x: Tensor) -> Tensor:
         return linear(x, HandsOn.apply(self.a, self.b)).tanh()
@@ -140,7 +150,7 @@ def trained(kind: type[Layer]) -> nn.Module:
     return model
 
 
-ASKING = [AsksForItsDtype, AsksForAFunctions, AsksInside, AsksForAnInputs]
+ASKING = [AsksForItsDtype, AsksForAFunctions, AsksInside, AsksForAnInputs, AsksInARegionWithout]
 
 
 @pytest.mark.parametrize("kind", ASKING, ids=lambda k: k.__name__)

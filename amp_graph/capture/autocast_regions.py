@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from amp_graph.dynamo_changes.own_guards import hold_in_state
 from amp_graph.graphs.aten import (
@@ -78,6 +79,26 @@ def in_regions(module: fx.GraphModule) -> frozenset[fx.Node]:
         depth += (node.target is ENTER_AUTOCAST) - (node.target is EXIT_AUTOCAST)
         if depth or node.target is WITH_AUTOCAST:
             found.add(node)
+    return frozenset(found)
+
+
+def in_enabling_regions(module: fx.GraphModule) -> frozenset[fx.Node]:
+    """Return the nodes of a graph of Dynamo's for whose values a region of its own turns autocast
+    on."""
+    regions: dict[fx.Node, tuple[str, bool]] = {}
+    found = set()
+    for node in module.graph.nodes:
+        if node.target is ENTER_AUTOCAST:
+            kind, _, is_enabled, _ = node.args
+            regions[node] = kind, is_enabled
+        elif node.target is EXIT_AUTOCAST:
+            del regions[node.args[0]]
+        elif regions:
+            innermost = dict(regions.values())
+            values = tree_leaves(node.meta.get("example_value"))
+            kinds = {x.device.type for x in values if isinstance(x, torch.Tensor)}
+            if any(map(innermost.get, kinds)):
+                found.add(node)
     return frozenset(found)
 
 

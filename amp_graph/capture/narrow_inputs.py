@@ -4,7 +4,8 @@ A graph is rewritten from float32, so it takes such inputs widened; the pass put
 they belong. Dynamo, which captured it under autocast, recorded low values further on, too. The
 retrace computes those anew, except values that graphs inside of it take and return, which are
 widened like inputs. A graph that asks for a low precision is left to autocast: `x.to(w.dtype)` is
-recorded as the answer that autocast gave, like a conversion that the author meant.
+recorded as the answer that autocast gave, like a conversion that the author meant. In a region of
+the model's own that turns autocast off it is so, too: `w` may come from in front of the region.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from torch import Tensor, fx
 from torch.amp import is_autocast_available
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from amp_graph.capture.autocast_regions import in_regions
+from amp_graph.capture.autocast_regions import in_enabling_regions, in_regions
 from amp_graph.dtypes import LOW
-from amp_graph.graphs.aten import ASKS_FOR_LOW, IN_REGION, bodies_of
+from amp_graph.graphs.aten import ASKS_FOR_LOW, ENTER_AUTOCAST, IN_REGION, bodies_of
 
 NARROWING = ("half", "bfloat16")  # methods that ask for a precision by their name
 
@@ -95,7 +96,10 @@ def _outside_own_regions(graph: fx.GraphModule) -> Iterator[fx.Node]:
 
 def _asking(graph: fx.GraphModule) -> Iterator[str]:
     """Yield the names of nodes that ask for a low precision, in the graph or those inside it."""
-    for node in _outside_own_regions(graph):
+    given_low = in_enabling_regions(graph)
+    for node in graph.graph.nodes:
+        if node in given_low or node.target is ENTER_AUTOCAST:
+            continue
         if any(a in LOW for a in tree_leaves((node.args, node.kwargs)) if type(a) is torch.dtype):
             yield node.name
         if node.op == "call_method" and node.target in NARROWING:
