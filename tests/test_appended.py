@@ -263,37 +263,3 @@ def test_another_thing_in_its_place_is_captured_anew() -> None:
     for net in (plain, model):
         net.kept = deque[Any]()
     call(plain, model, 2)
-
-
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
-def test_hooks_may_keep_what_they_see(compiler: str) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.ReLU())))
-    model, seen = copy.deepcopy(plain), []  # type: Any, list[list[Any]]
-    for net in (plain, model):
-        values: list[Any] = []
-        seen.append(values)
-        for layer in net:
-            layer.register_forward_hook(lambda m, a, y, to=values: to.append(y.mean().item()))
-    policy = amp_graph.Policy("bfloat16", compiler=compiler)
-    model = amp_graph.convert(model, policy=policy)
-    for _ in range(5):
-        model(X).sum().backward(), plain(X).sum().backward()
-    assert_alike(*seen)
-    assert len(amp_graph.plans(model)) <= 2
-
-
-def test_what_was_given_is_kept_and_not_read() -> None:
-    class Named(nn.Linear):
-        names: list[str]
-
-        def forward(self, x: Tensor, name: str = "") -> Tensor:
-            self.names.append(name)
-            return super().forward(x)
-
-    model = amp_graph.convert(Named(8, 8), policy="bfloat16")
-    model.names = []
-    for number in range(5):
-        model(X, f"sample {number}")
-    assert model.names == [f"sample {number}" for number in range(5)]
-    assert len(amp_graph.plans(model)) == 1

@@ -8,7 +8,7 @@ and guards what it reads, so that the model would be captured anew for each name
 tensor is no constant, and nothing else in it is read.
 
 Where a model asks whether a key is there, Dynamo reads what is kept by it; on 2.11 names, too. Here
-that it is there is guarded, and nothing is read.
+that it is there is guarded, and nothing is read; by a key that is no number or string, no list is.
 
     return self.loss(logits, batch)             where something in `loss` ends the graph
 
@@ -41,7 +41,7 @@ from torch._dynamo.variables import (
 
 from amp_graph.dynamo_changes.own_guards import hold_key
 from amp_graph.dynamo_changes.replaced import Change
-from amp_graph.dynamo_changes.unread import is_read_tensor, is_unread_tensor
+from amp_graph.dynamo_changes.unread import class_of_list, is_read_tensor, is_unread_tensor
 from amp_graph.patching import method_inside
 
 
@@ -59,7 +59,7 @@ def _contains(method: Any, asked: Any, key: Any) -> Any:
         return method(asked, key)
     place = value.source
     if not isinstance(place, DictGetItemSource) or isinstance(place.index, ConstDictKeySource):
-        return method(asked, key)
+        return class_of_list(value) is not None or method(asked, key)
     hold_key(place.base, place.index, there=True)
     return True
 
