@@ -105,6 +105,16 @@ def test_own_code_whose_gradients_are_looked_at_runs_in_float32() -> None:
     assert torch.equal(model(X), plain(X)), "from then on"
 
 
+def test_that_it_is_for_a_hook_is_told_in_words_of_users() -> None:
+    layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    layers[1].register_full_backward_hook(lambda *_: None)
+    model = amp_graph.convert(layers, policy="bfloat16")
+    with pytest.warns(
+        amp_graph.ConversionWarning, match=r": a module has backward hooks; hooks of"
+    ):
+        model(X)
+
+
 def test_hooks_of_tensors_have_nothing_captured_anew() -> None:
     model = amp_graph.convert(Net())
     for _ in range(3):

@@ -58,6 +58,7 @@ IN_WORDS = {
     "Unsupported Tensor.requires_grad_() call": REQUIRES,  # as torch 2.11 has it
     FLAT: f"{FLAT} (pass use_orig_params=True)",
     "Tensor.retain_grad() with AOTDispatcher": "the gradient of a value is kept there",
+    "Module-level backwards hooks require compiled autograd": "a module has backward hooks",
 }
 ADVICE = "Consider annotating your code using torch._check*(). "  # which may stand before that
 LAZY = re.compile(r"LazyVariableTracker\(realized: (.+)\)")  # or around it
