@@ -18,6 +18,7 @@ import amp_graph
 from amp_graph.convert import record_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+FIGURE = "{:.1f} in the mean"
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
 
@@ -96,7 +97,7 @@ ALONE: dict[str, Callable[[Any, Tensor], Any]] = {
     "asked for": asked,
     "a pair": lambda net, h: net.kept.append((h.mean(), h.std().item(), net.calls)),
     "a dictionary": lambda net, h: net.kept.append({"mean": h.mean(), "shape": h.shape}),
-    "text": lambda net, h: net.kept.append(f"{h.mean().item():.1f}"),
+    "text": lambda net, h: net.kept.append(FIGURE.format(h.mean().item())),
     "several": lambda net, h: net.kept.extend([h.mean(), h.sum()]),
     "a list of lists": a_list_of_lists,
 }

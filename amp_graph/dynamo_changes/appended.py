@@ -15,7 +15,7 @@ Private names of PyTorch used here:
     .output.current_tracer, .root_tracer, .side_effects, .export
     torch._dynamo.variables.misc.DebuggingVariable, ._nonvar_fields      what is called there
     torch._dynamo.variables.LazyVariableTracker.peek_value       what nothing has read
-    torch._dynamo.variables.TensorVariable, tensor.SymNodeVariable, misc.StringFormatVariable
+    torch._dynamo.variables.TensorVariable, tensor.SymNodeVariable
     torch._dynamo.variables.ListVariable, TupleVariable, lists.SizeVariable, ConstDictVariable
     torch._dynamo.variables.builder.VariableBuilder._wrap, .tx    reads a list
     torch._dynamo.exc.SpeculationRestartAnalysis                 by which that begins anew
@@ -38,14 +38,13 @@ from torch._dynamo.variables import (
 )
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lists import SizeVariable
-from torch._dynamo.variables.misc import DebuggingVariable, StringFormatVariable
+from torch._dynamo.variables.misc import DebuggingVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 
-from amp_graph.dynamo_changes.percent_formats import PercentFormatVariable
+from amp_graph.dynamo_changes.unknown_text import TEXTS
 from amp_graph.dynamo_changes.unread import LISTS, class_of_list, class_of_unread
 
 METHODS = ("append", "extend")
-TEXTS = (StringFormatVariable, PercentFormatVariable)
 SINGLE = (TensorVariable, ConstantVariable, SymNodeVariable, *TEXTS)
 SEQUENCES = (ListVariable, TupleVariable, SizeVariable)
 # Lists by their ids, as attributes of what Dynamo keeps for an attempt, and for all of a frame.
