@@ -225,6 +225,41 @@ def test_a_colour_that_cannot_be(saved: Path, x: torch.Tensor) -> None:
         amp_graph.convert(Net().eval(), plan=saved, example_inputs=(x,))
 
 
+class Inverse(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.inv(self.first(x)[:, :4])
+
+
+def test_a_colour_without_a_kernel(tmp_path: Path) -> None:
+    """PyTorch refuses inverses in low precision, on fake tensors as well."""
+    x, file = torch.randn(4, 8), tmp_path / "plan.json"
+    model = amp_graph.convert(Inverse().eval(), policy="bfloat16", example_inputs=(x,))
+    amp_graph.save_plan(amp_graph.plans(model), file)
+    for wanted in ("allow", "infer"):
+        edit(file, color("linalg_inv", wanted))
+        with pytest.raises(PlanError, match=f"'linalg_inv' cannot be {wanted}.*no kernel"):
+            amp_graph.convert(Inverse().eval(), plan=file, example_inputs=(x,))
+
+
+class Shared(Net):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        doubled = self.second(x) * 2
+        return doubled, doubled.view(-1)
+
+
+def test_an_override_of_shared_memory_comes_back(tmp_path: Path) -> None:
+    """An operator whose result shares its memory with an output may be low: it is cast there."""
+    x, file = torch.randn(4, 16), tmp_path / "plan.json"
+    policy = Policy(dtype="bfloat16", overrides=(Override("allow", op="aten.mul"),))
+    model = amp_graph.convert(Shared().eval(), policy=policy, example_inputs=(x,))
+    (plan,) = amp_graph.plans(model)
+    assert "mul" in plan.low
+    amp_graph.save_plan(plan, file)
+    torch._dynamo.reset()
+    again = amp_graph.convert(Shared().eval(), plan=file, example_inputs=(x,))
+    assert amp_graph.plans(again)[0].low == plan.low
+
+
 def test_another_precision_than_the_policys(saved: Path) -> None:
     with pytest.raises(PlanError, match="is in bfloat16, and the policy asks for"):
         amp_graph.convert(Net(), policy="float16", plan=saved)

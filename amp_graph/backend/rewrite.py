@@ -61,6 +61,7 @@ def rewrite(
         emitted = emit(captured, facts, paints, low, dtype, lists, new_bodies)
         if not emitted.refused:
             break
+        assert not emitted.refused <= refused, f"{sorted(refused)} are low, though refused before"
         refused |= emitted.refused
     plan = Plan(dtype, facts, paints, low, emitted.casts, body_plans)
     verify(captured, emitted.module, plan)

@@ -80,6 +80,14 @@ class AnalyzedGraph:
         return colors
 
     @cached_property
+    def wanted(self) -> Sequence[Color | None]:
+        """The `colors`, with those of a saved plan on top."""
+        colors = [*self.colors]
+        for n, given in self.saved.items():
+            colors[n] = given.color
+        return colors
+
+    @cached_property
     def colors_by_lists(self) -> Sequence[Color | None]:
         """The colours of the lists. An operator whose kernel computes in float32 on low tensors is
         as free as an infer one, unless its result is returned (a last softmax), orders elements (a

@@ -44,7 +44,7 @@ def shared_outputs(graph: AnalyzedGraph, n: int) -> Paint | None:
     spot. An operator with several results may not, as a single result is taken out as it is.
     """
     f = graph.facts[n]
-    may_cast = graph.colors[n] is Color.ALLOW and not f.is_view
+    may_cast = graph.wanted[n] is Color.ALLOW and not f.is_view
     shared = f.memory if _shares(graph, f) and not may_cast else None
     if len(f.tensors) > 1:
         taken = (graph.facts[reader] for reader in graph.flow.successors(n))
@@ -59,7 +59,7 @@ def _shares(graph: AnalyzedGraph, f: NodeFacts) -> bool:
 
 
 def missing_kernels(graph: AnalyzedGraph, n: int) -> Paint | None:
-    if graph.colors[n] not in (Color.ALLOW, *FREE):
+    if graph.wanted[n] not in (Color.ALLOW, *FREE):
         return None
     f = graph.facts[n]
     device = f.tensors[0].device if f.tensors else "cpu"
