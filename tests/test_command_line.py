@@ -176,6 +176,7 @@ def test_lists(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["explain", "nonsense"], "names no function"),
+        (["explain", ".models_here:small"], "names no function"),
         (["explain", "missing_module:f"], "cannot import 'missing_module'"),
         (["explain", "models_here.py:small"], "such as my_project.models:small, without .py"),
         (["explain", "models_here:absent"], "has no function 'absent'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -54,3 +55,13 @@ def test_an_output_that_is_full() -> None:
         ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert ran.returncode == 2
     assert ran.stderr == "error: standard output cannot be written: No space left on device\n"
+
+
+def test_an_output_that_is_no_longer_read() -> None:
+    """The exit code is the answer, as to anyone else."""
+    command = [sys.executable, "-m", "amp_graph", "lists", "aten.gelu", "aten.__lshift__"]
+    read, write = os.pipe()
+    os.close(read)
+    ran = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (ran.returncode, ran.stderr) == (1, "")

@@ -76,6 +76,7 @@ PLAN = ("plans", 0)
         (put([[]], *PLAN, "casts"), r"casts\[0\]: must be an object, not \[\]"),
         (put(True, *PLAN, "casts", 0, "bytes"), "casts.0..bytes: must be int, not True"),
         (put(7, *PLAN, "low"), "low: must be an array"),
+        (put([10**400], *PLAN, "facts", "linear", "scalars"), r"scalars\[0\]: 10*\S* is none of"),
     ],
 )
 def test_a_file_with_a_mistake(saved: Path, change: Any, message: str) -> None:

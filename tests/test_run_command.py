@@ -1,6 +1,7 @@
 """`python -m amp_graph run`: the script's own arguments, exit codes and tracebacks."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,6 +84,19 @@ def test_a_module_runs_by_its_name(run, tmp_path):
     line = [sys.executable, "-m", "amp_graph", "run", "-m", "package.job", "-x"]
     result = subprocess.run(line, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert result.stdout == "__main__ ['-x']\n", result.stderr
+
+
+def test_a_folder_and_an_archive_run_as_they_do_in_python(tmp_path):
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "part.py").write_text("import sys; first = sys.path[0]")
+    main = "import sys, part; print(__name__, sys.argv[1:], part.first, sys.path[1] == part.first)"
+    (tmp_path / "app" / "__main__.py").write_text(main)
+    shutil.make_archive(tmp_path / "archive", "zip", tmp_path / "app")
+    for given in ("app", "archive.zip"):
+        for command in ([], ["-m", "amp_graph", "run"]):
+            line = [sys.executable, *command, given, "-x"]
+            result = subprocess.run(line, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+            assert result.stdout == f"__main__ ['-x'] {tmp_path / given} False\n", result.stderr
 
 
 def test_a_missing_script_is_one_line(run, tmp_path):

@@ -24,7 +24,8 @@ from amp_graph.snapshots import unchanged
 
 
 class Out(Console):
-    """Standard output, which may be closed. Raises AmpGraphError if it cannot be written to."""
+    """Standard output, which may be closed, or a pipe that is no longer read. Raises AmpGraphError
+    if it cannot be written to."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         try:
@@ -35,13 +36,12 @@ class Out(Console):
                     super().print(*objects, **options)
                 self.file.writelines(f"{line.rstrip()}\n" for line in told.get().splitlines())
             self.file.flush()
-        except BrokenPipeError:  # whoever read it has seen enough
-            raise
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())  # for what is left in it
-            raise AmpGraphError(
-                f"standard output cannot be written: {error.strerror or error}"
-            ) from error
+            if not isinstance(error, BrokenPipeError):  # whose reader has seen enough
+                raise AmpGraphError(
+                    f"standard output cannot be written: {error.strerror or error}"
+                ) from error
 
 
 out = Out(width=None if sys.stdout and sys.stdout.isatty() else 120)

@@ -41,7 +41,7 @@ def subject(name: str) -> Subject:
     Raises AmpGraphError that says what is wrong with the name, or with what the function returned.
     """
     module_name, colon, function_name = name.partition(":")
-    if not colon or not module_name or not function_name:
+    if not colon or not module_name or not function_name or module_name.startswith("."):
         raise AmpGraphError(f"{name!r} names no function. {HOW}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

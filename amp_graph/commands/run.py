@@ -10,6 +10,7 @@ import signal
 import sys
 import textwrap
 import types
+import zipfile
 from argparse import REMAINDER, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
@@ -22,7 +23,10 @@ HELP_WIDTH = 78
 
 
 def _run_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("script", help="a Python file, or the name of a module after -m")
+    parser.add_argument(
+        "script",
+        help="a Python file, a folder or archive with a __main__.py, or a module's name after -m",
+    )
     parser.add_argument("-m", action="store_true", dest="is_module", help="run a module")
     own = parser.add_argument("arguments", nargs=REMAINDER, help="the script's own arguments")
     own.required = False  # else they are asked for, too, where the script is missing
@@ -35,7 +39,7 @@ def _run_arguments(parser: ArgumentParser) -> None:
 
 
 def _run(args: Namespace) -> int:
-    if not args.is_module and not Path(args.script).is_file():
+    if not args.is_module and not Path(args.script).exists():
         raise AmpGraphError(f"there is no file {args.script!r}; give the path of a script")
     interrupted: list[KeyboardInterrupt] = []
     atexit.register(_end_by_signal, interrupted)  # before others, so that it runs after them
@@ -45,6 +49,9 @@ def _run(args: Namespace) -> int:
         if args.is_module:
             sys.path[0] = os.getcwd()
             runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+        elif Path(args.script).is_dir() or zipfile.is_zipfile(args.script):
+            del sys.path[0]  # it puts the folder or archive there
+            runpy.run_path(str(Path(args.script).absolute()), run_name="__main__")
         else:
             _run_file(Path(args.script))
     except (Exception, KeyboardInterrupt) as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -121,7 +122,7 @@ def _plain(kind: type[T], value: Any, where: str) -> T:
 
 
 def _number(value: Any, where: str) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max):
         return float(value)
     return float(_one_of(NOT_FINITE, value, where))
 
