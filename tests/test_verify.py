@@ -186,7 +186,19 @@ def drop_a_write(result: Rewritten) -> None:
     result.module.graph.erase_node(write)
 
 
-OTHERS = [swap_operands, swap_outputs, change_a_number, drop_a_write, record_no_more]
+def leave_out_a_cast(result: Rewritten) -> None:
+    matmul = node(result, "allow1")
+    matmul.replace_input_with(matmul.args[1], node(result, "w"))
+
+
+OTHERS = [
+    leave_out_a_cast,
+    swap_operands,
+    swap_outputs,
+    change_a_number,
+    drop_a_write,
+    record_no_more,
+]
 
 
 @pytest.mark.parametrize("breakage", OTHERS, ids=lambda breakage: breakage.__name__)

@@ -151,12 +151,19 @@ def autograd_records_as_before(of: Emission) -> Iterator[str]:
 
 
 def low_nodes_are_low(of: Emission) -> Iterator[str]:
-    """A node that is low in the plan reads or returns the low precision."""
-    for _, new, f, is_low in of.pairs:
-        if is_low and f.op != "getitem":
-            dtypes = [d for n in (new, *new.all_input_nodes) for d in _float_dtypes(n)]
-            if dtypes and of.plan.dtype not in dtypes:
-                yield f"'{new.name}' is to be low and is not"
+    """A node that is low in the plan reads or returns the low precision, and computes on no float32
+    operand that it does not take."""
+    facts, paints = of.plan.facts, of.plan.paints
+    for old, new, f, is_low in of.pairs:
+        if not is_low or f.op == "getitem":
+            continue
+        dtypes = [d for n in (new, *new.all_input_nodes) for d in _float_dtypes(n)]
+        if dtypes and of.plan.dtype not in dtypes:
+            yield f"'{new.name}' is to be low and is not"
+        for was, now in zip(old.all_input_nodes, new.all_input_nodes, strict=False):
+            is_wide = was.name in f.reads and torch.float32 in _float_dtypes(now)
+            if is_wide and not takes_either(facts, paints, was.name, f.name, f.reads, is_low=True):
+                yield f"'{new.name}' is low but reads {now.name} in float32"
 
 
 def outputs_keep_their_dtype(of: Emission) -> Iterator[str]:
