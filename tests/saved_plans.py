@@ -25,3 +25,12 @@ def edit(path: Path, change: Any) -> None:
     table = json.loads(path.read_text())
     change(table)
     path.write_text(json.dumps(table))
+
+
+def color(node: str, value: str) -> Any:
+    """Return a change of the colour of a node, for `edit`."""
+
+    def change(table: Any) -> None:
+        table["plans"][0]["paints"][node]["color"] = value
+
+    return change

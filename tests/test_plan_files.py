@@ -15,7 +15,7 @@ import pytest
 import torch
 import zoo
 from nets import Net, low_share
-from saved_plans import edit, save_net_plan
+from saved_plans import color, edit, save_net_plan
 from torch import nn
 from two_layers import Packed
 
@@ -43,13 +43,6 @@ def x() -> torch.Tensor:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     return save_net_plan(tmp_path / "plan.json")
-
-
-def color(node: str, value: str) -> Any:
-    def change(table: Any) -> None:
-        table["plans"][0]["paints"][node]["color"] = value
-
-    return change
 
 
 def test_every_kind_of_value_comes_back(tmp_path: Path) -> None:
@@ -223,41 +216,6 @@ def test_a_colour_that_cannot_be(saved: Path, x: torch.Tensor) -> None:
     edit(saved, color("output", "allow"))
     with pytest.raises(PlanError, match="'output' cannot be allow, it is keep"):
         amp_graph.convert(Net().eval(), plan=saved, example_inputs=(x,))
-
-
-class Inverse(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.inv(self.first(x)[:, :4])
-
-
-def test_a_colour_without_a_kernel(tmp_path: Path) -> None:
-    """PyTorch refuses inverses in low precision, on fake tensors as well."""
-    x, file = torch.randn(4, 8), tmp_path / "plan.json"
-    model = amp_graph.convert(Inverse().eval(), policy="bfloat16", example_inputs=(x,))
-    amp_graph.save_plan(amp_graph.plans(model), file)
-    for wanted in ("allow", "infer"):
-        edit(file, color("linalg_inv", wanted))
-        with pytest.raises(PlanError, match=f"'linalg_inv' cannot be {wanted}.*no kernel"):
-            amp_graph.convert(Inverse().eval(), plan=file, example_inputs=(x,))
-
-
-class Shared(Net):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        doubled = self.second(x) * 2
-        return doubled, doubled.view(-1)
-
-
-def test_an_override_of_shared_memory_comes_back(tmp_path: Path) -> None:
-    """An operator whose result shares its memory with an output may be low: it is cast there."""
-    x, file = torch.randn(4, 16), tmp_path / "plan.json"
-    policy = Policy(dtype="bfloat16", overrides=(Override("allow", op="aten.mul"),))
-    model = amp_graph.convert(Shared().eval(), policy=policy, example_inputs=(x,))
-    (plan,) = amp_graph.plans(model)
-    assert "mul" in plan.low
-    amp_graph.save_plan(plan, file)
-    torch._dynamo.reset()
-    again = amp_graph.convert(Shared().eval(), plan=file, example_inputs=(x,))
-    assert amp_graph.plans(again)[0].low == plan.low
 
 
 def test_another_precision_than_the_policys(saved: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import fx
 
-from amp_graph.backend.rewrite import device_types, outline, rewrite, saved_pins, split_where_wide
+from amp_graph.backend.rewrite import device_types, outline, rewrite, saved_pins, split_as_saved
 from amp_graph.boundary.inner_scaling import Inside
 from amp_graph.capture.retrace import retrace
 from amp_graph.errors import MISTAKES, in_words
@@ -89,7 +89,8 @@ def decide(
     an override cannot be evaluated.
     """
     try:
-        captured = split_where_wide(retrace(traced.graph, names, traced.inputs), policy, lists)
+        whole = retrace(traced.graph, names, traced.inputs)
+        captured = split_as_saved(whole, policy, lists, saved)
     except MISTAKES:
         raise
     except Exception as error:

@@ -27,7 +27,7 @@ from amp_graph.passes.paint import paint
 from amp_graph.passes.place_casts import place_casts
 from amp_graph.passes.split_attention import may_split, split_attention
 from amp_graph.passes.verify import verify
-from amp_graph.plans.pins import Pins, Saved, check_honoured, pinned, pins_for
+from amp_graph.plans.pins import Pins, Saved, check_honoured, has_plan, pinned, pins_for
 from amp_graph.policy import Policy
 
 
@@ -104,6 +104,24 @@ def split_where_wide(captured: fx.GraphModule, policy: Policy, lists: OpLists) -
     dtype = policy.dtype_for(device_types(captured))
     facts = annotate(captured, lists, dtype)
     return split_attention(captured, paint(facts, flow_graph(facts), lists, policy, dtype))
+
+
+def split_as_saved(
+    captured: fx.GraphModule, policy: Policy, lists: OpLists, saved: Saved | None
+) -> fx.GraphModule:
+    """Return the graph as `split_where_wide` does, or with all or none of its attention split if
+    that is what the saved plans are for. They may have been made at another level, or with
+    overrides that left attention whole."""
+    split = split_where_wide(captured, policy, lists)
+    if saved is None:
+        return split
+    forms = dict.fromkeys(
+        (split, captured, split_where_wide(captured, Policy(policy.dtype), lists))
+    )
+    if len(forms) == 1:
+        return split
+    plans = ((form, outline(form, policy, lists)) for form in forms)
+    return next((form for form, plan in plans if has_plan(saved, plan)), split)
 
 
 def rewrite_body(

@@ -67,6 +67,12 @@ class Pins:
     is_trial: bool = False
 
 
+def has_plan(saved: Saved, captured: Plan) -> bool:
+    """Whether any saved plan is for a captured graph, given as a plan with nothing decided."""
+    is_exact = fingerprint(captured) in saved.fingerprints
+    return is_exact or any(is_same_computation(plan, captured) for plan in saved.plans)
+
+
 def pins_for(saved: Saved, captured: Plan) -> Pins:
     """Return the decisions for a captured graph, given as a plan with nothing decided.
 
