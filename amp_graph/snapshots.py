@@ -54,9 +54,11 @@ class RandomSnapshot:
 class TensorSnapshot:
     """The values of tensors at one moment.
 
-    Only tensors that have changed are written back: a graph of the caller's may need the others at
-    their present version. Tensors that cannot be read or written are left alone. For tensors that
-    cannot be compared (nested, sparse, a subclass) the version tells whether they have changed.
+    Only tensors that have changed are written back, and that does not count as a write, except to a
+    parameter: a graph of the caller's may need them at their present version. Kernels of batch norm
+    do not count their writes either. Tensors that cannot be read or written are left alone. For
+    tensors that cannot be compared (nested, sparse, a subclass) the version tells whether they have
+    changed.
     """
 
     def __init__(self, tensors: Iterable[Any]):
@@ -69,7 +71,7 @@ class TensorSnapshot:
                 # To leave inference mode turns recording on.
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                     if _is_alike(tensor, value):
-                        tensor.copy_(value)
+                        _uncounted(tensor).copy_(value)
                     else:
                         tensor.data = value.clone()  # in inference mode, if it was made in it
 
@@ -183,6 +185,13 @@ def _holds(tensor: torch.Tensor, value: torch.Tensor, version: int | None) -> bo
     return torch.equal(tensor, value) or (
         has_nan and torch.allclose(tensor, value, rtol=0, atol=0, equal_nan=True)
     )
+
+
+def _uncounted(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a buffer by another name, whose writes its version does not count. Those to parameters
+    count: their low-precision copies are kept by version."""
+    is_counted = isinstance(tensor, nn.Parameter) or not _is_dense(tensor)
+    return tensor if is_counted else tensor.data
 
 
 def _is_freed(tensor: torch.Tensor) -> bool:

@@ -69,6 +69,16 @@ def test_a_graph_of_the_callers_may_be_walked_back_after_a_look_at_the_model() -
     loss.backward()
 
 
+def test_so_it_may_where_the_look_put_statistics_back() -> None:
+    """Batch norm saves its statistics for the backward pass, and updates them uncounted."""
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), torch.randn(6, 4)
+    loss = model(x).square().mean()
+    statistics = [buffer.clone() for buffer in model.buffers()]
+    amp_graph.compare(model, x, policy="bfloat16")
+    assert all(map(torch.equal, model.buffers(), statistics))
+    loss.backward()
+
+
 def test_a_failed_run_is_followed_by_the_original_on_what_cannot_be_compared() -> None:
     def fail(*_: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("planted")
