@@ -21,7 +21,7 @@ from amp_graph.backend import decide
 from amp_graph.capture.surroundings import can_watch
 
 READS_BACK = frozenset(["_local_scalar_dense", "is_nonzero", "nonzero", "equal", "_to_host"])
-PASS = ("split_where_wide", "rewrite", "lift_weights")
+PASS = ("split_as_saved", "rewrite", "lift_weights")
 STAGES: dict[str, Any] = dict.fromkeys((*PASS, "retrace"), decide)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from typing import Any
 
 from torch._dynamo.variables import TorchInGraphFunctionVariable
@@ -42,3 +43,9 @@ def test_calls_of_functions_are_changed_at_one_place() -> None:
     with in_force.changes_in_force():
         inner: Any = TorchInGraphFunctionVariable.call_function.__wrapped__  # type: ignore[attr-defined]
     assert not hasattr(inner, "__wrapped__")
+
+
+def test_no_entry_is_changed_by_two_files() -> None:
+    """The second would take the place of the first."""
+    changed = Counter((id(table()), key) for table, own in in_force.ENTRIES for key in own)
+    assert max(changed.values()) == 1

@@ -14,6 +14,7 @@ Private names of PyTorch used here:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from typing import Any
@@ -23,7 +24,7 @@ from torch._dynamo.variables.misc import StringFormatVariable
 
 from amp_graph.dynamo_changes.ended_graphs import end_graph
 from amp_graph.dynamo_changes.percent_formats import PercentFormatVariable
-from amp_graph.dynamo_changes.replaced import Change, existing
+from amp_graph.dynamo_changes.replaced import Change, existing, with_entries
 from amp_graph.dynamo_changes.unread import class_of_unread
 
 TEXTS = (StringFormatVariable, PercentFormatVariable)
@@ -43,11 +44,13 @@ def _call(method: Any, builtin: Any, frame: Any, args: Any, kwargs: Any) -> Any:
     return _compare(functools.partial(method, builtin), frame, args, kwargs)
 
 
+def compared_by_python() -> contextlib.AbstractContextManager[None]:
+    """Within, so are comparisons that are spelled, however they are captured otherwise."""
+    captures = {name: compare_op_handlers[name] for name in ("==", "!=")}
+    own = {name: functools.partial(_compare, capture) for name, capture in captures.items()}
+    return with_entries(compare_op_handlers, own)
+
+
 BUILTINS = {operator.eq: _call, operator.ne: _call}
-ENTRIES = (
-    (
-        lambda: compare_op_handlers,
-        {name: functools.partial(_compare, compare_op_handlers[name]) for name in ("==", "!=")},
-    ),
-)
+CONTEXTS = (compared_by_python,)
 CHANGES: tuple[Change, ...] = existing(*((kind, "hash_impl", _hash) for kind in TEXTS))
