@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
+from trees import assert_alike
 
 import amp_graph
 from amp_graph.convert import record_of
@@ -197,17 +197,6 @@ def pair(use: Callable[[Any, Tensor], Any], policy: Any = "bfloat16") -> tuple[N
     torch.manual_seed(0)
     plain = Net(use)
     return plain, amp_graph.convert(copy.deepcopy(plain), policy=policy)
-
-
-def assert_alike(ours: Any, theirs: Any) -> None:
-    leaves, structure = tree_flatten(ours)
-    expected, expected_structure = tree_flatten(theirs)
-    assert structure == expected_structure
-    for found, leaf in zip(leaves, expected, strict=True):
-        if isinstance(leaf, Tensor | float):
-            torch.testing.assert_close(found, leaf, rtol=0.05, atol=0.05)
-        else:
-            assert found == leaf
 
 
 def call(plain: Net, model: Net, times: int) -> None:

@@ -8,7 +8,6 @@ class and its name alone. (`isinstance` is in `instance_checks`.)
 
 Private names of PyTorch used here:
 
-    torch._dynamo.symbolic_convert.compare_op_handlers      how `is` and `is not` are captured
     torch._dynamo.variables.UserDefinedObjectVariable.call_obj_hasattr, .source, .value
     .output.side_effects.has_pending_mutation_of_attr
     torch._dynamo.source.AttrSource
@@ -21,14 +20,13 @@ from inspect import getattr_static
 from typing import Any
 
 from torch._dynamo.source import AttrSource
-from torch._dynamo.symbolic_convert import compare_op_handlers
 from torch._dynamo.variables import ConstantVariable, UserDefinedObjectVariable
 
 from amp_graph.dynamo_changes.own_guards import hold_key
 from amp_graph.dynamo_changes.unread import LISTS, class_of_list, class_of_unread
 
 
-def _compare(capture: Any, unlike: bool, frame: Any, args: Any, kwargs: Any) -> Any:
+def _compare(unlike: bool, capture: Any, frame: Any, args: Any, kwargs: Any) -> Any:
     if any(map(_is_none, args)) and any(map(class_of_list, args)):
         return ConstantVariable.create(unlike)
     return capture(frame, args, kwargs)
@@ -52,13 +50,8 @@ def _holds_list(owner: Any, name: str) -> bool:
     return type(held) in LISTS and not hasattr(getattr_static(type(owner), name, None), "__get__")
 
 
-ENTRIES = (
-    (
-        lambda: compare_op_handlers,
-        {
-            "is": functools.partial(_compare, compare_op_handlers["is"], False),
-            "is not": functools.partial(_compare, compare_op_handlers["is not"], True),
-        },
-    ),
-)
+COMPARES = {
+    "is": functools.partial(_compare, False),
+    "is not": functools.partial(_compare, True),
+}
 CHANGES = ((UserDefinedObjectVariable, "call_obj_hasattr", _has),)

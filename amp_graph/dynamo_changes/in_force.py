@@ -5,6 +5,7 @@ The files of this folder say what to change, in tables:
     CALLS      how the call of a function is captured, by function of PyTorch or of `math`
     AROUND     what is done around each such call, whatever it is of
     BUILTINS   the same, by function of Python's
+    COMPARES   the same, by comparison: "==", "is not"
     FINDS      what the call of a function returns, by module and name (`known_calls`)
     ENTRIES    what is in tables of Dynamo's
     CHANGES    what its methods do
@@ -17,11 +18,13 @@ Private names of PyTorch used here:
 
     torch._dynamo.variables.TorchInGraphFunctionVariable    a function that becomes an operator
     torch._dynamo.variables.BuiltinVariable.fn              a function of Python's
+    torch._dynamo.symbolic_convert.compare_op_handlers      how comparisons are captured
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +33,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._dynamo import symbolic_convert
 from torch._dynamo.variables import BuiltinVariable, TorchInGraphFunctionVariable
 
 from amp_graph.dynamo_changes.known_calls import by_name
@@ -99,8 +103,19 @@ def _joined(table: str) -> dict[Any, Any]:
     return found
 
 
+def _compared() -> dict[str, Callable[..., Any]]:
+    """Return how comparisons are captured: in all parts that change one, each around the others."""
+    captures = dict(COMPARISONS)
+    for part in PARTS:
+        for name, around in getattr(part, "COMPARES", {}).items():
+            if name in captures:  # a newer PyTorch may lack it
+                captures[name] = functools.partial(around, captures[name])
+    return {name: capture for name, capture in captures.items() if capture != COMPARISONS[name]}
+
+
+COMPARISONS: dict[str, Any] = getattr(symbolic_convert, "compare_op_handlers", {})
 CALLS, BUILTINS, FINDS = _joined("CALLS"), _joined("BUILTINS"), _joined("FINDS")
-ENTRIES: tuple[Entries, ...] = (*_all("ENTRIES"),)
+ENTRIES: tuple[Entries, ...] = (*_all("ENTRIES"), (lambda: COMPARISONS, _compared()))
 CHANGES: tuple[Change, ...] = (  # in any order: of one method, no two are about the same call
     by_function(TorchInGraphFunctionVariable, CALLS, around=[*_all("AROUND")]),
     by_function(BuiltinVariable, BUILTINS, held_as="fn"),

@@ -18,8 +18,8 @@ Private names of PyTorch used here:
     torch._dynamo.variables.TensorVariable, ListVariable, base.ValueMutationNew
                             a value of the graph; a new list
     torch._dynamo.variables.BuiltinVariable         a function of Python's
-    torch._dynamo.symbolic_convert.compare_op_handlers, InstructionTranslatorBase.next_instruction
-                            comparisons, and what is done with what they say
+    torch._dynamo.symbolic_convert.InstructionTranslatorBase.next_instruction
+                            what is done with what a comparison says
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.symbolic_convert import compare_op_handlers
 from torch._dynamo.variables import (
     BuiltinVariable,
     ConstantVariable,
@@ -44,7 +43,6 @@ from torch._dynamo.variables.user_defined import UserDefinedListVariable
 from amp_graph.dynamo_changes.replaced import Change, existing
 
 CONTAINERS = (list, tuple, dict)  # TorchScript has them asked for with what they hold, or raises
-LESS = compare_op_handlers["<"]
 
 
 def constants(args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]] | None:
@@ -86,7 +84,7 @@ def _is_ramp(node: fx.Node) -> bool:
     return is_known and not node.users and node.kwargs.keys() <= {"device"}
 
 
-def _is_less(frame: Any, args: Any, kwargs: Any) -> Any:
+def _is_less(capture: Any, frame: Any, args: Any, kwargs: Any) -> Any:
     """Known if it is a random number and 0 or 1, on which the model branches: else it might be
     wanted as a tensor."""
     value, limit = args
@@ -94,7 +92,7 @@ def _is_less(frame: Any, args: Any, kwargs: Any) -> Any:
         number = limit.as_python_constant()
         if isinstance(number, int | float) and not 0 < number < 1 and _is_random(value.realize()):
             return ConstantVariable.create(number >= 1)
-    return LESS(frame, args, kwargs)
+    return capture(frame, args, kwargs)
 
 
 def fake_of(value: Any) -> Any:
@@ -134,7 +132,7 @@ def _asks_for_classes(args: Any) -> bool:
     return all(isinstance(kind, type) and kind not in CONTAINERS for kind in classes)
 
 
-ENTRIES = ((lambda: compare_op_handlers, {"<": _is_less}),)
+COMPARES = {"<": _is_less}
 CHANGES: tuple[Change, ...] = (
     (GetAttrVariable, "call_method", _call_method),
     *existing(

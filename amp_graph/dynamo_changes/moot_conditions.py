@@ -9,7 +9,6 @@ so is the whole, and nobody asks how long it is.
 
 Private names of PyTorch used here:
 
-    torch._dynamo.symbolic_convert.compare_op_handlers           how Dynamo captures `a > b`
     torch._dynamo.symbolic_convert.InstructionTranslatorBase.instructions, .current_instruction,
     .next_instruction, .symbolic_locals
     torch._dynamo.bytecode_transformation.Instruction
@@ -20,22 +19,19 @@ Private names of PyTorch used here:
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch._dynamo.bytecode_transformation import Instruction
-from torch._dynamo.symbolic_convert import compare_op_handlers
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 
-COMPARISONS = ("<=", "==", "!=", ">", ">=")  # `known_values` has the other
 BESIDE = {"CACHE", "EXTENDED_ARG", "NOP", "NOT_TAKEN", "TO_BOOL"}  # in some versions of Python
 
 
-def _compare(method: Callable[..., Any], frame: Any, args: Any, kwargs: Any) -> Any:
-    found = method(frame, args, kwargs)
+def _compare(capture: Callable[..., Any], frame: Any, args: Any, kwargs: Any) -> Any:
+    found = capture(frame, args, kwargs)
     is_symbol = isinstance(found, SymNodeVariable) and isinstance(found.sym_num, torch.SymBool)
     if is_symbol and has_free_unbacked_symbols(found.sym_num) and _is_moot(frame):
         return ConstantVariable.create(False)
@@ -106,9 +102,4 @@ def _boolean(step: Instruction, frame: Any) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-ENTRIES = (
-    (
-        lambda: compare_op_handlers,
-        {name: partial(_compare, compare_op_handlers[name]) for name in COMPARISONS},
-    ),
-)
+COMPARES = dict.fromkeys(("<=", "==", "!=", ">", ">="), _compare)

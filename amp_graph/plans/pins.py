@@ -69,8 +69,7 @@ class Pins:
 
 def has_plan(saved: Saved, captured: Plan) -> bool:
     """Whether any saved plan is for a captured graph, given as a plan with nothing decided."""
-    is_exact = fingerprint(captured) in saved.fingerprints
-    return is_exact or any(is_same_computation(plan, captured) for plan in saved.plans)
+    return bool(_plans_for(saved, captured)[0])
 
 
 def pins_for(saved: Saved, captured: Plan) -> Pins:
@@ -78,16 +77,23 @@ def pins_for(saved: Saved, captured: Plan) -> Pins:
 
     Raises PlanError if no saved plan is for this graph, or several that differ are.
     """
-    mark = fingerprint(captured)
-    marks = enumerate(saved.fingerprints)
-    exact = [(i, saved.plans[i]) for i, its_mark in marks if its_mark == mark]
+    found, are_exact = _plans_for(saved, captured)
+    if not found:
+        raise PlanError(_no_plan(saved, captured))
+    if not are_exact:
+        return _pins(found, captured, saved.origin)
+    _check_agreement([*found.items()], saved.origin)
+    return _exact_pins(next(iter(found.values())), saved.origin)
+
+
+def _plans_for(saved: Saved, captured: Plan) -> tuple[dict[int, Plan], bool]:
+    """Return the saved plans for a graph by their numbers, and whether they are exactly for it;
+    else they are for the same computation."""
+    mark, numbered = fingerprint(captured), dict(enumerate(saved.plans))
+    exact = {n: plan for n, plan in numbered.items() if saved.fingerprints[n] == mark}
     if exact:
-        _check_agreement(exact, saved.origin)
-        return _exact_pins(exact[0][1], saved.origin)
-    alike = {n: p for n, p in enumerate(saved.plans) if is_same_computation(p, captured)}
-    if alike:
-        return _pins(alike, captured, saved.origin)
-    raise PlanError(_no_plan(saved, captured))
+        return exact, True
+    return {n: p for n, p in numbered.items() if is_same_computation(p, captured)}, False
 
 
 def pinned(fresh: Mapping[str, Paint], pins: Pins) -> dict[str, Paint]:
