@@ -85,7 +85,39 @@ class Hides(Asking):
         return self.shown
 
 
-@pytest.mark.parametrize("kind", [Counts, CountsInVars, Gets, GetsOfAnother, Tries, Hides])
+class Defaults:
+    """Has all names, with one value."""
+
+    def __getattr__(self, name: str) -> float:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return 1.0
+
+
+class HasDefaults(Asking):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.options
+        self.options = Defaults()
+
+    def gain(self) -> Any:
+        return self.options.late
+
+
+class IsDefault(Asking):
+    """A model with a value for one name that it does not have."""
+
+    def __getattr__(self, name: str) -> Any:
+        return 1.0 if name == "late" else super().__getattr__(name)
+
+    def gain(self) -> Any:
+        return self.late
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Counts, CountsInVars, Gets, GetsOfAnother, Tries, Hides, HasDefaults, IsDefault],
+)
 @pytest.mark.filterwarnings("error::amp_graph.ConversionWarning")
 def test_state_that_is_set_after_the_first_call(kind: type[Asking]) -> None:
     plain = kind()

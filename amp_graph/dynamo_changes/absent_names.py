@@ -8,8 +8,11 @@
 
     if not self.cache:                      in an OrderedDict or a defaultdict
 
+    h * self.config.scale                   which a `__getattr__` of the user's finds elsewhere
+
 Dynamo captures what the model does then and installs no guard, so that the model would make its
-masks, or begin to count, in each call. Here a guard says what is missing.
+masks, or begin to count, in each call, and an attribute that is set later would not be read. Here a
+guard says what is missing.
 
 Private names of PyTorch used here:
 
@@ -23,6 +26,7 @@ Private names of PyTorch used here:
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -53,11 +57,22 @@ def _get_item(method: Any, asked: Any, frame: Any, key: Any) -> Any:
 
 def _look_up(method: Any, variable: Any, frame: Any, name: str) -> Any:
     try:
-        return method(variable, frame, name)
+        found = method(variable, frame, name)
     except ObservedAttributeError:
         if variable.source:
             _hold_while_absent(variable.value, variable.source, name)
         raise
+    if variable.source and _is_found_elsewhere(variable.value, name):
+        _hold_while_absent(variable.value, variable.source, name)
+    return found
+
+
+def _is_found_elsewhere(owner: Any, name: str) -> bool:
+    """Whether an attribute comes of a `__getattr__` of the user's."""
+    own = getattr(type(owner), "__getattr__", nn.Module.__getattr__)
+    if own is nn.Module.__getattr__ or not hasattr(owner, "__dict__"):
+        return False
+    return name not in owner.__dict__ and inspect.getattr_static(type(owner), name, own) is own
 
 
 def _hold_while_absent(owner: Any, source: Any, name: str) -> None:
