@@ -40,6 +40,18 @@ def test_a_lazy_layer_inside_of_a_model_is_captured_in_its_first_call(recwarn) -
     assert plan.low and plan.fallback is None and not recwarn.list
 
 
+def test_random_numbers_come_after_those_that_a_lazy_layer_was_made_of() -> None:
+    following = []
+    for is_mixed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(3))
+        if is_mixed:
+            amp_graph.convert(model, policy="bfloat16")
+        model(X)
+        following.append(torch.rand(3))
+    assert torch.equal(*following)
+
+
 def test_a_lazy_layer_that_was_loaded_is_captured_in_its_first_call() -> None:
     model = nn.LazyLinear(3)
     model.load_state_dict(nn.Linear(8, 3).state_dict())
