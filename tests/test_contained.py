@@ -8,6 +8,7 @@ from torch import Tensor
 from training import twins
 from two_layers import Two, X
 
+import amp_graph
 from amp_graph.convert import record_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -39,3 +40,21 @@ def test_it_ends_no_graph() -> None:
     _, model = twins(Holds(), "bfloat16")
     model(X)
     assert not record_of(model).breaks
+
+
+class Sizes(Two):
+    """Asks for one number among others, of which some vary."""
+
+    def forward(self, x: Tensor, numbers: list[int]) -> tuple[Tensor, list[bool]]:
+        found = [5 in x.shape, 5.0 in numbers, "b" in (len(x), "a"), 4 not in (len(x), None)]
+        return self.b(self.a(x)) * (3 if 5 in numbers else 1), found
+
+
+def test_a_number_is_looked_for_among_those_that_vary() -> None:
+    plain, model = twins(Sizes(), "bfloat16")
+    for size in (2, 3, 5, 4, 5, 6, 7, 8):
+        x = torch.ones(size, X.shape[1])
+        expected, found = plain(x, [9, size]), model(x, [9, size])
+        assert found[1] == expected[1]
+        torch.testing.assert_close(found[0], expected[0], rtol=0.05, atol=0.05)
+    assert len(amp_graph.plans(model)) <= 5 and not record_of(model).breaks

@@ -1,28 +1,47 @@
-"""A tensor is found in a list or tuple that holds it.
+"""A tensor is found in a list or tuple that holds it, and a number among numbers that change.
 
     if mask in (None, self.mask):
 
 Python asks first whether an item is the one that it looks for. Dynamo compares numbers with
 numbers, which makes a tensor of the answer, and an error of a branch on it.
 
+    if 64 in (height, width):
+
+Dynamo looks among the constants alone, and says that a size which varies is another number (torch
+2.13; not 2.15).
+
 Private names of PyTorch used here:
 
     torch._dynamo.variables.lists.iter_contains     a function that `in` is captured by
     torch._dynamo.variables.TensorVariable          a value of the graph
+    torch._dynamo.variables.tensor.SymNodeVariable  a number that changes
+    torch._dynamo.variables.BuiltinVariable         a function of Python's
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
-from torch._dynamo.variables import ConstantVariable, TensorVariable, lists
+from torch._dynamo.variables import (
+    BuiltinVariable,
+    ConstantVariable,
+    TensorVariable,
+    lists,
+)
+from torch._dynamo.variables.tensor import SymNodeVariable
 
 from amp_graph.dynamo_changes.known_values import fake_of
 from amp_graph.dynamo_changes.replaced import existing
 
 
 def _look(method: Any, items: Iterable[Any], sought: Any, *others: Any, **named: Any) -> Any:
+    if sought.is_python_constant():
+        items = [item.realize() for item in items]
+        found = method(items, sought, *others, **named)
+        is_unseen = found.is_python_constant() and not found.as_python_constant()
+        return _among_changing(items, sought, *others) if is_unseen else found
     if not isinstance(sought, TensorVariable):
         return method(items, sought, *others, **named)
     among = [item.realize() for item in items]
@@ -32,6 +51,16 @@ def _look(method: Any, items: Iterable[Any], sought: Any, *others: Any, **named:
         if not _differs(item):
             break
     return method(among, sought, *others, **named)
+
+
+def _among_changing(items: list[Any], sought: Any, frame: Any, *_: Any) -> Any:
+    """Whether a number is among those that change; if so, this is asked in each call."""
+    found: Any = ConstantVariable.create(False)
+    for item in items:
+        if isinstance(item, SymNodeVariable):
+            is_it = BuiltinVariable(operator.eq).call_function(frame, [item, sought], {})
+            found = BuiltinVariable(operator.or_).call_function(frame, [is_it, found], {})
+    return found
 
 
 def _differs(item: Any) -> bool:
