@@ -7,6 +7,7 @@ is left of, and no more often than needed.
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from training import Mlp, X
-from weight_changes import CHANGES, OTHER, SCALED, assert_seen, by_data, now
+from weight_changes import CHANGES, OTHER, SCALED, ByHand, ByHandTwice, assert_seen, by_data, now
 
 import amp_graph
 from amp_graph import Policy, PolicyError
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 @pytest.fixture(autouse=True)
 def no_optimizer_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(change_tracker._steps, "_under_way", weakref.WeakSet())
+    monkeypatch.setattr(change_tracker._steps, "_under_way", weakref.WeakKeyDictionary())
     monkeypatch.setattr(change_tracker._steps, "are_replayed", False)
 
 
@@ -135,26 +136,9 @@ def test_memory_swapped_for_evaluation_alone() -> None:
                 assert torch.equal(model(X), now(model))
 
 
-class ByHand(Optimizer):
-    """Calls its closure twice and writes through `.data` in between."""
-
-    def __init__(self, parameters: Any):
-        super().__init__(parameters, {})
-
-    def step(self, closure: Any = None) -> Any:
-        with torch.enable_grad():
-            closure()
-        for p in self.param_groups[0]["params"]:
-            p.data.add_(p.grad, alpha=-0.1)
-        with torch.enable_grad():
-            loss = closure()
-        for p in self.param_groups[0]["params"]:
-            p.data.add_(p.grad, alpha=-0.1)
-        return loss
-
-
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "by hand": ByHand,
+    "by hand, twice": ByHandTwice,
     "LBFGS": lambda p: LBFGS(p, lr=0.1, max_iter=4),
     "SGD fused": lambda p: SGD(p, lr=0.1, momentum=0.9, fused=True),
     "AdamW foreach": lambda p: AdamW(p, lr=0.1, foreach=True),
@@ -175,26 +159,48 @@ def test_trains_as_with_weights_made_anew_at_each_call(make: Callable[[Any], Opt
             loss.backward()
             return loss
 
+        results = []
         for _ in range(4):
             optimizer.step(closure)
-        return [*model.parameters()]
+            results.append(model(X).detach())
+        return [*results, *model.parameters()]
 
     assert all(map(torch.equal, trained(KEPT), trained(SCALED)))
 
 
-def test_a_step_that_raises_half_way() -> None:
+def test_first_called_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(change_tracker, "_steps", change_tracker._Steps())
+    model = amp_graph.convert(Mlp(), policy=KEPT)
+    found = []
+
+    def closure() -> None:
+        result = model(X)
+        result.square().mean().backward()
+        found.append((result, now(model)))
+
+    ByHand(model.parameters()).step(closure)
+    assert len(found) == 2
+    assert all(torch.equal(*pair) for pair in found)
+    assert refreshes(lambda: [model(X) for _ in range(3)]) == 1  # the step is over
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_step_that_raises_half_way(is_gone: bool) -> None:
     class Fails(ByHand):
         def step(self, closure: Any = None) -> Any:
             by_data(model)
             raise RuntimeError("half way")
 
     model = amp_graph.convert(Mlp(), policy=KEPT)
-    optimizer = Fails(model.parameters())
+    optimizers = [Fails(model.parameters()) for _ in range(2)]
     with torch.no_grad():
         for _ in range(2):
             model(X)
             with pytest.raises(RuntimeError, match="half way"):
-                optimizer.step()
+                optimizers[-1].step()
+            if is_gone:
+                optimizers.pop()
+                gc.collect()  # of the traceback, too
             assert torch.equal(model(X), now(model))
 
 

@@ -34,8 +34,9 @@ def hear_steps(*, before: Before | None = None, after: After) -> None:
     register_optimizer_step_post_hook(after)
 
 
-def steps_around(frame: FrameType | None, enough: int = 1) -> int:
-    """Return how many steps there are, of whichever optimizers, counted up to `enough`."""
+def steps_around(frame: FrameType | None, enough: int | None = 1) -> int:
+    """Return how many steps there are, of whichever optimizers, counted up to `enough` if that is
+    given."""
     steps = filter(_is_step, calling(frame))
     return sum(1 for _ in islice(steps, enough))
 

@@ -18,6 +18,7 @@ The steps of all optimizers are followed for all models: they are all that is mo
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -29,7 +30,7 @@ from torch.optim import Optimizer
 from amp_graph.gradients.engine import current_streams, is_captured
 from amp_graph.gradients.found_inf import parameters_of
 from amp_graph.gradients.memory import Memories
-from amp_graph.steps.hooks import hear_steps
+from amp_graph.steps.hooks import hear_steps, steps_around
 from amp_graph.uncaptured import not_compiled
 
 
@@ -66,10 +67,17 @@ class _Steps:
     def __init__(self) -> None:
         self.count = 0
         self.are_replayed = False
-        self._under_way: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._is_watching = False
+        self._unheard = 0  # of those under way, how many began before
+        # How many steps each is in the middle of: one may call that of its base class.
+        self._under_way: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
     def watch(self) -> None:
-        hear_steps(before=self._begins, after=self._ends)
+        if not self._is_watching:
+            self._is_watching = True
+            hear_steps(before=self._begins, after=self._ends)
+            # A model may first be called by a closure.
+            self._unheard = steps_around(sys._getframe(), enough=None)
 
     def note_captures(self, devices: Iterable[torch.device]) -> None:
         """A call or a step on these may be captured as a CUDA graph, and replayed from then on."""
@@ -77,18 +85,25 @@ class _Steps:
 
     def may_be_unseen(self) -> bool:
         """Whether parameters may be stepped by replays, or just now by what calls a closure."""
-        return self.are_replayed or bool(self._under_way)
+        return self.are_replayed or bool(self._under_way) or self._unheard > 0
 
     @not_compiled
     def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.count += 1
-        self._under_way.add(optimizer)  # for good, if the step raises: that costs time alone
+        # If a step raises, its optimizer stays until the next: that costs time alone.
+        depth = self._under_way.get(optimizer, 0)
+        is_inside = depth > 0 and steps_around(sys._getframe(), enough=2) > 1
+        self._under_way[optimizer] = depth + 1 if is_inside else 1
         self.note_captures({p.device for p in parameters_of(optimizer)})
 
     @not_compiled
     def _ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.count += 1
-        self._under_way.discard(optimizer)
+        depth = self._under_way.pop(optimizer, 0)
+        if depth > 1:
+            self._under_way[optimizer] = depth - 1
+        elif depth == 0 and self._unheard > 0:
+            self._unheard -= 1
 
 
 _steps = _Steps()
