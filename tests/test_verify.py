@@ -191,7 +191,21 @@ def leave_out_a_cast(result: Rewritten) -> None:
     matmul.replace_input_with(matmul.args[1], node(result, "w"))
 
 
+def insert_an_operator(result: Rewritten) -> None:
+    exp = node(result, "deny1")
+    with result.module.graph.inserting_before(exp):
+        sin = result.module.graph.call_function(torch.ops.aten.sin.default, (exp.args[0],))
+    sin.meta = {**exp.args[0].meta}
+    exp.replace_input_with(exp.args[0], sin)
+
+
+def put_another_operator(result: Rewritten) -> None:
+    node(result, "deny1").target = torch.ops.aten.expm1.default
+
+
 OTHERS = [
+    insert_an_operator,
+    put_another_operator,
     leave_out_a_cast,
     swap_operands,
     swap_outputs,
@@ -206,6 +220,15 @@ def test_other_damage_is_found_by_some_check(breakage):
     result = good()
     breakage(result)
     with pytest.raises(VerifyError):
+        verify(result.captured, result.module, result.plan)
+
+
+def test_a_number_of_float32_arithmetic_does_not_saturate():
+    result = run(lambda x: x.masked_fill(x > 0.5, -3.4e38), X)
+    verify(result.captured, result.module, result.plan)
+    (fill,) = (n for n in result.module.graph.nodes if -3.4e38 in n.args)
+    fill.args = (*fill.args[:-1], torch.finfo(torch.bfloat16).min)
+    with pytest.raises(VerifyError, match="operands are the captured ones"):
         verify(result.captured, result.module, result.plan)
 
 
