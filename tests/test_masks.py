@@ -15,12 +15,23 @@ SEEN = torch.ones(SIZE, SIZE, dtype=torch.bool).tril()
 PADDED = SEEN & (torch.arange(SIZE) != 2)  # the first token of the third row sees two others
 BLIND = SEEN & (torch.arange(SIZE) != 0)  # the first row sees nothing
 
+
+def written(seen: Tensor) -> Tensor:
+    mask = torch.where(seen, 0.0, MIN)
+    mask[:, 0] = 0.3
+    return mask
+
+
 FINITE = {
     "selected": lambda seen: torch.where(seen, torch.zeros(()), MIN),
     "of two numbers": lambda seen: torch.where(seen, 0.0, MIN),
     "of two tensors": lambda seen: torch.where(seen, torch.zeros(()), torch.full((), -1e9)),
     "filled": lambda seen: torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, -1e9),
+    "of ones": lambda seen: torch.where(seen, 1.0, MIN),
+    "of minus ones": lambda seen: torch.where(seen, -1.0, MIN),
     "multiplied": lambda seen: (1.0 - seen.to(torch.float32)) * MIN,
+    "selected, then multiplied": lambda seen: torch.where(seen, 0.0, 1.0) * MIN,
+    "of whole numbers": lambda seen: (seen.to(torch.float32) + 2.0 - 3.0) * 1e9,
     "moved": lambda seen: torch.where(seen.t(), torch.zeros(()), MIN).t()[None],
     "with a causal one": lambda seen: (
         torch.where(seen, torch.zeros(()), -1e9) + torch.full((SIZE, SIZE), -1e9).triu(1)
@@ -37,6 +48,9 @@ OTHERS = {
     "small numbers": lambda seen: torch.where(seen, torch.zeros(()), -5.3),
     "not far enough": lambda seen: torch.where(seen, torch.zeros(()), -1e7),
     "places": lambda seen: seen.to(torch.float32) * 1.7,
+    "shares": lambda seen: (1.0 - 0.3 * seen.to(torch.float32)) * -1e9,
+    "written to": written,
+    "a constant": lambda seen: torch.tensor([[0.3, MIN] * 4]),
     "near a mask": lambda seen: torch.where(seen, torch.full((), 0.3), MIN),
 }
 CASES = {**FINITE, **{f"infinite, {name}": mask for name, mask in INFINITE.items()}}
