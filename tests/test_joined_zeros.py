@@ -11,7 +11,7 @@ def test_zeros_that_low_values_are_joined_with_add_no_digits():
     """As the column in front of scores that are shifted, or the other branch of a mask."""
 
     def function(x, w, mask):
-        shifted = torch.cat([x.new_zeros(SIZE, 1), x @ w], dim=1)[:, 1:]
+        shifted = torch.cat([x.new_zeros(1, SIZE).t(), x @ w], dim=1)[:, 1:]
         return (torch.where(mask, shifted, torch.zeros_like(x)) + x @ w) @ w
 
     result = run(function, X, W, X > 0, policy=Policy("bfloat16"))
@@ -33,25 +33,39 @@ def test_they_do_where_float32_arithmetic_goes_on():
     assert not any(result.is_low(n) for n in result.plan.paints if n.startswith("infer"))
 
 
+def written(zeros, rows):
+    zeros[:2] = rows
+    return zeros
+
+
 @pytest.mark.parametrize(
     "wide",
     [
         lambda x, ids: x,
         lambda x, ids: ids.float(),
         lambda x, ids: torch.zeros(SIZE, SIZE).copy_(x),
+        lambda x, ids: written(torch.zeros(SIZE, SIZE), x[:2]),
+        lambda x, ids: torch.cat([torch.zeros(2, SIZE), x[2:]]),
+        lambda x, ids: torch.ones(SIZE, SIZE) * 0.3,
     ],
-    ids=["an input", "integers", "zeros that are written to"],
+    ids=["an input", "integers", "a copy", "zeros written to", "a part", "shares"],
 )
-def test_digits_that_low_values_are_joined_with_stay(wide):
+@pytest.mark.parametrize("level", ["safe", "balanced"])
+def test_digits_that_low_values_are_joined_with_stay(wide, level):
     def function(x, w, ids):
-        return torch.where(ids > 0, x @ w, wide(x, ids)) + x @ w
+        return (torch.where(ids > 0, x @ w, wide(x, ids)) + x @ w) @ w
 
-    result = run(function, X, W, torch.arange(1001, 1001 + SIZE))
+    policy = Policy("bfloat16", level=level)
+    result = run(function, X, W, torch.arange(1001, 1001 + SIZE), policy=policy)
     assert not any(n.startswith("infer") and result.is_low(n) for n in result.plan.paints)
 
 
-def test_a_sum_that_begins_with_zeros_has_digits():
-    result = run(lambda x, w: torch.zeros(SIZE, SIZE) + x @ w + x @ w, X, W)
+@pytest.mark.parametrize("level", ["safe", "balanced"])
+def test_a_sum_that_begins_with_zeros_has_digits(level):
+    def function(x, w):
+        return (torch.zeros(SIZE, SIZE) + x @ w + x @ w) @ w
+
+    result = run(function, X, W, policy=Policy("bfloat16", level=level))
     assert not result.is_low("infer1") and not result.is_low("infer2")
 
 
