@@ -29,9 +29,29 @@ def test_momentum_beside_a_parameter_that_has_no_gradient() -> None:
         backward(model)
         if overflows:
             overflow(model)
-        assert bool(optimizer.step()) is not overflows
+        told = optimizer.step()
+        assert isinstance(told, torch.Tensor) and bool(told) is not overflows
         optimizer.zero_grad()
     assert unused not in optimizer.state
+
+
+@pytest.mark.parametrize("dampened", [0, 1])
+def test_momentum_that_is_dampened_in_one_of_two_groups(dampened: int) -> None:
+    """Not so in a first step, which one that is skipped is not."""
+    model = Mlp()
+    groups = [{"params": part.parameters(), "dampening": 0.0} for part in model.children()]
+    groups[dampened]["dampening"] = 0.5
+    optimizer = SGD(groups, lr=0.1, momentum=0.9, fused=True)
+    amp_graph.convert(model, optimizer, policy=scaled(2.0**8))
+    backward(model)
+    overflow(model)
+    assert not optimizer.step()
+    optimizer.zero_grad()
+    backward(model)
+    assert optimizer.step()
+    assert all(
+        torch.equal(optimizer.state[p]["momentum_buffer"], p.grad) for p in model.parameters()
+    )
 
 
 class Flagged(Optimizer):

@@ -163,6 +163,8 @@ def test_one_that_moves_the_weights_first_is_known_after_a_step() -> None:
         optimizer.evaluate = evaluation(model, optimizer, HUGE if overflows else 1)
         assert optimizer.step() is not overflows
         assert same(snapshot(model, optimizer), before) is overflows
+    scale = amp_graph.scale_of(model)
+    assert scale is not None and not scale.checked.hearing  # each step lets go of what it heard
 
 
 @pytest.mark.parametrize("is_before", [True, False])

@@ -122,6 +122,22 @@ def test_gradients_come_back_after_a_step_that_raised_on_zeros() -> None:
     assert same([*model.parameters()], before)
 
 
+def test_an_optimizer_that_takes_gradients_to_be_there_skips_its_first_step() -> None:
+    class ByHand(Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                p -= 0.1 * p.grad
+
+    model = amp_graph.convert(Mlp(), policy=scaled(2.0**8))
+    optimizer = ByHand(model.parameters(), {})  # which nobody knows until it steps
+    backward(model)
+    overflow(model)
+    before = copy.deepcopy([*model.parameters()])
+    optimizer.step()
+    assert same([*model.parameters()], before)
+
+
 def test_steps_inside_of_a_backward_pass_count_what_is_there_by_then() -> None:
     """The second layer is stepped before the gradients of the first are made, which overflow."""
     first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
