@@ -168,7 +168,8 @@ def test_an_optimizer_nobody_mentioned_is_found(options: Any, made: str) -> None
 @pytest.mark.usefixtures("no_other_scales")
 def test_an_optimizer_of_another_model_is_left_alone() -> None:
     """If no model has given gradients to what it does not own."""
-    amp_graph.convert(Mlp(), policy=SCALED)(X).sum().backward()
+    model = amp_graph.convert(Mlp(), policy=SCALED)
+    model(X).sum().backward()
     plain = Mlp()
     optimizer = SGD(plain.parameters(), lr=0.1)
     plain(X).sum().backward()
@@ -176,6 +177,7 @@ def test_an_optimizer_of_another_model_is_left_alone() -> None:
     assert optimizer.step() is None
     assert not all(p.isfinite().all() for p in plain.parameters())
     assert "amp_graph" not in optimizer.state_dict()
+    assert amp_graph.is_converted(model)  # and lives
 
 
 def test_nothing_is_kept_alive() -> None:

@@ -182,7 +182,7 @@ def test_what_saturates_is_not_rounded_to_its_bound_where_that_is_seen(name, dty
     assert torch.equal(result(FAR, eye), function(FAR, eye))
 
 
-@pytest.mark.parametrize("level", ["safe", "balanced"])
+@pytest.mark.parametrize("level", ["safe", "balanced", "max"])
 def test_a_focal_weight_of_a_probability_next_to_one(level):
     """As in torchvision's detectors. The weight itself is read by nothing in float32."""
 
@@ -191,8 +191,9 @@ def test_a_focal_weight_of_a_probability_next_to_one(level):
 
     eye = torch.eye(SIZE) * SIZE
     result = run(function, FAR, eye, policy=Policy("bfloat16", level=level))
-    assert result.rule("infer1") == "saturates"
-    torch.testing.assert_close(result(FAR, eye), function(FAR, eye), rtol=0.02, atol=0.0)
+    assert (result.rule("infer1") == "saturates") is (level != "max")
+    if level != "max":
+        torch.testing.assert_close(result(FAR, eye), function(FAR, eye), rtol=0.02, atol=0.0)
 
 
 def test_a_difference_of_two_that_saturate():
