@@ -156,3 +156,13 @@ def test_gradients_that_came_in_no_backward_pass_are_not_what_was_spilled_before
     model.bias.grad = torch.full((4,), torch.inf)
     assert optimizer.step() is False
     assert amp_graph.scale_of(model).get_scale() == 2.0**3
+
+
+def test_an_overflow_that_nothing_spilled_is_stepped_by_as_ever() -> None:
+    """In the first round, when nobody was shown anything."""
+    front, head = nn.Linear(4, 6), nn.Linear(6, 1)
+    amp_graph.convert(head, policy=scaled(2.0**8))
+    head(front(X)).sum().backward()
+    front.weight.grad = torch.full_like(front.weight, torch.inf)
+    SGD(front.parameters(), lr=0.1).step()
+    assert not front.weight.isfinite().any()

@@ -34,6 +34,30 @@ def test_places_and_fractions_are_not_rounded_and_values_are(level: str) -> None
     for op in ("aten.sigmoid.default", "aten.floor.default", "aten.sub.Tensor"):
         assert result.rule(names[op]) == "position for"
     assert result.is_low(names["aten.index.Tensor"])
+    assert result.rule(names["aten.mul.Tensor"]) != "position for"  # a value times a fraction
+
+
+WEIGHTS = {
+    "float32 arithmetic": lambda fraction, x, w: fraction.exp(),
+    "an input": lambda fraction, x, w: x[:, 0],
+    "a weight": lambda fraction, x, w: w[0],
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_fractions_that_full_float32_weighs_are_not_rounded(name: str) -> None:
+    """A weight counts as what its low-precision copy holds."""
+
+    def weighed(x: Tensor, w: Tensor) -> Tensor:
+        place = (x @ w)[:, 0].sigmoid() * 6.5
+        row = place.floor()
+        fraction = place - row
+        weight = fraction * WEIGHTS[name](fraction, x, w)
+        return weight[:, None] * (w @ x)[row.long()]
+
+    result = run(weighed, X, W, weights=1)
+    _, product, _ = (f.name for f in result.plan.facts.values() if f.op == "aten.mul.Tensor")
+    assert (result.rule(product) == "position for") is (name != "a weight")
 
 
 def test_what_becomes_no_integer_is_as_free_as_before() -> None:
