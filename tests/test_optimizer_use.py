@@ -129,6 +129,7 @@ def test_an_overflow_for_both_optimizers_is_one_backoff() -> None:
         (model(X) * math.inf).sum().backward()
         assert [o.step() for o in optimizers] == [False, False]
         assert amp_graph.scale_of(model).get_scale() == expected
+    assert amp_graph.scale_of(model).skips == 2, "rounds"
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
