@@ -47,12 +47,13 @@ class Sizes(Two):
 
     def forward(self, x: Tensor, numbers: list[int]) -> tuple[Tensor, list[bool]]:
         found = [5 in x.shape, 5.0 in numbers, "b" in (len(x), "a"), 4 not in (len(x), None)]
+        found += [True in (len(x), 0), (5, x.shape[1]) in (x.shape, (1, 2)), [5] in [[len(x)]]]
         return self.b(self.a(x)) * (3 if 5 in numbers else 1), found
 
 
 def test_a_number_is_looked_for_among_those_that_vary() -> None:
     plain, model = twins(Sizes(), "bfloat16")
-    for size in (2, 3, 5, 4, 5, 6, 7, 8):
+    for size in (2, 3, 5, 4, 5, 1, 6, 7, 8):
         x = torch.ones(size, X.shape[1])
         expected, found = plain(x, [9, size]), model(x, [9, size])
         assert found[1] == expected[1]

@@ -1,11 +1,11 @@
-"""A tensor is found in a list or tuple that holds it, and a number among numbers that change.
+"""A tensor is found in a list or tuple that holds it, and a number among numbers that vary.
 
     if mask in (None, self.mask):
 
 Python asks first whether an item is the one that it looks for. Dynamo compares numbers with
 numbers, which makes a tensor of the answer, and an error of a branch on it.
 
-    if 64 in (height, width):
+    if 64 in (height, width):           if (64, 64) in (x.shape[2:], (32, 32)):
 
 Dynamo looks among the constants alone, and says that a size which varies is another number (torch
 2.13; not 2.15).
@@ -14,7 +14,7 @@ Private names of PyTorch used here:
 
     torch._dynamo.variables.lists.iter_contains     a function that `in` is captured by
     torch._dynamo.variables.TensorVariable          a value of the graph
-    torch._dynamo.variables.tensor.SymNodeVariable  a number that changes
+    torch._dynamo.variables.tensor.SymNodeVariable  a number that varies
     torch._dynamo.variables.BuiltinVariable         a function of Python's
 """
 
@@ -41,7 +41,7 @@ def _look(method: Any, items: Iterable[Any], sought: Any, *others: Any, **named:
         items = [item.realize() for item in items]
         found = method(items, sought, *others, **named)
         is_unseen = found.is_python_constant() and not found.as_python_constant()
-        return _among_changing(items, sought, *others) if is_unseen else found
+        return _among_varying(items, sought, *others) if is_unseen else found
     if not isinstance(sought, TensorVariable):
         return method(items, sought, *others, **named)
     among = [item.realize() for item in items]
@@ -53,11 +53,14 @@ def _look(method: Any, items: Iterable[Any], sought: Any, *others: Any, **named:
     return method(among, sought, *others, **named)
 
 
-def _among_changing(items: list[Any], sought: Any, frame: Any, *_: Any) -> Any:
-    """Whether a number is among those that change; if so, this is asked in each call."""
+def _among_varying(items: list[Any], sought: Any, frame: Any, *_: Any) -> Any:
+    """Whether a number, or a tuple or list of some, is among those that vary."""
     found: Any = ConstantVariable.create(False)
+    if isinstance(value := sought.as_python_constant(), int):  # and not True, for SymPy
+        sought = ConstantVariable.create(int(value))
+    kinds = SymNodeVariable if isinstance(value, (int, float)) else lists.BaseListVariable
     for item in items:
-        if isinstance(item, SymNodeVariable):
+        if isinstance(item, kinds) and not item.is_python_constant():
             is_it = BuiltinVariable(operator.eq).call_function(frame, [item, sought], {})
             found = BuiltinVariable(operator.or_).call_function(frame, [is_it, found], {})
     return found
