@@ -32,9 +32,10 @@ CALL = "_call_impl"  # the method of nn.Module that runs a call of it
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module inside PyTorch's data-parallel wrappers."""
-    while isinstance(model, (DataParallel, DistributedDataParallel)):
-        model = model.module
-    return model
+    inner: Any = model  # whose class is asked in C: `isinstance` would ask the latter's in Python
+    while DataParallel in (kinds := type(inner).__mro__) or DistributedDataParallel in kinds:
+        inner = inner.module
+    return inner  # type: ignore[no-any-return]
 
 
 def below_compile(module: nn.Module) -> nn.Module:
@@ -136,10 +137,11 @@ class Forwards:
 
     def have_changed(self) -> bool:
         """Whether a call of the model runs other code now."""
-        return _method_of(self._entry.module, self._entered) != self._models or any(
-            names.get("forward") is not forward or getattr(forward, "__code__", None) is not code
-            for names, forward, code in self._found
-        )
+        for names, forward, code in self._found:
+            found = names.get("forward")
+            if found is not forward or getattr(found, "__code__", None) is not code:
+                return True
+        return _method_of(self._entry.module, self._entered) != self._models
 
 
 def is_rerouted(module: nn.Module) -> bool:

@@ -45,7 +45,7 @@ def test_only_the_first_of_many_steps_makes_them(policy: Policy) -> None:
 @by_policy
 def test_groups_stand_from_the_first_call_on(policy: Policy, monkeypatch: Any) -> None:
     """One that is made does not let go of another's."""
-    monkeypatch.setattr(entrances, "FIRST_BYTES", 1)
+    monkeypatch.setattr(entrances, "SMALL_BYTES", 1)
     monkeypatch.setattr(entrances, "GROUP_BYTES", 1)
     model = amp_graph.convert(Net(), policy=policy)
     assert [made_in(lambda: loss(model).backward()) for _ in range(3)][1:] == [0, 0]

@@ -27,8 +27,9 @@ from amp_graph.weights.store import GraphWeights
 # Bytes of float32 parameters per group, the last parameters first. The first group is small: losses
 # are balanced by the gradients of a model's last layer alone (VQGAN), which are asked for by
 # themselves, and in DistributedDataParallel communication can start when it is done. Then few are
-# faster, but among several processes they are of the size that it sends.
-FIRST_BYTES, GROUP_BYTES, BYTES_SENT = 2**20, 64 * 2**20, 25 * 2**20
+# faster where each is launched, or looked at for overflow, but among several processes they are of
+# the size that it sends. On a CPU all are small: what one was widened from is memory for the next.
+SMALL_BYTES, GROUP_BYTES, BYTES_SENT = 2**20, 64 * 2**20, 25 * 2**20
 
 _requires_grad = attrgetter("requires_grad")
 _hooks, _hooks_after = map(attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks"))
@@ -109,7 +110,7 @@ class Entrances:
         needed = sorted((i, slot) for i, slot in slots if args[i].requires_grad)
         wide = [i for i, slot in needed if i == slot]
         self.pick_wide = picker(wide)
-        self._groups = tuple(_grouped(needed, args, fresh.intersection(wide)))
+        self._groups = tuple(_grouped(needed, args, fresh.intersection(wide), is_scaled))
         devices = {group.device for group in self._groups}
         self._devices = {device for device in devices if device.type != "cpu"}  # it has no streams
         if any(_has_own_node(args[i]) for i, _ in needed):
@@ -142,26 +143,25 @@ def _traits(parameters: Sequence[Tensor]) -> list[list[bool]]:
 
 
 def _grouped(
-    slots: Sequence[tuple[int, int]], args: Sequence[Tensor], fresh: Container[int]
+    slots: Sequence[tuple[int, int]], args: Sequence[Tensor], fresh: Container[int], is_scaled: bool
 ) -> Iterator[Entrance]:
     """Yield an entrance for each group of parameters."""
     members: list[tuple[int, int]] = []
-    size, are_first = 0, True
+    size, most = 0, SMALL_BYTES
     for position, its_slots in groupby(reversed(slots), key=itemgetter(0)):
         parameter = args[position]
-        is_full = size >= _group_bytes(are_first)
-        if members and (is_full or not _may_join(parameter, args[members[0][0]])):
+        if members and (size >= most or not _may_join(parameter, args[members[0][0]])):
             yield _entrance(members, args, fresh)
-            members, size, are_first = [], 0, False
+            members, size, most = [], 0, _group_bytes(parameter.device, is_scaled)
         members += its_slots
         size += parameter.nbytes
     if members:
         yield _entrance(members, args, fresh)
 
 
-def _group_bytes(is_first: bool) -> int:
-    if is_first:
-        return FIRST_BYTES
+def _group_bytes(device: torch.device, is_scaled: bool) -> int:
+    if device.type == "cpu" and not is_scaled:
+        return SMALL_BYTES
     return BYTES_SENT if has_process_group() else GROUP_BYTES
 
 

@@ -92,6 +92,7 @@ SETTINGS: dict[str, Any] = {
     "skip_guards_on_constant_func_defaults": False,  # else changed defaults are not seen (2.11),
     "skip_tensor_guards_with_matching_dict_tags": False,  # nor what is written into a buffer,
     "use_recursive_dict_tags_for_guards": False,  # nor what changes in objects that a module holds
+    "use_lamba_guard_for_object_aliasing": False,  # else Python asks at each call (2.11 to 2.14)
     "skip_nnmodule_hook_guards": False,  # else hooks added after the first call never run
     "fail_on_recompile_limit_hit": True,  # say so, rather than fall back to float32 silently
     "record_runtime_overhead": False,  # else each call of a graph tells a profiler when it begins

@@ -66,8 +66,9 @@ class Hooks:
     def have_changed(self) -> bool:
         """Whether captures are of no use any more because hooks came or went. Must be asked before
         each call."""
-        for_all = _for_all_modules()
-        if for_all == self._for_all and self._handles == RemovableHandle.next_id:
+        are_new = self._handles != RemovableHandle.next_id
+        for_all = _for_all_modules() if are_new or self._for_all else ()
+        if for_all == self._for_all and not are_new:
             if self._are_guarded == self.are_there:
                 return False
         else:

@@ -27,7 +27,7 @@ class PendingCalls:
     """The pending calls of one model."""
 
     def __init__(self) -> None:
-        self._all: weakref.WeakKeyDictionary[_PendingCall, None] = weakref.WeakKeyDictionary()
+        self._all: set[weakref.ref[_PendingCall]] = set()
 
     def __bool__(self) -> bool:
         return bool(self._all)
@@ -42,12 +42,12 @@ class PendingCalls:
         if not nodes:
             return
         call = _PendingCall(len(nodes), copies, write, self._all)
-        self._all[call] = None
+        self._all.add(weakref.ref(call, self._all.discard))
         for node in nodes:
             call_before(node, call)
 
     def were_overwritten(self, copies: frozenset[int]) -> None:
-        for call in living(self._all.keyrefs()):
+        for call in living([*self._all]):
             call.is_overwritten |= not call.copies.isdisjoint(copies)
 
 
@@ -62,7 +62,7 @@ class _PendingCall:
         awaited: int,
         copies: frozenset[int],
         write: Callable[[], object],
-        all_pending: weakref.WeakKeyDictionary[_PendingCall, None],
+        all_pending: set[weakref.ref[_PendingCall]],
     ):
         self.copies, self._write = copies, write
         self.is_overwritten = False
@@ -76,4 +76,4 @@ class _PendingCall:
         if not keeps_graph():
             self._awaited -= 1
             if self._awaited == 0:
-                self._all.pop(self, None)
+                self._all.discard(weakref.ref(self))
