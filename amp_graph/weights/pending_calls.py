@@ -37,8 +37,8 @@ class PendingCalls:
     ) -> None:
         """Add a call. `copies`: the ids of the weights that it computes with; `write`: writes
         them."""
-        found = [r.grad_fn for r in results if isinstance(r, Tensor)]
-        nodes = {node for node in found if node is not None}
+        nodes = {r.grad_fn for r in results if isinstance(r, Tensor)}
+        nodes.discard(None)
         if not nodes:
             return
         call = _PendingCall(len(nodes), copies, write, self._all)
