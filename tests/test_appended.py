@@ -22,6 +22,17 @@ FIGURE = "{:.1f} in the mean"
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
 
+class Counted:
+    times = -1
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, "times", self.times + 1)
+        object.__setattr__(self, name, value)
+
+
 class Net(nn.Module):
     """`use` is what the model does with its lists."""
 
@@ -29,10 +40,11 @@ class Net(nn.Module):
         super().__init__()
         self.body, self.head, self.use = nn.Linear(8, 8), nn.Linear(8, 2), use
         self.kept, self.other = [], []  # type: list[Any], list[Any]
-        self.alias = self.kept
+        self.alias, self.pair, self.hook = self.kept, ([],), lambda *call: call[-1] * 2
         self.last = deque[Any](maxlen=3)
         self.by_name = defaultdict[str, list[Any]](list)
-        self.calls, self.held = 0, [2, 1]
+        self.by_number, self.numbered = dict[int, Any](), defaultdict[int, Any](list)
+        self.calls, self.held, self.counted = 0, [2, 1], Counted()
 
     def forward(self, x: Tensor) -> Any:
         self.calls += 1
@@ -68,6 +80,24 @@ def a_list_of_lists(net: Net, h: Tensor) -> None:
     part.append(h.sum())
 
 
+def added(net: Net, h: Tensor) -> None:
+    net.kept += [h.mean(), net.calls]
+    net.last += (h.sum(),)
+    net.kept += [h.std().item()]
+
+
+def added_by_name(net: Net, h: Tensor) -> None:
+    net.by_name["body"] += [h.mean().item()]
+    kept = net.kept
+    kept += [h.sum()]
+
+
+def by_number(net: Net, h: Tensor) -> None:
+    net.by_number[net.calls] = h.mean().item()
+    net.numbered[net.calls] = (h.sum(), h.shape)
+    net.numbered[0] = net.held
+
+
 def made_anew(net: Net, h: Tensor) -> None:
     net.kept.append(h.mean())
     net.kept = []
@@ -100,6 +130,9 @@ ALONE: dict[str, Callable[[Any, Tensor], Any]] = {
     "text": lambda net, h: net.kept.append(FIGURE.format(h.mean().item())),
     "several": lambda net, h: net.kept.extend([h.mean(), h.sum()]),
     "a list of lists": a_list_of_lists,
+    "added": added,
+    "added by name": added_by_name,
+    "by number": by_number,
 }
 
 
@@ -172,6 +205,103 @@ def removed(net: Net, h: Tensor) -> Any:
         del net.kept
 
 
+def added_and_read(net: Net, h: Tensor) -> Any:
+    net.kept += [h.mean()]
+    return len(net.kept)
+
+
+def added_through_another(net: Net, h: Tensor) -> Any:
+    net.alias += [h.mean()]
+    return net.kept[-1] * 2
+
+
+def added_and_made_anew(net: Net, h: Tensor) -> Any:
+    before = net.kept
+    net.kept = []
+    net.kept += [h.sum()]
+    before += [h.mean()]
+    return before
+
+
+def put_back_behind_another(net: Net, h: Tensor) -> None:
+    before = net.kept
+    before += [h.mean()]
+    net.kept = [1]
+    net.kept = before
+
+
+def put_elsewhere(net: Net, h: Tensor) -> None:
+    other = net.other
+    other += [h.mean()]
+    net.kept = other
+
+
+def added_where_settings_are_counted(net: Net, h: Tensor) -> Any:
+    net.counted.kept += [h.mean()]
+    return net.counted.times
+
+
+def added_behind_a_break(net: Net, h: Tensor) -> None:
+    net.kept += [h.mean()]
+    print(end="")
+    net.kept += [time.perf_counter() > 0, h.sum()]
+
+
+def put_back_by_name(net: Net, h: Tensor) -> None:
+    before = net.by_name["body"]
+    before += [h.mean()]
+    net.by_name["body"] = [1]
+    net.by_name["body"] = before
+
+
+def added_to_itself(net: Net, h: Tensor) -> Any:
+    if len(net.last) < 2:
+        net.last += [h.mean(), h.sum()]
+    net.last += net.last
+
+
+def added_to_a_pair(net: Net, h: Tensor) -> Any:
+    try:
+        net.pair[0] += [h.mean()]  # type: ignore[operator]
+    except TypeError:
+        net.kept += [2]
+    return net.pair[0]
+
+
+def by_number_and_read(net: Net, h: Tensor) -> Any:
+    net.by_number[net.calls] = h.mean()
+    return net.by_number[net.calls] + len(net.by_number)
+
+
+def by_its_length(net: Net, h: Tensor) -> None:
+    net.by_number[len(net.by_number)] = h.mean()
+    net.by_number[len(net.by_number)] = h.sum()
+
+
+def by_number_twice(net: Net, h: Tensor) -> Any:
+    net.numbered[1] = [h.mean()]
+    net.numbered[1].append(h.sum())
+    net.numbered[1] += [2]
+    del net.numbered[1]
+    net.numbered[1] = h.mean()
+    return 1 in net.numbered
+
+
+def numbered_behind_a_break(net: Net, h: Tensor) -> Any:
+    numbered = net.by_number
+    numbered[net.calls] = h.mean()
+    print(end="")
+    numbered[-net.calls] = h.sum()
+    return [*net.by_number]
+
+
+def a_hook_by_number(net: Net, h: Tensor) -> Any:
+    handle = net.head.register_forward_hook(net.hook)
+    found = net.head(h)
+    handle.remove()
+    return found
+
+
 READ: dict[str, Callable[[Any, Tensor], Any]] = {
     "made anew": made_anew,
     "handed out": handed_out,
@@ -188,6 +318,21 @@ READ: dict[str, Callable[[Any, Tensor], Any]] = {
     "not there in turn": removed,
     "more of its own": lambda net, h: net.kept.extend([*net.kept[-2:], h.mean()]),
     "itself": lambda net, h: net.last.append(len(net.last)) or net.last.extend(net.last),
+    "added and read": added_and_read,
+    "added through another name": added_through_another,
+    "added, and made anew": added_and_made_anew,
+    "put back behind another": put_back_behind_another,
+    "put elsewhere": put_elsewhere,
+    "added where settings are counted": added_where_settings_are_counted,
+    "added behind a break": added_behind_a_break,
+    "put back by name": put_back_by_name,
+    "added to itself": added_to_itself,
+    "added to a pair": added_to_a_pair,
+    "by number, and read": by_number_and_read,
+    "by its length": by_its_length,
+    "by number, twice": by_number_twice,
+    "by number, behind a break": numbered_behind_a_break,
+    "a hook, by number": a_hook_by_number,
     "whether it is empty": lambda net, h: net.kept.append(1) if net.kept else net.kept.append(0),
     "from the generator of it": lambda net, h: net.kept.extend(h.mean() for _ in range(2)),
 }
@@ -205,7 +350,7 @@ def call(plain: Net, model: Net, times: int) -> None:
         assert_alike(ours, theirs)
         for each in (ours, theirs):
             (each[0] if isinstance(each, tuple) else each).sum().backward()
-        for name in ("kept", "last"):
+        for name in ("kept", "last", "alias", "by_number", "numbered"):
             assert_alike(getattr(model, name, 0), getattr(plain, name, 0))
         assert_alike(dict(model.by_name), dict(plain.by_name))
 

@@ -38,13 +38,13 @@ def _is_none(variable: Any) -> bool:
 
 def _has(method: Any, asked: Any, frame: Any, name: str) -> Any:
     is_written = frame.output.side_effects.has_pending_mutation_of_attr(asked, name)
-    if asked.source is None or is_written or not _holds_list(asked.value, name):
+    if asked.source is None or is_written or not holds_list(asked.value, name):
         return method(asked, frame, name)
     hold_key(AttrSource(asked.source, "__dict__"), name, True)
     return ConstantVariable.create(True)
 
 
-def _holds_list(owner: Any, name: str) -> bool:
+def holds_list(owner: Any, name: str) -> bool:
     """Whether an object has a list of this name, which nothing of its class stands before."""
     held = getattr(owner, "__dict__", {}).get(name)
     return type(held) in LISTS and not hasattr(getattr_static(type(owner), name, None), "__get__")

@@ -36,11 +36,11 @@ def is_read_tensor(variable: Any) -> bool:
     return class_of_unread(variable) is None and isinstance(variable, TensorVariable)
 
 
-def class_of_list(variable: Any) -> type[Any] | None:
+def class_of_list(variable: Any, kinds: tuple[type[Any], ...] = LISTS) -> type[Any] | None:
     """Return the class of a list that nothing has read, on which the graph depends from now on, in
-    place of what is in the list; None of any other value."""
+    place of what is in the list; None of any other value. So for containers of other classes."""
     kind = class_of_unread(variable)
-    if kind not in LISTS or variable.source is None:
+    if kind not in kinds or variable.source is None:
         return None
     install_guard(variable.source.make_guard(GuardBuilder.TYPE_MATCH))
     return kind
