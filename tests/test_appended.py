@@ -40,6 +40,7 @@ class Net(nn.Module):
         super().__init__()
         self.body, self.head, self.use = nn.Linear(8, 8), nn.Linear(8, 2), use
         self.kept, self.other = [], []  # type: list[Any], list[Any]
+        self.lists = [[], []]  # type: list[list[Any]]
         self.alias, self.pair, self.hook = self.kept, ([],), lambda *call: call[-1] * 2
         self.last = deque[Any](maxlen=3)
         self.by_name = defaultdict[str, list[Any]](list)
@@ -90,6 +91,7 @@ def added_by_name(net: Net, h: Tensor) -> None:
     net.by_name["body"] += [h.mean().item()]
     kept = net.kept
     kept += [h.sum()]
+    net.lists[1] += [h.std()]
 
 
 def by_number(net: Net, h: Tensor) -> None:
@@ -254,6 +256,13 @@ def put_back_by_name(net: Net, h: Tensor) -> None:
     net.by_name["body"] = before
 
 
+def put_back_by_place(net: Net, h: Tensor) -> None:
+    before = net.lists[1]
+    before += [h.mean()]
+    net.lists[1] = [1]
+    net.lists[1] = before
+
+
 def added_to_itself(net: Net, h: Tensor) -> Any:
     if len(net.last) < 2:
         net.last += [h.mean(), h.sum()]
@@ -326,6 +335,7 @@ READ: dict[str, Callable[[Any, Tensor], Any]] = {
     "added where settings are counted": added_where_settings_are_counted,
     "added behind a break": added_behind_a_break,
     "put back by name": put_back_by_name,
+    "put back by place": put_back_by_place,
     "added to itself": added_to_itself,
     "added to a pair": added_to_a_pair,
     "by number, and read": by_number_and_read,
@@ -350,7 +360,7 @@ def call(plain: Net, model: Net, times: int) -> None:
         assert_alike(ours, theirs)
         for each in (ours, theirs):
             (each[0] if isinstance(each, tuple) else each).sum().backward()
-        for name in ("kept", "last", "alias", "by_number", "numbered"):
+        for name in ("kept", "last", "alias", "by_number", "numbered", "lists"):
             assert_alike(getattr(model, name, 0), getattr(plain, name, 0))
         assert_alike(dict(model.by_name), dict(plain.by_name))
 

@@ -27,7 +27,7 @@ Private names of PyTorch used here:
     torch._dynamo.variables.UserDefinedObjectVariable.value, .source
     torch._dynamo.variables.builder.VariableBuilder._wrap, .tx    reads a list
     torch._dynamo.exc.SpeculationRestartAnalysis                 by which that begins anew
-    torch._dynamo.source.AttrSource, DictGetItemSource
+    torch._dynamo.source.AttrSource, DictGetItemSource, GetItemSource
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from typing import Any
 
 from torch import nn
 from torch._dynamo.exc import SpeculationRestartAnalysis
-from torch._dynamo.source import AttrSource, DictGetItemSource
+from torch._dynamo.source import AttrSource, DictGetItemSource, GetItemSource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import (
     ConstantVariable,
@@ -64,6 +64,7 @@ from amp_graph.dynamo_changes.unread import LISTS, class_of_list, class_of_unrea
 
 DICTIONARIES = (dict, defaultdict, OrderedDict)
 GROWING = (*LISTS, *DICTIONARIES)
+PLACES = {**dict.fromkeys(DICTIONARIES, DictGetItemSource), list: GetItemSource}
 METHODS = ("append", "extend")
 SINGLE = (TensorVariable, ConstantVariable, SymNodeVariable, *TEXTS)
 SEQUENCES = (ListVariable, TupleVariable, SizeVariable)
@@ -154,12 +155,12 @@ def _fills(frame: Any, item: Any, held: Any, key: Any) -> bool:
 
 
 def _is_put_back(frame: Any, held: Any, owner: Any, key: Any) -> bool:
-    """Whether a dictionary has had this list by this key since before the call."""
-    if not _is_appended(held, frame) or owner.python_type() not in DICTIONARIES:
+    """Whether a dictionary, or a list, has had this list by this key since before the call."""
+    kind = owner.python_type() if _is_appended(held, frame) else None
+    if kind not in PLACES or owner.source is None or not key.is_python_constant():
         return False
-    is_set = owner.source is None or frame.output.side_effects.is_modified(owner.realize())
-    is_known = not is_set and key.is_python_constant()
-    return is_known and held.source == DictGetItemSource(owner.source, key.as_python_constant())
+    is_set = frame.output.side_effects.is_modified(owner.realize())
+    return not is_set and held.source == PLACES[kind](owner.source, key.as_python_constant())
 
 
 def _add(method: Any, builtin: Any, frame: Any, args: Any, kwargs: Any) -> Any:
