@@ -14,17 +14,17 @@ is to be printed. Where the model reads the list as well, behind that, it is cap
 Private names of PyTorch used here:
 
     torch._dynamo.symbolic_convert.InstructionTranslatorBase._load_attr, .stack, .push, .pop
-    .popn, .export
+        .popn, .export, .dispatch_table (by captured_instructions)
     InstructionTranslatorBase.speculation_log, .clear    kept where a capture begins anew
     .output.root_tx.debug_locals                 calls behind a graph, and what they are given
     .output.current_tracer, .root_tracer, .side_effects
         .side_effects.has_pending_mutation_of_attr, .is_modified    what was set before
-    torch._dynamo.variables.builtin.SetAttrBuiltinVariable._fn   `setattr`, from 2.13 on
+    torch._dynamo.variables.builtin.SetAttrBuiltinVariable._fn   `setattr`, where it is one
     torch._dynamo.variables.misc.DebuggingVariable, ._nonvar_fields      what is called there
     torch._dynamo.variables.LazyVariableTracker.peek_value, .peek_type    what nothing has read
     torch._dynamo.variables.TensorVariable, tensor.SymNodeVariable
     torch._dynamo.variables.ListVariable, TupleVariable, lists.SizeVariable, ConstDictVariable
-    torch._dynamo.variables.UserDefinedObjectVariable.value, .source
+    torch._dynamo.variables.UserDefinedObjectVariable.value, VariableTracker.python_type, .source
     torch._dynamo.variables.builder.VariableBuilder._wrap, .tx    reads a list
     torch._dynamo.exc.SpeculationRestartAnalysis                 by which that begins anew
     torch._dynamo.source.AttrSource, DictGetItemSource, GetItemSource
