@@ -19,7 +19,6 @@ Private names of PyTorch used here:
     .output.root_tx.debug_locals                 calls behind a graph, and what they are given
     .output.current_tracer, .root_tracer, .side_effects
         .side_effects.has_pending_mutation_of_attr, .is_modified    what was set before
-    torch._dynamo.variables.builtin.SetAttrBuiltinVariable._fn   `setattr`, where it is one
     torch._dynamo.variables.misc.DebuggingVariable, ._nonvar_fields      what is called there
     torch._dynamo.variables.LazyVariableTracker.peek_value, .peek_type    what nothing has read
     torch._dynamo.variables.TensorVariable, tensor.SymNodeVariable
@@ -49,7 +48,6 @@ from torch._dynamo.variables import (
     TensorVariable,
     TupleVariable,
     UserDefinedObjectVariable,
-    builtin,
 )
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lists import SizeVariable
@@ -58,7 +56,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable
 
 from amp_graph.dynamo_changes.asked_lists import holds_list
 from amp_graph.dynamo_changes.captured_instructions import instructions_through
-from amp_graph.dynamo_changes.replaced import Change, by_function, those_of
+from amp_graph.dynamo_changes.replaced import Change
 from amp_graph.dynamo_changes.unknown_text import TEXTS
 from amp_graph.dynamo_changes.unread import LISTS, class_of_list, class_of_unread
 
@@ -70,7 +68,6 @@ SINGLE = (TensorVariable, ConstantVariable, SymNodeVariable, *TEXTS)
 SEQUENCES = (ListVariable, TupleVariable, SizeVariable)
 # Such containers by ids, as attributes of what Dynamo keeps for an attempt, and for all of a frame.
 APPENDED, READ = "_amp_graph_appended", "_amp_graph_read"
-OF_ITS_OWN = ("SetAttrBuiltinVariable",)  # what `setattr` is to Dynamo, if not one of its builtins
 MOST = 4  # of them in a frame, for each of which its capture begins anew
 
 
@@ -223,5 +220,4 @@ CONTEXTS = (functools.partial(instructions_through, _store, {dis.opmap["STORE_SU
 CHANGES: tuple[Change, ...] = (
     (InstructionTranslatorBase, "_load_attr", _look_up),
     (VariableBuilder, "_wrap", _read),
-    *(by_function(kind, BUILTINS, held_as="_fn") for kind in those_of(builtin, OF_ITS_OWN)),
 )

@@ -17,7 +17,6 @@ Here the getter is captured once, and the name has no guard, since what the gett
 Private names of PyTorch used here:
 
     torch._dynamo.variables.UserDefinedObjectVariable.call_obj_hasattr, .value
-    torch._dynamo.variables.builtin.GetAttrBuiltinVariable._fn    `getattr`, in 2.13
     torch._dynamo.exc.ObservedAttributeError, handle_observed_exception
 """
 
@@ -27,11 +26,9 @@ from inspect import getattr_static
 from typing import Any
 
 from torch._dynamo.exc import ObservedAttributeError, handle_observed_exception
-from torch._dynamo.variables import ConstantVariable, UserDefinedObjectVariable, builtin
+from torch._dynamo.variables import ConstantVariable, UserDefinedObjectVariable
 
-from amp_graph.dynamo_changes.replaced import LOOK_UP, Change, by_function, those_of
-
-OF_ITS_OWN = ("GetAttrBuiltinVariable",)  # what `getattr` is to Dynamo, if not one of its builtins
+from amp_graph.dynamo_changes.replaced import LOOK_UP, Change
 
 
 def _has(method: Any, variable: Any, frame: Any, name: str) -> Any:
@@ -65,7 +62,4 @@ def _asked(variable: Any, frame: Any, name: str) -> Any:
 
 
 BUILTINS = {getattr: _get}
-CHANGES: tuple[Change, ...] = (
-    (UserDefinedObjectVariable, "call_obj_hasattr", _has),
-    *(by_function(kind, BUILTINS, held_as="_fn") for kind in those_of(builtin, OF_ITS_OWN)),
-)
+CHANGES: tuple[Change, ...] = ((UserDefinedObjectVariable, "call_obj_hasattr", _has),)

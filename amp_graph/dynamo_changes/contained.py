@@ -37,20 +37,21 @@ from amp_graph.dynamo_changes.replaced import existing
 
 
 def _look(method: Any, items: Iterable[Any], sought: Any, *others: Any, **named: Any) -> Any:
-    if sought.is_python_constant():
-        items = [item.realize() for item in items]
-        found = method(items, sought, *others, **named)
-        is_unseen = found.is_python_constant() and not found.as_python_constant()
-        return _among_varying(items, sought, *others) if is_unseen else found
-    if not isinstance(sought, TensorVariable):
+    is_constant = sought.is_python_constant()
+    if not is_constant and not isinstance(sought, TensorVariable):
         return method(items, sought, *others, **named)
-    among = [item.realize() for item in items]
-    for item in among:
-        if isinstance(item, TensorVariable) and fake_of(item) is fake_of(sought):
-            return ConstantVariable.create(True)
-        if not _differs(item):
-            break
-    return method(among, sought, *others, **named)
+    items = [item.realize() for item in items]
+    if not is_constant and _is_held(items, sought):
+        return ConstantVariable.create(True)
+    found = method(items, sought, *others, **named)
+    is_unseen = is_constant and found.is_python_constant() and not found.as_python_constant()
+    return _among_varying(items, sought, *others) if is_unseen else found
+
+
+def _is_held(items: list[Any], sought: Any) -> bool:
+    """Whether a tensor is the first item that may be equal to it."""
+    item = next((item for item in items if not _differs(item)), None)
+    return isinstance(item, TensorVariable) and fake_of(item) is fake_of(sought)
 
 
 def _among_varying(items: list[Any], sought: Any, frame: Any, *_: Any) -> Any:

@@ -18,6 +18,8 @@ Private names of PyTorch used here:
 
     torch._dynamo.variables.TorchInGraphFunctionVariable    a function that becomes an operator
     torch._dynamo.variables.BuiltinVariable.fn              a function of Python's
+    torch._dynamo.variables.builtin.GetAttrBuiltinVariable._fn, SetAttrBuiltinVariable
+                                                            the same, in 2.13
     torch._dynamo.symbolic_convert.compare_op_handlers      how comparisons are captured
 """
 
@@ -34,15 +36,23 @@ from typing import Any
 
 import torch
 from torch._dynamo import symbolic_convert
-from torch._dynamo.variables import BuiltinVariable, TorchInGraphFunctionVariable
+from torch._dynamo.variables import BuiltinVariable, TorchInGraphFunctionVariable, builtin
 
 from amp_graph.dynamo_changes.known_calls import by_name
-from amp_graph.dynamo_changes.replaced import Change, Entries, by_function, with_entries
+from amp_graph.dynamo_changes.replaced import (
+    Change,
+    Entries,
+    by_function,
+    those_of,
+    with_entries,
+)
 from amp_graph.errors import warn
 from amp_graph.patching import method_inside
 
 NEWEST = "2.15"  # with which all of this was seen to work
 IS_KNOWN = torch.__version__ < "2.16.dev0"
+# What functions of Python's are to Dynamo that are not among its `BuiltinVariable`.
+OF_THEIR_OWN = ("GetAttrBuiltinVariable", "SetAttrBuiltinVariable")
 TABLES = ("ENTRIES", "CHANGES", "CONTEXTS")
 Context = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -119,6 +129,7 @@ ENTRIES: tuple[Entries, ...] = (*_all("ENTRIES"), (lambda: COMPARISONS, _compare
 CHANGES: tuple[Change, ...] = (  # in any order: of one method, no two are about the same call
     by_function(TorchInGraphFunctionVariable, CALLS, around=[*_all("AROUND")]),
     by_function(BuiltinVariable, BUILTINS, held_as="fn"),
+    *(by_function(kind, BUILTINS, held_as="_fn") for kind in those_of(builtin, OF_THEIR_OWN)),
     by_name(FINDS),
     *_all("CHANGES"),
 )

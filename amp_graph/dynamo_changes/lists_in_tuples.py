@@ -10,8 +10,7 @@ tuple is equal to itself, and loses what is written to the list.
 
 Private names of PyTorch used here:
 
-    torch._dynamo.variables.builder.VariableBuilder._wrap, .install_guards,
-    .get_source, .source
+    torch._dynamo.variables.builder.VariableBuilder._wrap, .install_guards, .source
     torch._dynamo.guards.GuardBuilder.SEQUENCE_LENGTH
     torch._dynamo.source.GetItemSource, .guard_source.is_unspecialized_nn_module
     torch._dynamo.variables.LazyVariableTracker, TupleVariable,
@@ -34,16 +33,15 @@ def _wrap(method: Any, builder: Any, value: Any) -> Any:
     if type(value) is not tuple or not (_is_taken(builder, value) and _may_change(value)):
         return method(builder, value)
     builder.install_guards(GuardBuilder.SEQUENCE_LENGTH)
-    source = builder.get_source()
+    source = builder.source
     items = (LazyVariableTracker.create(v, GetItemSource(source, i)) for i, v in enumerate(value))
-    return TupleVariable([*items], source=builder.source)
+    return TupleVariable([*items], source=source)
 
 
 def _is_taken(builder: Any, value: Any) -> bool:
     """Whether Dynamo takes a tuple for a constant."""
-    is_held = (
-        builder.source is not None and builder.source.guard_source.is_unspecialized_nn_module()
-    )
+    source = builder.source
+    is_held = source is not None and source.guard_source.is_unspecialized_nn_module()
     return is_held and ConstantVariable.is_literal(value)
 
 

@@ -37,8 +37,8 @@ def is_read_tensor(variable: Any) -> bool:
 
 
 def class_of_list(variable: Any, kinds: tuple[type[Any], ...] = LISTS) -> type[Any] | None:
-    """Return the class of a list that nothing has read, on which the graph depends from now on, in
-    place of what is in the list; None of any other value. So for containers of other classes."""
+    """Return the class of a list, or another container of these kinds, that nothing has read. The
+    graph depends on it from now on, in place of what is in it. None of any other value."""
     kind = class_of_unread(variable)
     if kind not in kinds or variable.source is None:
         return None

@@ -67,14 +67,12 @@ class _Steps:
     def __init__(self) -> None:
         self.count = 0
         self.are_replayed = False
-        self._is_watching = False
-        self._unheard = 0  # of those under way, how many began before
+        self._unheard: int | None = None  # of those under way, how many began before all are heard
         # How many steps each is in the middle of: one may call that of its base class.
         self._under_way: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
     def watch(self) -> None:
-        if not self._is_watching:
-            self._is_watching = True
+        if self._unheard is None:
             hear_steps(before=self._begins, after=self._ends)
             # A model may first be called by a closure.
             self._unheard = steps_around(sys._getframe(), enough=None)
@@ -85,7 +83,7 @@ class _Steps:
 
     def may_be_unseen(self) -> bool:
         """Whether parameters may be stepped by replays, or just now by what calls a closure."""
-        return self.are_replayed or bool(self._under_way) or self._unheard > 0
+        return self.are_replayed or bool(self._under_way or self._unheard)
 
     @not_compiled
     def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -102,7 +100,7 @@ class _Steps:
         depth = self._under_way.pop(optimizer, 0)
         if depth > 1:
             self._under_way[optimizer] = depth - 1
-        elif depth == 0 and self._unheard > 0:
+        elif not depth and self._unheard:
             self._unheard -= 1
 
 
